@@ -70,8 +70,12 @@ class Selection:
 
     groups = 1
 
-    def __init__(self, config: GenerationConfig):
-        self.ends = config._eos_token_tensor
+    def __init__(self, config: GenerationConfig, tokens: torch.Tensor | None = None):
+        """Args:
+        config: Contains the ends.
+        tokens: The token of each log-probability, (V,). None means all tokens of the vocabulary.
+        """
+        self.ends, self._tokens = config._eos_token_tensor, tokens
 
     def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:
         """Select the candidates of one step.
@@ -94,6 +98,7 @@ class Selection:
         # (sources, beams, V) -> (sources, candidates), best first
         scores, indices = top_of_rows(log_probs.add_(scores[:, :, None]).flatten(1), num_candidates)
         parents, tokens = indices // vocab_size, indices % vocab_size
+        tokens = tokens if self._tokens is None else self._tokens[tokens]
         is_end = are_ends(tokens, self.ends)
         chosen_scores, chosen = (scores + is_end.float() * WORST).topk(num_beams)
         is_end |= num_left == 0

@@ -18,13 +18,18 @@ from transformers.generation import CompileConfig, GenerationMixin
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
 from transformers.utils.output_capturing import capture_outputs
 
-from metaphrase.decoding.beam_search import beam_search
+from metaphrase.decoding.beam_search import Selection, beam_search
 from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.prepared_decoder import prepared_head
+from metaphrase.decoding.prepared_decoder import prepared_head, prepared_rows
 from metaphrase.decoding.sampling import sample
 from metaphrase.decoding.shortlist import Shortlist
-from metaphrase.decoding.supported_processors import are_ends, unknown_criteria, unknown_processors
+from metaphrase.decoding.supported_processors import (
+    are_ends,
+    process_permitted,
+    unknown_criteria,
+    unknown_processors,
+)
 from metaphrase.decoding.weight_copies import walk
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES, is_offloaded
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
@@ -90,6 +95,7 @@ def search(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     return_scores: bool | None = None,
+    permitted: torch.Tensor | None = None,
     **model_kwargs,
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
@@ -105,6 +111,8 @@ def search(
         return_scores: None returns what transformers' loops return. True and False return `sequences`, with
             `sequences_scores` `(rows)` if True: scores of beams as transformers computes them, else sums of log-probabilities
             as `sample` computes them.
+        permitted: Tokens to select from, (count,), beside those of the prompt and the configuration. Transformers' loops, and
+            heads whose rows cannot be selected, select from all tokens.
         **model_kwargs: From `generate()`, `encoder_outputs` among them.
 
     Returns:
@@ -120,12 +128,22 @@ def search(
         encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
         decoder, copies = model.get_decoder(), len(input_ids) // len(encoder_output)
         prompt, (project, shorten) = input_ids[::copies], prepared_projections(model)
+        if permitted is not None:
+            vocab_size = model.config.decoder_vocab_size
+            permitted = _complete(permitted, prompt, config, vocab_size)
+            head = prepared_rows(model.get_output_embeddings(), permitted)
+            permitted = None if head is None else permitted
+        if permitted is not None:
+            project, shorten = functools.partial(model.project, head=head), None
+            if logits_processor:
+                logits_processor = [process_permitted(logits_processor, permitted, vocab_size)]
         if config.num_beams > 1:
-            state = BeamState(decoder, encoder_output, mask)
-            ids, scores = beam_search(project, state, prompt, logits_processor, config)
+            state, selection = BeamState(decoder, encoder_output, mask), Selection(config, permitted)
+            ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
         else:
             state = DecoderState(decoder, encoder_output, mask)
-            ids, scores = sample(project, state, prompt, copies, logits_processor, config, bool(return_scores), shorten)
+            arguments = (config, bool(return_scores), shorten, permitted)
+            ids, scores = sample(project, state, prompt, copies, logits_processor, *arguments)
         if return_scores is None:
             return ids
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
@@ -147,6 +165,19 @@ def search(
     if return_scores and scores is None:
         scores = chosen.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
+
+
+def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationConfig, vocab_size: int) -> torch.Tensor:
+    """Return the permitted tokens, those of the prompt, the ends and the forced tokens, ascending."""
+    forced = [config.forced_bos_token_id, config.forced_eos_token_id]
+    values = [
+        torch.as_tensor(value).flatten().to(prompt)
+        for value in (*forced, config._eos_token_tensor)
+        if value is not None
+    ]
+    tokens = torch.cat([permitted.to(prompt), prompt.flatten(), *values]).unique()
+    # An end of -1 means that no token ends a target.
+    return tokens[(tokens >= 0) & (tokens < vocab_size)]
 
 
 @contextlib.contextmanager

@@ -198,3 +198,18 @@ def prepared_head(
     if is_plain_call and can_record(head) and head.weight.device.type == "cpu":
         return _heads.get(decoder, head)
     return head, None
+
+
+def prepared_rows(head: nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a head's projection to the logits of some tokens, (count,), or None if its rows cannot be selected."""
+    if is_hooked(head) or is_offloaded(head):
+        return None
+    if isinstance(head, PackedLinear):
+        return head.select_outputs(tokens).forward
+    if type(head) is not nn.Linear:
+        return None
+    # Indexing takes several times as long. A transposed or prepacked copy would not pay for one batch.
+    weight, bias = (
+        None if part is None else part.detach().index_select(0, tokens) for part in (head.weight, head.bias)
+    )
+    return functools.partial(nn.functional.linear, weight=weight, bias=bias)

@@ -1,5 +1,6 @@
 """Quantization of linear layers to int8 or float16, for decoding on a CPU, by the kernels of FBGEMM."""
 
+import copy
 import functools
 import logging
 import warnings
@@ -38,6 +39,19 @@ class PackedLinear(nn.Module):
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach().float() for layer in layers])
         self._packed = self._pack(*map(torch.cat, zip(*map(self._weights_of, layers), strict=True)))
         self.eval()
+
+    def select_outputs(self, outputs: torch.Tensor) -> "PackedLinear":
+        """Return the layer with only these outputs, (count,)."""
+        weights, layer = self._unpacked, copy.copy(self)
+        del vars(layer)["_unpacked"]
+        layer.out_features, layer.bias = len(outputs), None if self.bias is None else self.bias[outputs]
+        layer._packed = layer._pack(*(part.index_select(0, outputs) for part in weights))
+        return layer
+
+    @functools.cached_property
+    def _unpacked(self) -> tuple[torch.Tensor, ...]:
+        # Unpacking takes many times as long as packing a few outputs.
+        return self._weights_of(self)
 
     def train(self, mode: bool = True) -> "PackedLinear":
         if mode:

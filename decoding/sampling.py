@@ -20,6 +20,7 @@ def sample(
     config: GenerationConfig,
     with_scores: bool = False,
     shorten: Callable[[torch.Tensor], Shortlist | None] | None = None,
+    permitted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Extend targets by the most probable tokens, or by tokens drawn at random.
 
@@ -32,6 +33,7 @@ def sample(
         config: As `generate()` prepares it, with all special ids and limits.
         with_scores: True returns scores.
         shorten: Returns shortlists from the decoder's output. Only greedy search of one target without scores uses them.
+        permitted: The token of each logit, (V,). None means all tokens of the vocabulary.
 
     Returns:
         Ids (sources * copies, length), padded behind their ends, and the sums of their log-probabilities, (sources * copies,):
@@ -62,11 +64,12 @@ def sample(
                 logits = logits.repeat_interleave(copies, dim=0)
             scores = process(processors, ids, logits)
             tokens = draw(scores) if config.do_sample else scores.argmax(dim=-1)
-        if totals is not None:
-            # The distribution that samples are drawn from may be cut to a single token, with a score of 0.
-            scored = logits if config.do_sample else scores
-            log_probs = nn.functional.log_softmax(scored, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
-            totals[rows] += log_probs.masked_fill(is_ended, 0.0)
+            if totals is not None:
+                # The distribution that samples are drawn from may be cut to a single token, with a score of 0.
+                scored = logits if config.do_sample else scores
+                log_probs = nn.functional.log_softmax(scored, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
+                totals[rows] += log_probs.masked_fill(is_ended, 0.0)
+            tokens = tokens if permitted is None else permitted[tokens]
         if ends is not None:
             # With one target per source, targets that have ended are no longer in the batch.
             if copies > 1:

@@ -47,8 +47,8 @@ class Vocabulary:
             yield numbers.get("_" + word[:_PREFIX], 0) if number is None else number
 
 
-class _WordPairs(NamedTuple):
-    """All pairs of a source word and a target word of the same pair of texts.
+class WordPairs(NamedTuple):
+    """All pairs of a source word and a target word, or token, of the same pair of texts.
 
     Attributes:
         sources: Numbers of all source words, one text after the other.
@@ -57,6 +57,7 @@ class _WordPairs(NamedTuple):
         target_texts: Index of the text of each target word.
         rows: Index in `sources` of each word pair.
         columns: Index in `targets` of each word pair.
+        num_texts: Number of pairs of texts.
     """
 
     sources: np.ndarray
@@ -65,16 +66,26 @@ class _WordPairs(NamedTuple):
     target_texts: np.ndarray
     rows: np.ndarray
     columns: np.ndarray
+    num_texts: int
 
     @classmethod
-    def of(cls, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> "_WordPairs":
+    def of(cls, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> "WordPairs":
         """Pair the words of texts with these lengths, (2, number of texts)."""
         texts = [np.repeat(np.arange(lengths.shape[1]), side) for side in lengths]
         num_partners = lengths[0][texts[1]]
         columns = np.repeat(np.arange(len(targets)), num_partners)
         offsets = np.arange(len(columns)) - np.repeat(np.cumsum(num_partners) - num_partners, num_partners)
         starts = np.cumsum(lengths[0]) - lengths[0]
-        return cls(sources, targets, *texts, starts[texts[1]][columns] + offsets, columns)
+        return cls(sources, targets, *texts, starts[texts[1]][columns] + offsets, columns, lengths.shape[1])
+
+    @classmethod
+    def batches(cls, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator["WordPairs"]:
+        """Yield the word pairs of a few thousand texts at a time."""
+        for start in range(0, lengths.shape[1], _PAIRS_PER_BATCH):
+            size = lengths[:, start : start + _PAIRS_PER_BATCH]
+            used = size.sum(1)
+            yield cls.of(sources[: used[0]], targets[: used[1]], size)
+            sources, targets = sources[used[0] :], targets[used[1] :]
 
 
 class AlignmentModel:
@@ -103,7 +114,7 @@ class AlignmentModel:
         words = [side[:num_pairs] for side in words]
         self._vocabularies = [Vocabulary(side) for side in words]
         encoded = self._encode(words)
-        self._train(_WordPairs.of(*encoded))
+        self._train(WordPairs.of(*encoded))
         scores = self._score_batches(*encoded)
         order = np.random.default_rng(seed).permutation(num_pairs)
         shuffled = self._score_batches(*self._encode([words[0], [words[1][index] for index in order]]))
@@ -122,7 +133,7 @@ class AlignmentModel:
             sides.append(np.fromiter(numbers, dtype=np.int64, count=int(size)))
         return *sides, lengths
 
-    def _train(self, pairs: _WordPairs) -> None:
+    def _train(self, pairs: WordPairs) -> None:
         """Run expectation maximization. Both directions share the table of word pairs that occur."""
         sizes = [len(vocabulary) for vocabulary in self._vocabularies]
         keys, entries = np.unique(
@@ -152,18 +163,13 @@ class AlignmentModel:
         self._num_targets = sizes[1]
 
     def _score_batches(self, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        batches = []
-        for start in range(0, lengths.shape[1], _PAIRS_PER_BATCH):
-            size = lengths[:, start : start + _PAIRS_PER_BATCH]
-            used = size.sum(1)
-            batches.append(self._score(_WordPairs.of(sources[: used[0]], targets[: used[1]], size), size.shape[1]))
-            sources, targets = sources[used[0] :], targets[used[1] :]
-        return np.concatenate(batches)
+        return np.concatenate(list(map(self._score, WordPairs.batches(sources, targets, lengths))))
 
-    def _score(self, pairs: _WordPairs, num_pairs: int) -> np.ndarray:
+    def _score(self, pairs: WordPairs) -> np.ndarray:
         keys = pairs.sources[pairs.rows] * self._num_targets + pairs.targets[pairs.columns]
         entries = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         is_known = self._keys[entries] == keys
+        num_pairs = pairs.num_texts
         score = np.zeros(num_pairs)
         for table, share, explained, positions, texts, partner_texts in (
             (*(self._tables[0], self._shares[0], pairs.targets, pairs.columns), pairs.target_texts, pairs.source_texts),

@@ -86,7 +86,7 @@ class PairFilter:
             self._language_rule = LanguageRule(settings.source_lang, settings.target_lang, least)
         # Packages that are missing must show before the corpus is read.
         PairRules(active, settings.thresholds, CorpusFacts())
-        self.num_records, sample = _sample(source.read_files())
+        self.num_records, sample = sample_pairs(source.read_files(), MAX_PAIRS)
         if not self.num_records:
             raise ValueError(f"{source.name} must hold at least one pair, got none.")
         if settings.normalize:
@@ -179,17 +179,17 @@ def _drop_repeated(
     return b"".join(new_hashes)
 
 
-def _sample(records: Iterator[Record]) -> tuple[int, list[Pair]]:
-    """Return the number of records, and pairs drawn at random, in random order (Vitter 1985, algorithm R)."""
+def sample_pairs(records: Iterator[Record], most: int) -> tuple[int, list[Pair]]:
+    """Return the number of records, and at most so many pairs drawn at random, in random order (Vitter 1985, algorithm R)."""
     generator, sample, num_records, num_pairs = random.Random(_SEED), [], 0, 0
     for record in records:
         num_records += 1
         if isinstance(record, PairProblem):
             continue
         num_pairs += 1
-        if len(sample) < MAX_PAIRS:
+        if len(sample) < most:
             sample.append(record)
-        elif (index := int(generator.random() * num_pairs)) < MAX_PAIRS:
+        elif (index := int(generator.random() * num_pairs)) < most:
             sample[index] = record
     generator.shuffle(sample)
     return num_records, sample

@@ -39,7 +39,11 @@ ARCHITECTURE_ROWS = (
 # (purpose, names of files and folders, True if `metaphrase push` uploads them)
 FILE_ROWS = (
     ("Model", ("config.json", "generation_config.json", "*.safetensors", "*.index.json", "*.py"), True),
-    ("Tokenizers", ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", f"{TARGET_SUBFOLDER}/"), True),
+    (
+        "Tokenizers",
+        ("tokenizer*", "vocab*", "merges.txt", "vmap.txt", "*.model", "*.spm", f"{TARGET_SUBFOLDER}/"),
+        True,
+    ),
     ("Scores and outputs", ("metrics.json", "*_predictions.txt", "training_curve.png"), True),
     ("How the model was trained", ("recipe.yaml", "average.json", "data_report.json"), True),
     ("Log and arguments of the run", ("trainer_state.json", "training_args.json", "runs/", "tune/"), False),

@@ -21,6 +21,7 @@ from metaphrase.storage.folders import read_fields, refuse_outer_links
 from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, EXPONENTIAL_AVERAGE_NAME
 from metaphrase.training.recipe.parsing import dump_yaml
@@ -35,7 +36,7 @@ TOKENIZER_FILES += ("*.spm", "spiece.model", "spm.model", "tokenizer.model", "se
 TOKENIZER_FILES += ("bpe.codes", "dict.txt", "prophetnet.tokenizer", "*.jinja")
 SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "validation_predictions.txt", FIGURE_NAME)
 # The licence of a converted model must stay with it.
-MODEL_FILES = ("config.json", "generation_config.json", "LICENSE*", "NOTICE*")
+MODEL_FILES = ("config.json", "generation_config.json", VOCABULARY_MAP_NAME, "LICENSE*", "NOTICE*")
 MODEL_FILES += (CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
 # Reason for leaving a file or folder out. The first pattern that fits decides.
 REASONS = {

@@ -36,6 +36,7 @@ from metaphrase.modeling.pipeline_support import (
     resolve_settings,
 )
 from metaphrase.storage.model_files import check_options
+from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 
 def decode(
@@ -49,6 +50,7 @@ def decode(
     on_batch: Callable[[int], object] | None = None,
     partners: Sequence[Partner] = (),
     search: Callable | None = None,
+    vocabulary_map: VocabularyMap | None = None,
     **generation_kwargs,
 ) -> list[list[Hypothesis]]:
     """Run `model.generate()`, or an engine, over all sources.
@@ -69,6 +71,7 @@ def decode(
         on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
+        vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
         **generation_kwargs: As above.
 
     Returns:
@@ -94,7 +97,7 @@ def decode(
         if _is_assisted(model, options) or depends_on_padding(resolve_settings(model, options)):
             # transformers' assisted loop takes one source. A source alone has no padding.
             batch_size = 1
-        searching = _searching(models, search, return_scores, options)
+        searching = _searching(models, search, return_scores, vocabulary_map, options)
     with searching as search_batch, progress_bar(len(sources), "sentence", show_progress) as bar:
         # An engine has checked its options by now, with other bounds.
         check_options(options)
@@ -112,7 +115,11 @@ def decode(
 
 @contextlib.contextmanager
 def _searching(
-    models: Sequence[PreTrainedModel], joint_search: Callable | None, return_scores: bool, generation_kwargs: dict
+    models: Sequence[PreTrainedModel],
+    joint_search: Callable | None,
+    return_scores: bool,
+    vocabulary_map: VocabularyMap | None,
+    generation_kwargs: dict,
 ) -> Iterator[BatchSearch]:
     """Put the models into evaluation mode inside this context. Yields the search for one batch."""
     chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)
@@ -132,6 +139,8 @@ def _searching(
             options |= {"custom_generate": search, "return_scores": return_scores}
         else:
             options |= _search_options(models[0], chosen_search, return_scores, options)
+        if vocabulary_map is not None and options.get("custom_generate") is fast_generation.search:
+            options["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
         hypotheses = _generate(models[0], inputs, return_scores, options)
         count = len(hypotheses) // len(sources[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]

@@ -18,6 +18,7 @@ from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.modeling.pipeline_support import longest_target
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 if TYPE_CHECKING:
     from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
@@ -66,15 +67,22 @@ class EngineChoice:
         lines: Logged lines, each with an engine and the reason for it.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizers: TokenizerPair, quantization: str | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizers: TokenizerPair,
+        quantization: str | None = None,
+        vocabulary_map: VocabularyMap | None = None,
+    ):
         """Find out if the model can have a copy. With `quantization`, make the copy.
 
         Args:
             model: The model before quantization.
             tokenizers: Of source and target.
             quantization: `int8` or `float16` if the model is going to be quantized.
+            vocabulary_map: The map that searches use.
         """
-        self._tokenizers = tokenizers
+        self._tokenizers, self._map = tokenizers, vocabulary_map
         self._dtype = quantization or str(model.dtype).removeprefix("torch.")
         self._num_weights = sum(weight.numel() for weight in model.parameters())
         self._num_sentences = 0
@@ -186,7 +194,7 @@ class EngineChoice:
         from metaphrase.inference.ctranslate2.copies import cached_copy  # Needs an extra.
 
         try:
-            self._copy = cached_copy(model, self._tokenizers)
+            self._copy = cached_copy(model, self._tokenizers, self._map)
         except (ValueError, OSError) as error:
             return f"no copy for CTranslate2: {error}"
         return None
@@ -200,6 +208,7 @@ class EngineChoice:
 
             try:
                 self._engine = CTranslate2Engine(self._copy, device="cpu", compute_type=self._dtype)
+                self._engine.use_vmap = self._map is not None
             except (ValueError, OSError) as error:
                 return f"no copy for CTranslate2: {error}"
             self._record = WeightRecord(model, [weight for weight in model.parameters() if not weight.is_inference()])

@@ -22,6 +22,7 @@ from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.storage.model_files import check_options
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
+from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 ENGINES = ("auto", "torch", "ctranslate2")
 
@@ -44,6 +45,7 @@ class Generator(StreamDecoder):
         max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
         members: Sequence["Generator"] = (),
         ensemble_mean: str = "linear",
+        vocabulary_map: VocabularyMap | None = None,
     ):
         """Join the parts.
 
@@ -59,6 +61,8 @@ class Generator(StreamDecoder):
             members: Generators whose models join this one in an ensemble. All need the same target vocabulary; each reads
                 sources with its own tokenizer. Generation settings are those of this generator.
             ensemble_mean: `linear` averages the probabilities, `log_linear` the log-probabilities.
+            vocabulary_map: Greedy search, beam search and sampling of this model select only from the tokens that the map
+                permits for the sources of a batch. Other searches select from all tokens.
 
         Raises:
             ValueError: If a size is below 1, `max_source_length` has no room for a token of the text, or the models cannot
@@ -77,6 +81,7 @@ class Generator(StreamDecoder):
         self.max_tokens_per_batch = max_tokens_per_batch
         self.members = list(members)
         self.ensemble = EnsembleSearch(ensemble_mean)
+        self.vocabulary_map = vocabulary_map
         self.engine_choice: EngineChoice | None = None
         for number, member in enumerate(self.members, start=2):
             check_partner(self, member, f"model {number} of the ensemble")
@@ -112,6 +117,7 @@ class Generator(StreamDecoder):
         trust_remote_code: bool = False,
         source_lang: str | None = None,
         target_lang: str | None = None,
+        use_vmap: bool = False,
         **kwargs,
     ) -> "Generator":
         """Load model and tokenizers from a folder or from the Hub.
@@ -130,6 +136,7 @@ class Generator(StreamDecoder):
             source_lang: Language code of the sources for a multilingual model (mBART, M2M100, NLLB), such as eng_Latn. The
                 default is the tokenizer's.
             target_lang: Language code of the targets. The default is that of the model's generation config.
+            use_vmap: True to use the vocabulary map of the model, `vmap.txt`.
             **kwargs: As for the constructor.
 
         Raises:
@@ -144,6 +151,8 @@ class Generator(StreamDecoder):
             raise ValueError("`name_or_path` must name at least one model, got none.")
         if engine == "ctranslate2" and len(names) > 1:
             raise ValueError(f"`engine` must be torch for an ensemble, got {engine!r}.")
+        if use_vmap and len(names) > 1:
+            raise ValueError(f"`use_vmap` must be left out for an ensemble, got {len(names)} models.")
         if engine == "auto" and len(names) == 1 and is_exported(names[0]):
             engine = "ctranslate2"
         parts, choice = [], None
@@ -155,10 +164,13 @@ class Generator(StreamDecoder):
                     from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # Needs an extra.
 
                     model = CTranslate2Engine.from_pretrained(name, device=device, dtype=dtype)
+                    model.use_vmap = use_vmap
                 tokenizers = TokenizerPair.from_pretrained(name, trust_remote_code=trust_remote_code)
+                if use_vmap:
+                    kwargs["vocabulary_map"] = VocabularyMap.from_pretrained(name, tokenizers)
             quantization = None if engine == "ctranslate2" else quantization_of(dtype, model.device)
             if engine == "auto" and len(names) == 1:
-                choice = EngineChoice(model, tokenizers, quantization)
+                choice = EngineChoice(model, tokenizers, quantization, kwargs.get("vocabulary_map"))
             if quantization is not None:
                 quantize(model, quantization)
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))

@@ -149,6 +149,7 @@ class Run:
                 on_batch=on_batch,
                 partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
                 search=joint_search,
+                vocabulary_map=generator.vocabulary_map,
                 **options,
             )
         counts = Counter(

@@ -9,6 +9,8 @@ Source:
 - Transformer tiny: Wu et al. 2021, arXiv 2105.14462.
 - BART: Lewis et al. 2020, arXiv 1910.13461.
 - Marian: Junczys-Dowmunt et al. 2018, arXiv 1804.00344.
+- Students: the widths and depths of Bogoychev et al. 2020, Edinburgh's Submissions to the 2020 Machine Translation Efficiency
+  Task, https://aclanthology.org/2020.ngt-1.26.
 """
 
 
@@ -126,4 +128,6 @@ PRESETS: dict[str, dict] = {
     "metaphrase-small": _metaphrase(512, 6, 3, 1408),
     "metaphrase-base": _metaphrase(768, 12, 6, 2048),
     "metaphrase-large": _metaphrase(1024, 24, 8, 2816),
+    "student-tiny": _metaphrase(256, 6, 2, 1024),
+    "student-base": _metaphrase(512, 6, 2, 1408),
 }

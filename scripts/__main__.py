@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 import metaphrase
-from metaphrase.scripts.console import hide_weight_bars, nearest, paint, run
 from metaphrase.scripts.parsers import RECIPE_VERBS, make_parser, parse
+from metaphrase.scripts.parsers.console import hide_weight_bars, nearest, paint, run
 from metaphrase.scripts.parsers.options import recipe_fields
 
 VERBS = {
@@ -26,6 +26,7 @@ VERBS = {
     "compare": "compare outputs of systems: scores, tests of significance, largest differences",
     "generate": "translate, summarize, ...: one target line for each source line",
     "convert": "convert weights of T5, BART, Marian and others, and back",
+    "shortlist": "learn the target tokens of each source token, for faster decoding",
     "export": "export a model to CTranslate2 or ONNX",
     "attention": "show cross-attention: picture or word alignment",
     "explain": "show what each stage of a model computes for a pair: page or text",

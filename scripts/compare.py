@@ -21,8 +21,8 @@ from metaphrase.hub_card.comparison_page import (
 )
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
 from metaphrase.inference.line_files import check_files, read_lines
-from metaphrase.scripts.console import check_dependents
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.console import check_dependents
 from metaphrase.scripts.parsers.options import given_options
 
 logger = logging.getLogger(__name__)

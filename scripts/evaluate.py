@@ -27,8 +27,8 @@ from metaphrase.hub_card.sections import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
-from metaphrase.scripts.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,

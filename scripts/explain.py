@@ -12,8 +12,8 @@ from metaphrase.hub_card.explanation_page import check_pairs
 from metaphrase.hub_card.figures import spell_out
 from metaphrase.inference import Explanation, Generator, explain
 from metaphrase.inference.line_files import check_files
-from metaphrase.scripts.console import warn_of_lengths
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.console import warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,

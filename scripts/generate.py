@@ -25,8 +25,8 @@ from metaphrase.inference.line_files import (
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.texts.terms import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
-from metaphrase.scripts.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,

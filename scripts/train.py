@@ -22,8 +22,8 @@ from metaphrase.data.pairs import READERS
 from metaphrase.hub_card import renew_model_card
 from metaphrase.hub_card.sections import with_interval
 from metaphrase.inference.progress import has_bar
-from metaphrase.scripts.console import run
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.console import run
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
 from metaphrase.training.choices.completion import complete, is_completable
 from metaphrase.training.choices.rules import Choice

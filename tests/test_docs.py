@@ -31,9 +31,11 @@ from transformers import (
 from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.demo.corpus import write_demo_corpus
+from metaphrase.filtering.lexicon import make_vocabulary_map
 from metaphrase.inference import Generator
 from metaphrase.scripts import serve
 from metaphrase.scripts.__main__ import VERBS
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe
 
@@ -59,6 +61,10 @@ def template(tmp_path_factory):
     for name in ("demo", "demo_seed_2", "demo_small", "reverse", "text_to_text", "g2p_1", "g2p_2", "g2p_3", "commands"):
         # More layers would make the ONNX export as slow as all other commands together.
         save_generator(tiny_generator(layers=1), folder / "runs" / name)
+    student = tiny_generator(layers=1, kind="byte_bpe")
+    save_generator(student, folder / "runs" / "student")
+    made = make_vocabulary_map([("the cat", "eine Katze")], student.tokenizers)
+    made.save(folder / "runs" / "student" / VOCABULARY_MAP_NAME, student.tokenizers)
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     first_lines = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(first_lines), encoding="utf-8")
@@ -167,10 +173,13 @@ def test_command_runs(command, project, monkeypatch, capsys):
     verb, *rest = shlex.split(words)[1:]
     if "--engine" in rest:
         # The pages make this folder with the command before.
-        export_ctranslate2(project / "runs" / "demo", project / rest[0])
+        export_ctranslate2(project / rest[0].removesuffix("-ctranslate2"), project / rest[0])
     if verb == "convert":
         # Code of a page that reads this folder needs it without the command.
         shutil.rmtree(project / rest[1], ignore_errors=True)
+    if verb == "shortlist":
+        # Commands of the page that use the map need it without this one.
+        (project / "runs" / "student" / VOCABULARY_MAP_NAME).unlink()
     importlib.import_module(f"metaphrase.scripts.{verb}").main(rest)
     if target:
         assert len(capsys.readouterr().out.splitlines()) == 2

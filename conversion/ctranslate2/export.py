@@ -5,6 +5,7 @@ Importing this module registers Metaphrase with CTranslate2's own `TransformersC
 
 import functools
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from metaphrase.storage.folders import check_output, folder_in_one_step, write_p
 from metaphrase.storage.loading import load_whole
 from metaphrase.storage.model_files import check_model_folder
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 
 PROVENANCE_NAME = "export.json"
 QUANTIZATIONS: tuple[str, ...] = tuple(ACCEPTED_MODEL_TYPES)
@@ -153,6 +155,8 @@ def export_ctranslate2(
         save_weights(model, tokenizers, partial, quantization)
         tokenizers.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)
+        if (map_path := find_vocabulary_map(source)) is not None:
+            shutil.copyfile(map_path, partial / VOCABULARY_MAP_NAME)
         write_provenance(partial / PROVENANCE_NAME, source, **fields)
     return output
 

@@ -67,6 +67,8 @@ class CTranslate2Engine(Engine):
         self._start = config.get("decoder_start_token")
         self.generation_config = self._read_generation_config(config)
         self._copy: tempfile.TemporaryDirectory | None = None
+        # True to use the vocabulary map of the folder.
+        self.use_vmap = False
 
     @classmethod
     def from_pretrained(
@@ -141,6 +143,7 @@ class CTranslate2Engine(Engine):
                     return_scores=return_scores,
                     # Turns off CTranslate2's silent truncation.
                     max_input_length=0,
+                    use_vmap=self.use_vmap,
                     **options,
                 )
             except RuntimeError as error:

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from metaphrase.scripts.console import VerbParser, nearest, verb_parser
+from metaphrase.scripts.parsers.console import VerbParser, nearest, verb_parser
 from metaphrase.scripts.parsers.data_verbs import DATA_VERBS
 from metaphrase.scripts.parsers.options import (
     add_batch_options,
@@ -272,6 +272,21 @@ def _explain(parser: VerbParser) -> None:
     parser.add_argument("--text", action="store_true", help="write the explanation as text to standard output")
     add_model_options(parser)
     add_generation_options(parser)
+
+
+def _shortlist(parser: VerbParser) -> None:
+    """Write vmap.txt into the folder of a model: for each source token the target tokens that translations may hold, learned
+    from pairs. The option --use_vmap then decodes faster."""
+    parser.usage = "%(prog)s MODEL PAIRS [option ...]"
+    parser.add_argument("model", type=model_name("model"), metavar="MODEL", help="folder of a Metaphrase model")
+    text = "training pairs: one .tsv, .csv, .jsonl, .json or .parquet file, or two parallel files"
+    parser.add_argument("pairs", nargs="+", type=input_file("pairs"), metavar="PAIRS", help=text)
+    for name, default, text in (
+        ("num_per_token", 200, "target tokens that a source token permits"),
+        ("num_frequent", 100, "most frequent target tokens, which all sources permit"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="INT", help=f"{text} [%(default)s]")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing vmap.txt")
 
 
 def _export(parser: VerbParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from metaphrase.scripts.console import VerbParser
+from metaphrase.scripts.parsers.console import VerbParser
 from metaphrase.scripts.parsers.options import (
     MAX_LINE_CHARACTERS,
     add_batch_options,

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from metaphrase.scripts.console import VerbParser
+from metaphrase.scripts.parsers.console import VerbParser
 
 ENGINES = ("auto", "torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
@@ -21,7 +21,7 @@ METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer"
 DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
 _LOADING_OPTIONS = {
     *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
-    *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine"),
+    *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine", "use_vmap"),
 }
 
 
@@ -221,6 +221,10 @@ def add_engine_options(group: argparse._ArgumentGroup, engine: str) -> None:
         "ctranslate2 takes an exported folder, or converts a Metaphrase model first"
     )
     group.add_argument("--engine", default=engine, choices=ENGINES, help=text)
+    text = (
+        "select target tokens among those that vmap.txt in the folder of the model permits; see `metaphrase shortlist`"
+    )
+    group.add_argument("--use_vmap", action="store_true", help=text)
 
 
 def add_score_options(parser: argparse._ActionsContainer, group: argparse._ActionsContainer) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.scripts import convert as verb
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 TINY = {"vocab_size": 37, "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 TINY |= {f"{stack}_{field}": 4 for stack in ("encoder", "decoder") for field in ("layers", "attention_heads")}

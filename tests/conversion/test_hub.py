@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from metaphrase.scripts import convert as verb
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 COMMIT = "a" * 40
 

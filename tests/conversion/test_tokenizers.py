@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from metaphrase.conversion import convert
 from metaphrase.conversion.folders import _tokenizer_class
 from metaphrase.scripts import convert as verb
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.tokenization import TokenizerPair
 
 

@@ -16,7 +16,7 @@ from tiny_generator import SOURCES, save_generator, tiny_generator
 from metaphrase.inference import ScoredText, line_files
 from metaphrase.inference.line_files import NewFile, OutputStream, ResumedFile, format_targets, standard_output
 from metaphrase.scripts import attention, evaluate, explain, generate
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 NUM_LINES = 23
 LINES = [f"{SOURCES[index % 5]} {SOURCES[index % 3]}" if index % 7 != 3 else "" for index in range(NUM_LINES)]

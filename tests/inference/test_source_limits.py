@@ -24,7 +24,7 @@ from metaphrase.inference.batches import decode
 from metaphrase.inference.source_limits import TooLongError, check_source_length
 from metaphrase.modeling.pipeline_support import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.tokenization import TokenizerPair, shorten
 
 LONG = "a dog " * 30

@@ -30,6 +30,8 @@ PRESETS = {
     "metaphrase-small": (48_442_880, (6, 3), (8, 8), "silu", 0.1),
     "metaphrase-base": (166_167_552, (12, 6), (12, 12), "silu", 0.1),
     "metaphrase-large": (477_440_000, (24, 8), (16, 16), "silu", 0.1),
+    "student-tiny": (17_110_016, (6, 2), (4, 4), "silu", 0.1),
+    "student-base": (44_181_504, (6, 2), (8, 8), "silu", 0.1),
 }
 
 

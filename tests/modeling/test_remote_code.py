@@ -11,7 +11,7 @@ import pytest
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.scripts import generate, train
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.tokenization import TokenizerPair
 
 ROOT = Path(generate.__file__).parents[1]

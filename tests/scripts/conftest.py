@@ -33,7 +33,8 @@ def hub(monkeypatch):
 def folder(tmp_path):
     """A folder as training leaves it, with all that must not leave the machine."""
     path = save_generator(tiny_generator(joint=False), tmp_path / "trained")
-    for name, content in {"recipe.yaml": "seed: 1\n", "metrics.json": "{}", "test_predictions.txt": "ein\n"}.items():
+    contents = {"recipe.yaml": "seed: 1\n", "metrics.json": "{}", "test_predictions.txt": "ein\n", "vmap.txt": "\ta\n"}
+    for name, content in contents.items():
         (path / name).write_text(content, encoding="utf-8")
     for name in FORBIDDEN:
         (path / name).parent.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 
 from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.scripts import attention
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 
 def test_attention_draws_a_picture(cli_model, tmp_path, caplog):

@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.scripts import average as script
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from chromium import chromium, one, texts
 from tiny_generator import SOURCES, TARGETS
 
 from metaphrase.scripts import compare
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 EVIL = """</td><script>window.hacked=1</script><b id="x">& 'q' שלום \u202e \x1b[31m"""
 FEW = ["--paired_bs_n", "20", "--paired_ar_n", "30"]

@@ -7,7 +7,7 @@ from cli_texts import contents
 from small_runs import SMALL
 
 from metaphrase.scripts import demo
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.training.checkpointing.folders import checkpoints_in
 
 SPLITS = ("train", "validation", "test")

@@ -15,7 +15,7 @@ from metaphrase.evaluation import evaluate as evaluation
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 
 def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, capsys):

@@ -13,7 +13,7 @@ from tiny_generator import SOURCES
 from metaphrase.inference import Generator, explain
 from metaphrase.scripts import attention
 from metaphrase.scripts import explain as verb
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 
 def test_explain_writes_a_page_of_several_pairs(cli_model, tmp_path, monkeypatch, caplog):

@@ -7,7 +7,7 @@ import pytest
 from metaphrase.inference import Generator
 from metaphrase.inference.scoring import dual_scores
 from metaphrase.scripts import filter as script
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 SKIPPED = ["--skip_rules", "encoding"]
 

@@ -15,7 +15,7 @@ from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_gen
 
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.scripts import generate
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 
 def run_generate(folder, text, monkeypatch, *options):

@@ -10,7 +10,7 @@ from cli_texts import damaged
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import attention, evaluate, generate
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 
 
 @pytest.mark.parametrize("name", ["plain.gz", "damaged.gz", "cut.gz", "checksum.gz"])

@@ -19,9 +19,9 @@ from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX
 from metaphrase.scripts import parsers
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
-from metaphrase.scripts.console import MAX_HELP_LINES
 from metaphrase.scripts.export import FORMATS
 from metaphrase.scripts.parsers import data_verbs, make_parser, options
+from metaphrase.scripts.parsers.console import MAX_HELP_LINES
 from metaphrase.scripts.parsers.options import add_generation_options, chosen_generation_options, recipe_fields
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS

@@ -15,7 +15,7 @@ from tiny_generator import save_generator, tiny_generator
 
 from metaphrase.hub_card import Facts, upload, write_model_card
 from metaphrase.scripts import push
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.training.recipe.recipe import load_recipe
 
 
@@ -24,7 +24,14 @@ def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
     [(branch, message, files)] = hub.commits
     assert (branch, message) == ("main", "first")
     assert files == {name: content for name, content in contents(folder).items() if name not in FORBIDDEN}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "metrics.json"} <= files.keys()
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "recipe.yaml",
+        "metrics.json",
+        "vmap.txt",
+    } <= files.keys()
     assert {"modeling_metaphrase.py", "target_tokenizer/tokenizer.json", "test_predictions.txt"} <= files.keys()
     assert not any(b"forbidden" in content for content in files.values())
     assert hub.repositories["somebody/tiny"]["visibility"] == "private"

@@ -11,7 +11,7 @@ from tiny_generator import SOURCES, TARGETS, tiny_generator
 from metaphrase.data.pairs import PairSource
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.scripts import backtranslate, distill
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.tokenization import TokenizerPair
 
 CPU = ["--device", "cpu"]

@@ -11,8 +11,8 @@ from small_runs import SMALL
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, is_own_card
 from metaphrase.inference import progress
 from metaphrase.scripts import train
-from metaphrase.scripts.console import run
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.console import run
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 

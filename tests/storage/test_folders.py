@@ -11,8 +11,8 @@ import pytest
 from converted_models import bart_like, draw
 
 from metaphrase.inference.line_files import NewFile
-from metaphrase.scripts.console import run
 from metaphrase.scripts.convert import main as convert
+from metaphrase.scripts.parsers.console import run
 from metaphrase.storage import folders
 from metaphrase.storage.folders import (
     check_output,

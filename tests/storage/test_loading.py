@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.scripts import attention, export
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.storage.loading import load_whole
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.training.model_setup import load_base

@@ -11,7 +11,7 @@ from tiny_generator import save_generator, tiny_generator, tiny_pair
 
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.storage.loading import load_whole
 from metaphrase.storage.model_files import check_model_folder
 

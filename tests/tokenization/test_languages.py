@@ -11,7 +11,7 @@ from tiny_languages import CODES, MAKERS
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate, generate, train
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.recipe.recipe import Recipe
 

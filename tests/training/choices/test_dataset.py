@@ -14,7 +14,7 @@ from hub_stand_in import QuietHandler
 from huggingface_hub import constants
 
 from metaphrase.scripts import train
-from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers.console import run
 from metaphrase.training.choices.dataset import choose_dataset, find_columns
 from metaphrase.training.choices.rules import OpenRecipe
 from metaphrase.training.recipe.recipe import Recipe, load_recipe

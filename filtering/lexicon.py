@@ -1,0 +1,107 @@
+"""Lexicon of tokens, learned from pairs: the target tokens that a source token stands for. It makes a vocabulary map."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import numpy as np
+
+from metaphrase.filtering.alignment import WordPairs
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.tokenizer_pipeline import CONTINUATION_PREFIX
+from metaphrase.tokenization.vocabulary_map import VocabularyMap
+
+_ITERATIONS = 2
+# All bytes, or the most frequent characters of a script with thousands.
+_MAX_LETTERS = 256
+# They bound the memory of training.
+MAX_PAIRS, _MAX_TOKENS, _MAX_TOKEN_PAIRS = 300_000, 100, 100_000_000
+
+
+def make_vocabulary_map(
+    pairs: Iterable[tuple[str, str]], tokenizers: TokenizerPair, num_per_token: int = 200, num_frequent: int = 100
+) -> VocabularyMap:
+    """Learn a vocabulary map from pairs.
+
+    Each source token permits its most probable target tokens, and itself in a joint vocabulary. Every target may hold the most
+    frequent tokens, the special tokens and single characters or bytes, of which a tokenizer can spell any word.
+
+    Args:
+        pairs: Pairs in random order. The first ones are used, up to a number of token pairs.
+        tokenizers: Those of the model.
+        num_per_token: Target tokens that a source token permits.
+        num_frequent: Most frequent target tokens.
+    """
+    sources, targets, lengths = _encode(pairs, tokenizers)
+    vocabulary = tokenizers.target.get_vocab()
+    num_targets = max(vocabulary.values()) + 1
+    words, partners, probabilities = learn_lexicon(sources, targets, lengths, num_targets)
+    order = np.lexsort((partners, -probabilities, words))
+    words, partners = words[order], partners[order]
+    starts = np.flatnonzero(np.diff(words, prepend=-1))
+    tokens = {}
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        token = int(words[start])
+        same = [token] if tokenizers.is_joint else []
+        tokens[token] = np.union1d(partners[start : min(end, start + num_per_token)], same)
+    counts = np.bincount(targets, minlength=num_targets)
+    frequent = np.argsort(-counts, kind="stable")[:num_frequent]
+    letters = sorted(
+        (index for name, index in vocabulary.items() if _is_letter(name)), key=lambda index: (-counts[index], index)
+    )
+    return VocabularyMap([*frequent, *letters[:_MAX_LETTERS], *tokenizers.target.all_special_ids], tokens)
+
+
+def learn_lexicon(
+    sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray, num_targets: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Learn the probability of target tokens given a source token, by IBM Model 1 without a null word.
+
+    The end of sequence, which all sources have, takes the place of the null word.
+
+    Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
+
+    Args:
+        sources: Tokens of all sources, one text after the other.
+        targets: Tokens of all targets.
+        lengths: Lengths of the texts, (2, number of pairs).
+        num_targets: Size of the target vocabulary.
+
+    Returns:
+        Source token, target token and probability of all token pairs that occur, ordered by tokens.
+    """
+
+    def batches() -> Iterator[tuple[WordPairs, np.ndarray]]:
+        for batch in WordPairs.batches(sources, targets, lengths):
+            yield batch, batch.sources[batch.rows] * num_targets + batch.targets[batch.columns]
+
+    keys = np.unique(np.concatenate([np.unique(batch_keys) for _, batch_keys in batches()]))
+    words, table = keys // num_targets, np.ones(len(keys))
+    for _ in range(_ITERATIONS):
+        counts = np.zeros(len(keys))
+        for batch, batch_keys in batches():
+            entries = np.searchsorted(keys, batch_keys)
+            weights = table[entries]
+            totals = np.bincount(batch.columns, weights, minlength=len(batch.targets))
+            counts += np.bincount(entries, weights / totals[batch.columns], minlength=len(keys))
+        table = counts / np.bincount(words, counts)[words]
+    return words, keys % num_targets, table
+
+
+def _encode(pairs: Iterable[tuple[str, str]], tokenizers: TokenizerPair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first tokens of sources and of targets, and the lengths (2, pairs), up to the most token pairs."""
+    texts = [list(side) for side in zip(*pairs, strict=True)]
+    rows = tokenizers.encode_sources(texts[0]), tokenizers.encode_targets(texts[1])
+    lengths = np.minimum([[len(ids) for ids in side] for side in rows], _MAX_TOKENS)
+    num_pairs = int(np.searchsorted(np.cumsum(lengths[0] * lengths[1]), _MAX_TOKEN_PAIRS, side="right"))
+    lengths = lengths[:, :num_pairs]
+    sides = [
+        np.fromiter(chain.from_iterable(ids[:_MAX_TOKENS] for ids in side[:num_pairs]), np.int64, count=int(size))
+        for side, size in zip(rows, lengths.sum(1), strict=True)
+    ]
+    return *sides, lengths
+
+
+def _is_letter(name: str) -> bool:
+    """Return True for a token that is a single character, also within a word, or a byte."""
+    is_byte = len(name) == 6 and name.startswith("<0x")
+    return is_byte or len(name.removeprefix(CONTINUATION_PREFIX)) == 1

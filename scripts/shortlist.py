@@ -1,0 +1,43 @@
+"""`metaphrase shortlist MODEL PAIRS`: write the vocabulary map of a model, for --use_vmap."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from metaphrase.data.pairs import PairSource
+from metaphrase.filtering.lexicon import MAX_PAIRS, make_vocabulary_map
+from metaphrase.filtering.run import sample_pairs
+from metaphrase.scripts.parsers import parse
+from metaphrase.storage.folders import file_in_one_step
+from metaphrase.storage.model_files import check_model_folder
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
+
+logger = logging.getLogger(__name__)
+
+
+def main(words: Sequence[str]) -> None:
+    arguments, _ = parse("shortlist", words)
+    path, files = Path(arguments.model, VOCABULARY_MAP_NAME), arguments.pairs
+    if not path.parent.is_dir():
+        raise ValueError(f"`model` must be a folder, to write {path.name} into, got {arguments.model!r}.")
+    if path.exists() and not arguments.overwrite:
+        raise ValueError(f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file.")
+    if len(files) > 2:
+        raise ValueError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
+    for name in ("num_per_token", "num_frequent"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
+    check_model_folder(path.parent)
+    names = ("file",) if len(files) == 1 else ("source_file", "target_file")
+    source = PairSource(**dict(zip(names, files, strict=True)))
+    num_records, pairs = sample_pairs(source.read_files(), MAX_PAIRS)
+    if not pairs:
+        raise ValueError(f"{source.name} must hold at least one pair, got none.")
+    logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
+    tokenizers = TokenizerPair.from_pretrained(path.parent)
+    sizes = {"num_per_token": arguments.num_per_token, "num_frequent": arguments.num_frequent}
+    vocabulary_map = make_vocabulary_map(pairs, tokenizers, **sizes)
+    with file_in_one_step(path) as partial:
+        vocabulary_map.save(partial, tokenizers)
+    logger.info("Written to %s", path)

@@ -1,0 +1,128 @@
+"""Decoding among permitted tokens: the tokens are those of a model whose other logits are minus infinity."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import DESIGNS, random_sources, tiny_model
+from torch import nn
+from transformers import GenerationMixin
+
+from metaphrase.decoding.fast_generation import search
+from metaphrase.decoding.quantization import Float16Linear, Int8Linear, has_kernels
+
+PERMITTED = torch.tensor([2, 4, 5, 8, 9, 13, 14, 17, 20, 22, 23, 27, 30])
+SEARCHES = {
+    "greedy": {"num_beams": 1},
+    "beams": {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.7},
+    # Ids of processors are those of the whole vocabulary. 3 and 6 are permitted because they are forced.
+    "processors": {"num_beams": 3, "forced_bos_token_id": 3, "forced_eos_token_id": 6, "no_repeat_ngram_size": 2}
+    | {"bad_words_ids": [[8], [9, 13], [11]], "repetition_penalty": 1.3, "min_new_tokens": 2},
+    "greedy processors": {"num_beams": 1, "suppress_tokens": [5, 12, 20], "repetition_penalty": 1.3},
+}
+OPTIONS = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [5, 11]}
+
+
+def masked(model, permitted):
+    """Return a copy of a model that gives other tokens a logit of minus infinity."""
+    other, head = copy.deepcopy(model), model.lm_head
+    other.lm_head = nn.Linear(head.in_features, head.out_features)
+    other.lm_head.weight = head.weight
+    is_forbidden = torch.ones(head.out_features, dtype=torch.bool)
+    is_forbidden[permitted] = False
+    bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach().clone()
+    other.lm_head.bias = nn.Parameter(bias.masked_fill(is_forbidden, -torch.inf))
+    return other
+
+
+def find(model, inputs, options, permitted=None, return_scores=True):
+    arguments = {"custom_generate": search, "return_scores": return_scores, "permitted": permitted}
+    output = model.generate(**inputs, **OPTIONS | options, **arguments)
+    assert model.last_search.loop == "fast"
+    return output
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("design", ["learned", "relative", "rotary", "half_split"])
+def test_tokens_are_those_of_masked_logits(design, name, monkeypatch):
+    model, options = tiny_model(**DESIGNS[design]), SEARCHES[name]
+    inputs = random_sources(model.config, batch=6)
+    output = find(model, inputs, options, PERMITTED)
+    forced = [options[key] for key in ("forced_bos_token_id", "forced_eos_token_id") if key in options]
+    start = model.generation_config.decoder_start_token_id
+    tokens = torch.tensor(sorted({*PERMITTED.tolist(), 5, 11, start, *forced}))
+    reference = masked(model, tokens)
+    expected = find(reference, inputs, options)
+    assert output.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(output.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-5)
+    for loop in ("_sample", "_beam_search"):
+        monkeypatch.setattr(type(model), loop, getattr(GenerationMixin, loop))
+    assert output.sequences.tolist() == reference.generate(**inputs, **OPTIONS | options).tolist()
+    # Without a list, the model writes other tokens.
+    assert not set(find(model, inputs, options).sequences.flatten().tolist()) <= {*tokens.tolist(), 0}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [*SEARCHES, "sampling"])
+def test_a_list_of_all_tokens_changes_nothing(name):
+    model = tiny_model(**DESIGNS["learned"])
+    inputs = random_sources(model.config, batch=5)
+    options = SEARCHES.get(name, {"do_sample": True, "num_return_sequences": 3})
+    results = []
+    for permitted in (None, torch.arange(model.config.decoder_vocab_size)):
+        torch.manual_seed(0)
+        results.append(find(model, inputs, options, permitted))
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    torch.testing.assert_close(results[0].sequences_scores, results[1].sequences_scores, atol=1e-5, rtol=1e-6)
+
+
+@torch.inference_mode()
+def test_samples_are_permitted_and_scored_among_permitted_tokens():
+    model = tiny_model(**DESIGNS["rotary"])
+    inputs, options = random_sources(model.config, batch=4), {"do_sample": True, "num_return_sequences": 2, "top_k": 5}
+    output = find(model, inputs, options, PERMITTED)
+    start = model.generation_config.decoder_start_token_id
+    assert set(output.sequences.flatten().tolist()) <= {*PERMITTED.tolist(), 0, 5, 11, start}
+    reference = masked(model, torch.tensor(sorted({*PERMITTED.tolist(), 5, 11, start})))
+    sources = {key: value.repeat_interleave(2, dim=0) for key, value in inputs.items()}
+    logits = reference(**sources, decoder_input_ids=output.sequences[:, :-1]).logits
+    targets = output.sequences[:, 1:]
+    log_probs = logits.log_softmax(-1).take_along_dim(targets[:, :, None], dim=2)[:, :, 0]
+    is_end = torch.isin(targets, torch.tensor([5, 11])).long()
+    expected = log_probs.masked_fill(is_end.cumsum(dim=1) > is_end, 0).sum(dim=1)
+    torch.testing.assert_close(output.sequences_scores, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_no_token_may_end_a_target():
+    model = tiny_model()
+    output = find(model, random_sources(model.config, batch=3), {"eos_token_id": -1}, PERMITTED)
+    assert output.sequences.shape == (3, 10) and set(output.sequences[:, 1:].flatten().tolist()) <= set(
+        PERMITTED.tolist()
+    )
+
+
+@torch.inference_mode()
+def test_other_loops_and_heads_select_from_all_tokens():
+    model = tiny_model()
+    inputs = random_sources(model.config, batch=3)
+    expected = model.generate(**inputs, **OPTIONS)
+    arguments = OPTIONS | {"custom_generate": search, "return_scores": False, "permitted": PERMITTED}
+    ids = model.generate(**inputs, **arguments, use_cache=False).sequences
+    assert model.last_search.loop == "transformers" and ids.tolist() == expected.tolist()
+    hook = model.lm_head.register_forward_hook(lambda *_: None)
+    assert model.generate(**inputs, **arguments).sequences.tolist() == expected.tolist()
+    hook.remove()
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
+@pytest.mark.parametrize("kind", [Int8Linear, Float16Linear])
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_of_a_quantized_layer_are_selected(kind, bias):
+    layer, outputs = kind(nn.Linear(64, 90, bias=bias)), torch.tensor([3, 4, 40, 41, 77, 89])
+    states = torch.randn(5, 64)
+    selected = layer.select_outputs(outputs)
+    assert selected.out_features == len(outputs) and layer.out_features == 90
+    torch.testing.assert_close(selected(states), layer(states)[:, outputs], atol=1e-6, rtol=1e-5)

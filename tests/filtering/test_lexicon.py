@@ -1,0 +1,69 @@
+"""The lexicon finds translations, and the vocabulary map permits what a target may hold."""
+
+import numpy as np
+import pytest
+from artificial_pairs import make_pairs
+
+from metaphrase.filtering import alignment, lexicon
+from metaphrase.filtering.lexicon import learn_lexicon, make_vocabulary_map
+from metaphrase.tokenization import TokenizerPair
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return make_pairs(3000, num_words=200)
+
+
+@pytest.fixture(scope="module", params=["word", "byte_bpe"])
+def tokenizers(request, pairs):
+    sides = [list(side) for side in zip(*pairs, strict=True)]
+    return TokenizerPair.train(*sides, kind=request.param, joint=request.param == "byte_bpe", show_progress=False)
+
+
+def test_sources_permit_their_targets(pairs, tokenizers):
+    vocabulary_map = make_vocabulary_map(pairs, tokenizers, num_per_token=8, num_frequent=5)
+    new_pairs = make_pairs(300, seed=1, num_words=200)
+    sources, targets = (list(side) for side in zip(*new_pairs, strict=True))
+    permitted = [set(vocabulary_map.permitted([ids]).tolist()) for ids in tokenizers.encode_sources(sources)]
+    rows = tokenizers.encode_targets(targets)
+    assert np.mean([set(row) <= ids for row, ids in zip(rows, permitted, strict=True)]) > 0.97
+    always = set(vocabulary_map.permitted([[]]).tolist())
+    # Of some 200 words.
+    assert np.mean([len(ids - always) for ids in permitted]) < 60
+    names = tokenizers.target.get_vocab()
+    assert {*tokenizers.target.all_special_ids, *(names[name] for name in names if len(name) == 1)} <= always
+    if tokenizers.is_joint:
+        token = names["s"]
+        assert token in set(vocabulary_map.permitted([[token]]).tolist())
+
+
+def test_lexicon_is_that_of_the_textbook():
+    """Compare with the two sums of IBM Model 1, written out."""
+    sources, targets = [[1, 2, 9], [1, 9], [2, 3, 3, 9]], [[5, 6], [5], [6, 7]]
+    table = {(s, t): 1.0 for pair in zip(sources, targets, strict=True) for s in pair[0] for t in pair[1]}
+    for _ in range(lexicon._ITERATIONS):
+        counts = dict.fromkeys(table, 0.0)
+        for source, target in zip(sources, targets, strict=True):
+            for t in target:
+                total = sum(table[s, t] for s in source)
+                for s in source:
+                    counts[s, t] += table[s, t] / total
+        sums = {s: sum(count for (other, _), count in counts.items() if other == s) for s, _ in counts}
+        table = {(s, t): count / sums[s] for (s, t), count in counts.items()}
+    lengths = np.array([list(map(len, side)) for side in (sources, targets)])
+    words, partners, probabilities = learn_lexicon(np.concatenate(sources), np.concatenate(targets), lengths, 10)
+    assert list(zip(words, partners, strict=True)) == sorted(table)
+    assert probabilities == pytest.approx([table[key] for key in sorted(table)])
+
+
+def test_lexicon_does_not_depend_on_batches(pairs, monkeypatch):
+    tokenizers = TokenizerPair.train(*zip(*pairs, strict=True), kind="word", show_progress=False)
+    sources = tokenizers.encode_sources([source for source, _ in pairs[:200]])
+    expected = make_vocabulary_map(pairs[:200], tokenizers, num_per_token=5).permitted(sources)
+    monkeypatch.setattr(alignment, "_PAIRS_PER_BATCH", 7)
+    assert (
+        make_vocabulary_map(pairs[:200], tokenizers, num_per_token=5).permitted(sources).tolist() == expected.tolist()
+    )
+    # Fewer pairs are read than there are.
+    monkeypatch.setattr(lexicon, "_MAX_TOKEN_PAIRS", 2000)
+    assert len(make_vocabulary_map(pairs[:200], tokenizers, num_frequent=0).permitted(sources)) < len(expected)

@@ -1,0 +1,112 @@
+"""Generators with a vocabulary map: both engines select from the permitted tokens, by the union of a batch."""
+
+import pytest
+import torch
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+
+from metaphrase.inference import Generator, engine_choice
+from metaphrase.scripts import generate, shortlist
+from metaphrase.scripts.parsers.console import run
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
+
+BEAMS = {"num_beams": 4, "early_stopping": True}
+PAIRS = list(zip(SOURCES, TARGETS, strict=True)) * 3
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["joint", "separate"])
+def folder(request, tmp_path_factory):
+    """A model whose map the command has made."""
+    path = save_generator(tiny_generator(request.param, kind="byte_bpe"), tmp_path_factory.mktemp("map") / "model")
+    pairs = path.parent / "pairs.tsv"
+    pairs.write_text("".join(f"{source}\t{target}\n" for source, target in PAIRS), encoding="utf-8")
+    shortlist.main([str(path), str(pairs), "--num_per_token", "3", "--num_frequent", "5"])
+    return path
+
+
+def decoded(generator, **options):
+    return [row[0].ids for row in generator.search(SOURCES, False, options, False)]
+
+
+def tokens_of(rows):
+    return {token for row in rows for token in row}
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 1}, BEAMS])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_targets_hold_tokens_that_a_batch_permits(folder, batch_size, options):
+    generator = Generator.from_pretrained(folder, engine="torch", use_vmap=True, batch_size=batch_size)
+    vocabulary_map, rows = generator.vocabulary_map, decoded(generator, **options)
+    sources = generator.encode(SOURCES)
+    permitted = vocabulary_map.permitted(sources).tolist()
+    assert tokens_of(rows) <= set(permitted) and len(permitted) < len(generator.tokenizers.target)
+    if batch_size == 1:
+        for source, row in zip(sources, rows, strict=True):
+            assert set(row) <= set(vocabulary_map.permitted([source]).tolist())
+    generator.vocabulary_map = None
+    assert decoded(generator, **options) != rows
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 1}, BEAMS])
+def test_ctranslate2_writes_the_tokens_of_torch(folder, options, tmp_path, monkeypatch):
+    pytest.importorskip("ctranslate2")
+    from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+
+    monkeypatch.setenv("METAPHRASE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(engine_choice, "MIN_SENTENCES", 1)
+    loading = {"use_vmap": True, "batch_size": 2}
+    expected = decoded(Generator.from_pretrained(folder, engine="torch", **loading), **options)
+    exported = export_ctranslate2(folder, tmp_path / "exported")
+    assert (exported / VOCABULARY_MAP_NAME).read_bytes() == (folder / VOCABULARY_MAP_NAME).read_bytes()
+    for name, engine in ((exported, "ctranslate2"), (folder, "ctranslate2"), (folder, "auto")):
+        generator = Generator.from_pretrained(name, engine=engine, **loading)
+        assert decoded(generator, **options) == expected
+    assert "CTranslate2" in generator.engine_choice.lines[-1]
+    # A copy without the map stands beside it.
+    assert decoded(Generator.from_pretrained(folder, batch_size=2), **options) != expected
+
+
+def test_other_searches_select_from_all_tokens(folder):
+    plain = Generator.from_pretrained(folder, engine="torch")
+    generator = Generator.from_pretrained(folder, engine="torch", use_vmap=True)
+    for options in (
+        {"must_contain": ["Katze"], "num_beams": 2},
+        {"penalty_alpha": 0.5, "top_k": 3},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        {"prefix_allowed_tokens_fn": lambda *_: list(range(3, 300))},
+    ):
+        assert generator.generate(SOURCES, **options) == plain.generate(SOURCES, **options)
+
+
+def test_quantized_models_have_lists_too(folder, monkeypatch):
+    monkeypatch.setattr("metaphrase.decoding.quantization._LEAST_SIZE", 64)
+    generator = Generator.from_pretrained(folder, engine="torch", dtype="int8", use_vmap=True)
+    permitted = generator.vocabulary_map.permitted(generator.encode(SOURCES)).tolist()
+    assert tokens_of(decoded(generator)) <= set(permitted)
+    torch.manual_seed(0)
+    assert tokens_of(decoded(generator, do_sample=True)) <= set(permitted)
+
+
+def test_command_line(folder, tmp_path, capsys):
+    sources, output = tmp_path / "sources.txt", tmp_path / "targets.txt"
+    sources.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
+    generate.main([str(folder), "--input", str(sources), "--output", str(output), "--engine", "torch", "--use_vmap"])
+    expected = Generator.from_pretrained(folder, engine="torch", use_vmap=True).generate(SOURCES)
+    assert output.read_text(encoding="utf-8").split("\n")[:-1] == expected
+    made = (folder / VOCABULARY_MAP_NAME).read_bytes()
+    sides = [tmp_path / "pairs.source", tmp_path / "pairs.target"]
+    for path, texts in zip(sides, zip(*PAIRS, strict=True), strict=True):
+        path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    words = [str(folder), *map(str, sides), "--num_per_token", "3", "--num_frequent", "5"]
+    assert run(shortlist.main, "shortlist", words) == 2
+    assert "`model` must have no vmap.txt" in capsys.readouterr().err
+    shortlist.main([*words, "--overwrite"])
+    assert (folder / VOCABULARY_MAP_NAME).read_bytes() == made
+    for mistake, message in (
+        ([str(tmp_path / "none"), str(sides[0])], "`model` must be a folder that exists"),
+        ([str(folder), *map(str, [*sides, *sides])], "`pairs` must be one file, or two parallel files, got 4."),
+        ([*words[:3], "--num_per_token", "0"], "`num_per_token` must be at least 1, got 0."),
+    ):
+        assert run(shortlist.main, "shortlist", [*mistake, "--overwrite"]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="`use_vmap` must be left out for an ensemble, got 2 models"):
+        Generator.from_pretrained([folder, folder], use_vmap=True)

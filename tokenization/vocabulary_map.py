@@ -1,0 +1,111 @@
+"""Vocabulary map of a model: for each source token the target tokens that its translations may hold.
+
+The file `vmap.txt` is that of CTranslate2: on each line a source token, a tab, and target tokens with spaces between. The line
+without a source token has the tokens that every target may hold.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from metaphrase.tokenization.tokenizer_pair import TokenizerPair
+
+VOCABULARY_MAP_NAME = "vmap.txt"
+
+
+class VocabularyMap:
+    """Target tokens that each source token permits.
+
+    Source: L'Hostis et al. 2016, Vocabulary Selection Strategies for Neural Machine Translation, arXiv 1610.00072.
+
+    Attributes:
+        path: The file of the map; None for a map that was not loaded.
+    """
+
+    def __init__(self, always: Sequence[int], tokens: Mapping[int, Sequence[int]]):
+        """Args:
+        always: Ids that every target may hold.
+        tokens: For each source id, ids that a target may hold.
+        """
+        self._tokens = {key: np.asarray(ids, dtype=np.int64) for key, ids in tokens.items()}
+        largest = max(int(ids.max(initial=0)) for ids in (np.asarray(always, dtype=np.int64), *self._tokens.values()))
+        self._is_always = np.zeros(1 + largest, dtype=bool)
+        self._is_always[always] = True
+        self.path: Path | None = None
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike, tokenizers: TokenizerPair) -> "VocabularyMap":
+        """Load the map of a model.
+
+        Args:
+            name_or_path: Folder or Hub id of the model.
+            tokenizers: Those of the model.
+
+        Raises:
+            ValueError: If the model has no map, or the map is not of its vocabularies.
+        """
+        path = find_vocabulary_map(name_or_path)
+        if path is None:
+            raise ValueError(
+                f"`use_vmap` needs a model with {VOCABULARY_MAP_NAME}, got {os.fspath(name_or_path)!r} without. Make the file by "
+                "`metaphrase shortlist MODEL PAIRS`."
+            )
+        rows = dict(_read(path, *(tokenizer.get_vocab() for tokenizer in (tokenizers.source, tokenizers.target))))
+        loaded = cls(rows.pop(None, []), rows)
+        loaded.path = path
+        return loaded
+
+    def save(self, path: str | os.PathLike, tokenizers: TokenizerPair) -> None:
+        """Write the map.
+
+        Raises:
+            ValueError: If a token has white space, which the format does not allow.
+        """
+        sources, targets = (_names(tokenizer) for tokenizer in (tokenizers.source, tokenizers.target))
+        lines = [
+            ("", self._is_always.nonzero()[0]),
+            *((sources[key], self._tokens[key]) for key in sorted(self._tokens)),
+        ]
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            for name, ids in lines:
+                file.write(f"{name}\t{' '.join(targets[index] for index in ids)}\n")
+
+    def permitted(self, sources: Iterable[Sequence[int]]) -> np.ndarray:
+        """Return the ids that targets of these sources may hold, ascending."""
+        is_permitted = self._is_always.copy()
+        for key in self._tokens.keys() & {index for source in sources for index in source}:
+            is_permitted[self._tokens[key]] = True
+        return is_permitted.nonzero()[0]
+
+
+def find_vocabulary_map(name_or_path: str | os.PathLike) -> Path | None:
+    """Return the path of a model's map, or None if the model has none."""
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path = cached_file(os.fspath(name_or_path), VOCABULARY_MAP_NAME, **options)
+    return None if path is None else Path(path)
+
+
+def _read(path: Path, sources: Mapping[str, int], targets: Mapping[str, int]) -> Iterator[tuple[int | None, list[int]]]:
+    """Yield the source id of each line, or None for the line without, and its target ids."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), start=1):
+        source, _, names = line.partition("\t")
+        try:
+            yield sources[source] if source else None, [targets[name] for name in names.split(" ") if name]
+        except KeyError as error:
+            raise ValueError(
+                f"Line {number} of {path.name} must hold tokens of the model, got {error.args[0]!r} in {str(path)!r}. Make the "
+                "file again by `metaphrase shortlist`."
+            ) from error
+
+
+def _names(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    names = {index: name for name, index in tokenizer.get_vocab().items()}
+    if spaced := [name for name in names.values() if not name or set(name) & set(" \t\r\n")]:
+        raise ValueError(
+            f"{VOCABULARY_MAP_NAME} needs tokens without white space, got {spaced[0]!r} in the vocabulary."
+        )
+    return names
