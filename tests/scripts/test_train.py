@@ -123,6 +123,8 @@ def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(obje
 )
 def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_path, monkeypatch):
     read = []
+    # A run to resume.
+    (tmp_path / "runs" / "demo" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "demo.yaml").write_text("learning_rate: 0.5\n", encoding="utf-8")
 
     class Experiment:
@@ -166,3 +168,16 @@ def test_help_is_short_and_the_fields_have_a_list_of_their_own(capsys):
     # Run as a file, the script must still find the modules `evaluate` and `tokenize`.
     listed = subprocess.run([sys.executable, train.__file__, "--help_fields"], capture_output=True, text=True)
     assert "--max_tokens_per_batch" in listed.stdout and "--learning_rate [5e-05]" in listed.stdout, listed.stderr
+
+
+def test_resume_without_a_run_chooses_fields_as_a_new_run(words, tmp_path, caplog):
+    """A script may always pass --resume."""
+    words = [*words, "--use_cpu", "true", "--dry_run"]
+    chosen = []
+    for folder, options in (("first", []), ("second", ["--resume"])):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert run(train.main, "train", [*words, "--output_dir", str(tmp_path / folder), *options]) == 0
+        chosen += [record.getMessage() for record in caplog.records if record.getMessage().startswith("Chosen from")]
+    assert "second holds nothing to resume from: the run starts from the beginning." in caplog.text
+    assert len(chosen) == 2 and chosen[0] == chosen[1]
