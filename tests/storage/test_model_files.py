@@ -147,6 +147,12 @@ def test_every_verb_names_the_broken_field_before_it_reads_weights(verb, copied,
         (
             "generation_config.json",
             "exponential_decay_length_penalty",
+            [3, 0],
+            "a length and a factor above 0, got [3, 0]",
+        ),
+        (
+            "generation_config.json",
+            "exponential_decay_length_penalty",
             [[1]],
             "a length and a factor above 0, got [[1]]",
         ),
