@@ -180,9 +180,13 @@ def test_command_runs(command, project, monkeypatch, capsys):
     if verb == "shortlist":
         # Commands of the page that use the map need it without this one.
         (project / "runs" / "student" / VOCABULARY_MAP_NAME).unlink()
+    if verb == "distill":
+        # Another command trains on what this one writes.
+        (project / "distilled.tsv").unlink(missing_ok=True)
     importlib.import_module(f"metaphrase.scripts.{verb}").main(rest)
     if target:
-        assert len(capsys.readouterr().out.splitlines()) == 2
+        # The untrained model may write other ends of lines.
+        assert capsys.readouterr().out.count("\n") == 2
 
 
 def test_new_language_becomes_a_model_that_writes_it(project, capsys):

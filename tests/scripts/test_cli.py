@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 import metaphrase
 from metaphrase.scripts import __main__ as command_line
-from metaphrase.scripts import attention, console, evaluate, generate, tokenize
-from metaphrase.scripts.parsers import parse
+from metaphrase.scripts import attention, evaluate, generate, tokenize
+from metaphrase.scripts.parsers import console, parse
 from metaphrase.scripts.parsers.options import model_name
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
 
