@@ -284,6 +284,8 @@ def test_free_thread_waits_for_its_share_while_others_decode():
         time.sleep(0.05)
         assert batcher.num_waiting == 1
         requests.append(send("d"))
+        while batcher._batches != [2, 2]:
+            time.sleep(0.001)
         may_end.set()
         assert [request.result() for request in requests] == [["a"], ["b"], ["c"], ["d"]]
     assert [fact.num_sentences for fact in facts] == [2, 2]

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import logging
 import socket
@@ -274,24 +275,23 @@ def test_end_of_the_server_answers_accepted_requests():
         assert request.result().json()[0]["translation_text"] == "A"
 
 
-def test_request_on_an_open_connection_is_answered_while_the_server_ends():
-    service, body = upper_service(), b'{"inputs": "a"}'
-    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
-        len(body),
-        body,
-    )
+def test_request_on_an_open_connection_is_answered_while_the_server_ends(monkeypatch):
+    monkeypatch.setattr("metaphrase.serving.server._GRACE_SECONDS", 20)
+    service = upper_service()
+
+    def send():
+        connection.request("POST", "/", body=b'{"inputs": "a"}', headers={"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.headers["connection"]
+
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(running(service))
-        host, port = address.removeprefix("http://").split(":")
-        connection = socket.create_connection((host, int(port)), timeout=20)
-        connection.sendall(request)
-        assert b"connection: close" not in connection.recv(2000)
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+        assert send() == (200, None)
         ending = threading.Thread(target=stack.pop_all().close)
         ending.start()
         while not service.is_draining:
             time.sleep(0.001)
-        connection.sendall(request)
-        answer = connection.recv(2000)
-        assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer.lower()
-        connection.close()
+        assert send() == (200, "close")
         ending.join()
