@@ -66,6 +66,7 @@ def test_t5_3b_is_planned_in_parts(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+@pytest.mark.slow
 def test_peak_is_within_one_and_a_half_checkpoints(tmp_path):
     config = T5Config(d_model=512, d_kv=64, d_ff=1024, num_layers=4, num_heads=8, vocab_size=20000)
     with torch.device("meta"):

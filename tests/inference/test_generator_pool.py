@@ -253,6 +253,7 @@ def test_the_command_resumes_with_several_processes(folder, generator, tmp_path)
     assert "at line" in done.stderr and "leaked" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(folder, generator, tmp_path):
     """The terminal sends it to all processes of the command, while the reader waits for more lines."""
     output = tmp_path / "out"
