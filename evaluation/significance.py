@@ -27,7 +27,7 @@ class Ratio:
 
     def _compute_score_from_stats(self, sums: Sequence) -> Score:
         numerator, denominator = sums
-        # As TER: nothing to count is right, and anything beside it is wrong.
+        # TER has the same rule: with nothing to count, no edit is right, and any edit is wrong.
         return Score("ratio", float(self.factor * (numerator / denominator if denominator else min(numerator, 1))))
 
     def get_signature(self) -> Signature:

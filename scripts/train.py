@@ -31,7 +31,7 @@ from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
-from metaphrase.training.run_folder import with_fields_of_run
+from metaphrase.training.run_folder import holds_run, with_fields_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def main(words: Sequence[str]) -> None:
         name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
         recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
     folder = Path(recipe.output_dir)
-    if recipe.resume_from_checkpoint is True and not (folder.is_dir() and any(folder.iterdir())):
+    if recipe.resume_from_checkpoint is True and not holds_run(folder):
         # Open fields are chosen as for any new run.
         logger.info("%s holds nothing to resume from: the run starts from the beginning.", folder)
         recipe = recipe.replace(resume_from_checkpoint=None, is_checked=False)

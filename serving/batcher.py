@@ -243,7 +243,7 @@ class Batcher:
             del call, rows
 
     def _has_turn(self) -> bool:
-        """Return True if a free thread may go on. A call waits for the other threads, and they for it."""
+        """Return True if a free thread may go on. A call runs alone: no batch is decoded at the same time."""
         if self._calls or self._is_calling:
             return not self._batches
         return bool(self._searches) or self._is_closed

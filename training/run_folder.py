@@ -100,6 +100,11 @@ def check_writable(folder: Path) -> None:
         )
 
 
+def holds_run(folder: Path) -> bool:
+    """Return True if a folder has the recipe or a checkpoint of a run."""
+    return (folder / RECIPE_NAME).is_file() or bool(checkpoints_in(folder))
+
+
 def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None = None) -> Recipe:
     """Return the recipe of a resumed run with the fields that it leaves open as the run had them.
 

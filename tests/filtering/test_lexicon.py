@@ -28,7 +28,7 @@ def test_sources_permit_their_targets(pairs, tokenizers):
     rows = tokenizers.encode_targets(targets)
     assert np.mean([set(row) <= ids for row, ids in zip(rows, permitted, strict=True)]) > 0.97
     always = set(vocabulary_map.permitted([[]]).tolist())
-    # Of some 200 words.
+    # The pairs have some 200 words.
     assert np.mean([len(ids - always) for ids in permitted]) < 60
     names = tokenizers.target.get_vocab()
     assert {*tokenizers.target.all_special_ids, *(names[name] for name in names if len(name) == 1)} <= always

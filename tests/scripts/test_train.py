@@ -174,6 +174,9 @@ def test_resume_without_a_run_chooses_fields_as_a_new_run(words, tmp_path, caplo
     """A script may always pass --resume."""
     words = [*words, "--use_cpu", "true", "--dry_run"]
     chosen = []
+    # A run that was killed early leaves its lock.
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / ".lock").touch()
     for folder, options in (("first", []), ("second", ["--resume"])):
         caplog.clear()
         with caplog.at_level("INFO"):

@@ -259,7 +259,7 @@ def test_no_thread_decodes_while_a_call_runs():
 
 
 def test_free_thread_waits_for_its_share_while_others_decode():
-    """Of 4 clients, a thread with a batch of 2 is left 2, though they come one after the other."""
+    """A thread decodes 2 of 4 texts. The other thread waits for both that are left, which come one after the other."""
     batcher, facts, may_end = Batcher(num_threads=2), [], threading.Event()
     batcher.observe = facts.append
     batcher._batch_seconds = 100.0

@@ -14,6 +14,7 @@ import requests
 from identity_engine import identity_generator
 from local_server import running, upper_service
 
+from metaphrase.scripts import serve
 from metaphrase.serving.limits import Limits
 
 SECRET = "a sentence that nobody else may read"
@@ -295,3 +296,15 @@ def test_request_on_an_open_connection_is_answered_while_the_server_ends(monkeyp
             time.sleep(0.001)
         assert send() == (200, "close")
         ending.join()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_threads", "num_batches", "num_threads_of_each"),
+    [(None, 1, 1, 1), ("cpu", 2, 2, 1), ("cpu", 16, 4, 4), ("cuda", 16, 1, 16)],
+)
+def test_threads_are_divided_among_batches(device, num_threads, num_batches, num_threads_of_each, monkeypatch):
+    chosen = [num_threads]
+    monkeypatch.setattr("torch.get_num_threads", lambda: chosen[-1])
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    assert serve.divide_threads(device) == num_batches
+    assert chosen[-1] == num_threads_of_each
