@@ -144,7 +144,7 @@ class StagedSampler(Sampler[list[int]]):
             yield from self._form(number)
 
     def _form(self, number: int) -> list[list[int]]:
-        """Return the batches of a round. Neighbours form one step and cost about the same."""
+        """Return the batches of a round. Neighbors form one step and cost about the same."""
         indices = np.concatenate([self._indices(name, *span) for name, span in self._rounds[number].items()])
         if not len(indices):
             return []

@@ -91,7 +91,11 @@ def find_vocabulary_map(name_or_path: str | os.PathLike) -> Path | None:
 
 def _read(path: Path, sources: Mapping[str, int], targets: Mapping[str, int]) -> Iterator[tuple[int | None, list[int]]]:
     """Yield the source id of each line, or None for the line without, and its target ids."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} must be text in UTF-8, got an error: {error}") from error
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         source, _, names = line.partition("\t")
         try:
             yield sources[source] if source else None, [targets[name] for name in names.split(" ") if name]

@@ -65,7 +65,7 @@ def data_alerts(corpus: PairCorpus, tokenizers: TokenizerPair, train: Any) -> It
     """
     if corpus.recipe.objective != "pairs":
         return
-    for part in corpus.tasks.values() if isinstance(corpus, TaskCorpus) else (corpus,):
+    for part in corpus.parts.values() if isinstance(corpus, TaskCorpus) else (corpus,):
         yield from _language_alerts(part)
         if hasattr(part.splits["train"], "__len__"):
             yield from _side_alerts(part)

@@ -19,7 +19,32 @@ from metaphrase.training.recipe.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 
-class TaskCorpus(PairCorpus):
+class _PartedCorpus(PairCorpus):
+    """Pairs of several parts.
+
+    Attributes:
+        parts: A corpus for each name.
+    """
+
+    parts: dict[str, PairCorpus]
+
+    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
+        sides = [corpus.sides() for corpus in self.parts.values()]
+        return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
+
+    def _prefixes(self) -> list[str]:
+        return [prefix for corpus in self.parts.values() for prefix in corpus._prefixes()]
+
+    @property
+    def max_source_length(self) -> int:
+        return max(corpus.max_source_length for corpus in self.parts.values())
+
+    @property
+    def max_target_length(self) -> int:
+        return max(corpus.max_target_length for corpus in self.parts.values())
+
+
+class TaskCorpus(_PartedCorpus):
     """Pairs of several tasks, each with a prefix. Training mixes them; validation and test hold all pairs, with a task column.
 
     Source: Raffel et al. 2020, section 2.4, arXiv 1910.10683.
@@ -28,32 +53,29 @@ class TaskCorpus(PairCorpus):
     def _check(self) -> None:
         recipe = self.recipe
         self.weights = {name: float(fields.get("weight", 1.0)) for name, fields in recipe.tasks.items()}
-        self.tasks: dict[str, PairCorpus] = {}
+        self.parts = {}
         for name in recipe.tasks:
             with _named(name):
-                self.tasks[name] = PairCorpus(part_recipe(recipe, recipe.tasks[name]), self.arguments, self.longest)
-            self.tasks[name].label = f"{name}, "
+                self.parts[name] = PairCorpus(part_recipe(recipe, recipe.tasks[name]), self.arguments, self.longest)
+            self.parts[name].label = f"{name}, "
 
     def load(self) -> None:
-        for name, corpus in self.tasks.items():
+        for name, corpus in self.parts.items():
             with _named(name):
                 corpus.load()
         for split in SPLITS:
-            parts = {name: corpus.splits[split] for name, corpus in self.tasks.items() if split in corpus.splits}
+            parts = {name: corpus.splits[split] for name, corpus in self.parts.items() if split in corpus.splits}
             if parts:
                 self.splits[split] = _joined(parts)
         scored = self.scored_split()
-        for name, corpus in self.tasks.items():
+        for name, corpus in self.parts.items():
             if scored is not None and scored not in corpus.splits:
                 logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        return _chained_sides(self.tasks)
 
     def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         self._check_prefixes(tokenizers)
         encoded = {}
-        for name, corpus in self.tasks.items():
+        for name, corpus in self.parts.items():
             with _named(name):
                 encoded[name] = corpus._encode_plain(tokenizers)
             self.reports |= {f"{name}/{split}": report for split, report in corpus.reports.items()}
@@ -61,27 +83,16 @@ class TaskCorpus(PairCorpus):
         validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
         return parts | ({"validation": _joined(validation)} if validation else {})
 
-    def _prefixes(self) -> list[str]:
-        return _all_prefixes(self.tasks)
-
-    @property
-    def max_source_length(self) -> int:
-        return max(corpus.max_source_length for corpus in self.tasks.values())
-
-    @property
-    def max_target_length(self) -> int:
-        return max(corpus.max_target_length for corpus in self.tasks.values())
-
     def data_name(self, split: str) -> str:
-        names = [corpus.data_name(split) for corpus in self.tasks.values() if split in corpus.splits]
+        names = [corpus.data_name(split) for corpus in self.parts.values() if split in corpus.splits]
         return ", ".join(dict.fromkeys(names))
 
     def sizes(self) -> dict[str, int]:
-        return dict(sum((Counter(corpus.sizes()) for corpus in self.tasks.values()), Counter()))
+        return dict(sum((Counter(corpus.sizes()) for corpus in self.parts.values()), Counter()))
 
     def _check_prefixes(self, tokenizers: TokenizerPair) -> None:
         """Refuse prefixes with equal tokens, such as two that are unknown to the vocabulary."""
-        prefixes = {name: corpus.recipe.source_prefix or "" for name, corpus in self.tasks.items()}
+        prefixes = {name: corpus.recipe.source_prefix or "" for name, corpus in self.parts.items()}
         names: dict[tuple[int, ...], str] = {}
         for (name, prefix), ids in zip(prefixes.items(), tokenizers.encode_sources([*prefixes.values()]), strict=True):
             other = names.setdefault(tuple(ids), name)
@@ -104,13 +115,13 @@ class TaskCorpus(PairCorpus):
         return pairs.select(np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)]))
 
 
-class StagedCorpus(PairCorpus):
+class StagedCorpus(_PartedCorpus):
     """Pairs of several data sets, which stages of training read by shares. Validation and test are those of the recipe."""
 
     def _check(self) -> None:
         recipe, shared = self.recipe, ("source_prefix", "source_column", "target_column")
         self.stages = parse_stages(recipe.stages, list(recipe.datasets))
-        self.parts: dict[str, PairCorpus] = {}
+        self.parts = {}
         for name, part in recipe.datasets.items():
             with _named(name, "Data set"):
                 self.parts[name] = PairCorpus(part_recipe(recipe, part, *shared), self.arguments, self.longest)
@@ -122,9 +133,6 @@ class StagedCorpus(PairCorpus):
             with _named(name, "Data set"):
                 corpus.load()
         self.splits["train"] = datasets.concatenate_datasets([part.splits["train"] for part in self.parts.values()])
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        return _chained_sides(self.parts)
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         encoded = super().encode(tokenizers)
@@ -140,29 +148,9 @@ class StagedCorpus(PairCorpus):
         scored = {split: self._encode(split, tokenizers) for split in SPLITS[1:] if split in self.splits}
         return {"train": datasets.concatenate_datasets(encoded)} | scored
 
-    def _prefixes(self) -> list[str]:
-        return _all_prefixes(self.parts)
-
-    @property
-    def max_source_length(self) -> int:
-        return max(corpus.max_source_length for corpus in self.parts.values())
-
-    @property
-    def max_target_length(self) -> int:
-        return max(corpus.max_target_length for corpus in self.parts.values())
-
     def sizes(self) -> dict[str, int]:
         sizes = {f"num_{split}": self.reports[split].kept for split in self.splits if split != "train"}
         return {"num_train": sum(corpus.sizes()["num_train"] for corpus in self.parts.values()), **sizes}
-
-
-def _chained_sides(parts: Mapping[str, PairCorpus]) -> tuple[Iterable[str], Iterable[str]]:
-    sides = [corpus.sides() for corpus in parts.values()]
-    return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
-
-
-def _all_prefixes(parts: Mapping[str, PairCorpus]) -> list[str]:
-    return [prefix for corpus in parts.values() for prefix in corpus._prefixes()]
 
 
 def part_recipe(recipe: Recipe, part: Mapping[str, Any], *names: str) -> Recipe:

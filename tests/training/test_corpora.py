@@ -190,7 +190,7 @@ def test_the_longest_targets_of_any_task_may_be_written(data, tmp_path):
 def test_scores_are_on_files_and_not_on_a_folder(data, tmp_path):
     corpus, _, _ = loaded(make_recipe(data, tmp_path))
     assert corpus.data_name("test") == "translate_test.tsv, summarize_test.tsv"
-    alone = corpus.tasks["translate"]
+    alone = corpus.parts["translate"]
     assert alone.data_name("test") == "translate_test.tsv"
     alone.recipe = alone.recipe.replace(test_file=None)
     assert alone.data_name("test") == "translate_train.tsv", "where it is taken out of it"
