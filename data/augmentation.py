@@ -15,12 +15,16 @@ from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.subword_sampling import SubwordSampler
 
-AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos")
+AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms")
+# Around a term that a source asks for. They stand behind the word that the term translates.
+TERM_TOKENS = ("<term>", "</term>")
+_MAX_TERMS = 3
 _IDS = ("input_ids", "labels")
 # Pairs on which the growth of the lengths is measured.
 _MEASURED_PAIRS = 1000
 _WORDS_PER_TYPO = 10
 _END_PUNCTUATION = ".!?…。！？؟।"
+_WORD = re.compile(r"[^\W_]+")
 
 
 class EpochPairs(torch.utils.data.Dataset):
@@ -56,6 +60,8 @@ class Augmenter:
     - `uppercase`, `titlecase`: both sides in upper case, or with each word capitalized. A pair gets one of them at most.
     - `missing_punctuation`: both sides without the punctuation at their ends, if both have it.
     - `typos`: a source with two letters swapped, a letter left out or a letter doubled, once in about ten words.
+    - `terms`: a source with up to three words of the target, each behind the word that it translates and between `TERM_TOKENS`
+      (Dinu et al. 2019, Training Neural Machine Translation to Apply Terminology Constraints). The model learns to copy them.
 
     Special tokens and prefixes stay. The changes of a pair depend on seed, epoch and row alone, so that they are equal in all
     orders, batches, workers and processes.
@@ -69,6 +75,7 @@ class Augmenter:
         subword_sampling: float | None = None,
         rates: Mapping[str, float] | None = None,
         prefixes: Sequence[str] = (),
+        terms: Mapping[str, Sequence[str]] | None = None,
     ):
         """Args:
         tokenizers: Source and target tokenizer.
@@ -77,12 +84,14 @@ class Augmenter:
         subword_sampling: As `alpha` of `SubwordSampler`; None for the plain segmentation.
         rates: Rates of changes of the texts.
         prefixes: Beginnings of sources that stay.
+        terms: Target words of each source word, with case folded, for the change `terms`.
 
         Raises:
             ValueError: If a tokenizer cannot be sampled from.
         """
         self.tokenizers, self.seed, self.limits = tokenizers, seed, limits
         self._rates = dict.fromkeys(AUGMENTATIONS, 0.0) | dict(rates or {})
+        self._terms = dict(terms or {})
         self._samplers: tuple[SubwordSampler | None, ...] = (None, None)
         if subword_sampling is not None:
             source = SubwordSampler(tokenizers.source, subword_sampling)
@@ -128,7 +137,7 @@ class Augmenter:
         rates = self._rates
         if not any(rates.values()):
             return source, target
-        case, has_missing, has_typos = (random.random() for _ in range(3))
+        case, has_missing, has_typos, has_terms = (random.random() for _ in range(4))
         if case < rates["uppercase"]:
             source, target = (self._outside_tokens(str.upper, text) for text in (source, target))
         elif case < rates["uppercase"] + rates["titlecase"]:
@@ -140,7 +149,26 @@ class Augmenter:
                 source, target = bare
         if has_typos < rates["typos"]:
             source = self._outside_tokens(lambda text: _misspell(text, random), source)
+        if has_terms < rates["terms"]:
+            source = self._insert_terms(source, target, random)
         return source, target
+
+    def _insert_terms(self, source: str, target: str, random: Random) -> str:
+        """Return the source with words of the target behind some of the words that they translate."""
+        words = {word.casefold(): word for word in _WORD.findall(target)}
+        positions, start = [], 0
+        for number, part in enumerate(self._unchanged.split(source)):
+            if number % 2 == 0:
+                for match in _WORD.finditer(part):
+                    partners = self._terms.get(match.group().casefold(), ())
+                    if terms := [words[partner] for partner in partners if partner in words]:
+                        positions.append((start + match.end(), random.choice(terms)))
+            start += len(part)
+        chosen = sorted(random.sample(positions, min(len(positions), random.randint(1, _MAX_TERMS))), reverse=True)
+        opening, closing = TERM_TOKENS
+        for end, term in chosen:
+            source = f"{source[:end]} {opening} {term} {closing}{source[end:]}"
+        return source
 
     def _outside_tokens(self, change: Any, text: str) -> str:
         parts = self._unchanged.split(text)

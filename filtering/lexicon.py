@@ -1,11 +1,13 @@
-"""Lexicon of tokens, learned from pairs: the target tokens that a source token stands for. It makes a vocabulary map."""
+"""Lexicons that are learned from pairs: target tokens of a source token for a vocabulary map, and terms of both languages."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 
 from metaphrase.filtering.alignment import WordPairs
+from metaphrase.filtering.texts import split_words
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pipeline import CONTINUATION_PREFIX
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
@@ -15,6 +17,10 @@ _ITERATIONS = 2
 _MAX_LETTERS = 256
 # They bound the memory of training.
 MAX_PAIRS, _MAX_TOKENS, _MAX_TOKEN_PAIRS = 300_000, 100, 100_000_000
+# A word of a term occurs three times or more, and is the partner of the other word with this probability.
+_MIN_COUNT, _MIN_PROBABILITY = 3, 0.1
+# The most frequent words are those of grammar: so many, or this share of the words where they are few.
+_NUM_GRAMMAR_WORDS, _GRAMMAR_SHARE = 50, 0.1
 
 
 def make_vocabulary_map(
@@ -31,7 +37,8 @@ def make_vocabulary_map(
         num_per_token: Target tokens that a source token permits.
         num_frequent: Most frequent target tokens.
     """
-    sources, targets, lengths = _encode(pairs, tokenizers)
+    texts = [list(side) for side in zip(*pairs, strict=True)]
+    sources, targets, lengths = _join(tokenizers.encode_sources(texts[0]), tokenizers.encode_targets(texts[1]))
     vocabulary = tokenizers.target.get_vocab()
     num_targets = max(vocabulary.values()) + 1
     words, partners, probabilities = learn_lexicon(sources, targets, lengths, num_targets)
@@ -87,10 +94,53 @@ def learn_lexicon(
     return words, keys % num_targets, table
 
 
-def _encode(pairs: Iterable[tuple[str, str]], tokenizers: TokenizerPair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first tokens of sources and of targets, and the lengths (2, pairs), up to the most token pairs."""
-    texts = [list(side) for side in zip(*pairs, strict=True)]
-    rows = tokenizers.encode_sources(texts[0]), tokenizers.encode_targets(texts[1])
+def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Learn words of two languages that translate each other: each is a probable partner of the other.
+
+    Rare words and the most frequent ones are left out.
+
+    Args:
+        pairs: Pairs of texts. The first ones are used, up to a number of word pairs.
+
+    Returns:
+        Target words of each source word, with case folded.
+    """
+    sides = [[[w for w in split_words(text) if w.isalpha()] for text in side] for side in zip(*pairs, strict=True)]
+    names = [_frequent_words(side) for side in sides]
+    numbers = [{word: number for number, word in enumerate(words)} for words in names]
+    encoded = [
+        [[known[word] for word in words if word in known] for words in side]
+        for side, known in zip(sides, numbers, strict=True)
+    ]
+    sources, targets, lengths = _join(*encoded)
+    if not len(sources) or not len(targets):
+        return {}
+    forward = learn_lexicon(sources, targets, lengths, len(names[1]))
+    backward = learn_lexicon(targets, sources, lengths[::-1], len(names[0]))
+    # Both tables have the same word pairs, in another order.
+    order = np.lexsort((backward[0], backward[1]))
+    is_term = np.minimum(forward[2], backward[2][order]) >= _MIN_PROBABILITY
+    for side, words in zip(forward, names, strict=False):
+        is_term &= side >= min(_NUM_GRAMMAR_WORDS, round(_GRAMMAR_SHARE * len(words)))
+    terms: dict[str, list[str]] = {}
+    for word, partner in zip(forward[0][is_term].tolist(), forward[1][is_term].tolist(), strict=True):
+        terms.setdefault(names[0][word], []).append(names[1][partner])
+    return terms
+
+
+def _frequent_words(texts: Iterable[Iterable[str]]) -> list[str]:
+    """Return the words that are not rare, the most frequent first."""
+    counts = Counter(chain.from_iterable(texts))
+    return sorted(
+        (word for word, count in counts.items() if count >= _MIN_COUNT), key=lambda word: (-counts[word], word)
+    )
+
+
+def _join(
+    sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first numbers of sources and of targets, and the lengths (2, pairs), up to the most token pairs."""
+    rows = sources, targets
     lengths = np.minimum([[len(ids) for ids in side] for side in rows], _MAX_TOKENS)
     num_pairs = int(np.searchsorted(np.cumsum(lengths[0] * lengths[1]), _MAX_TOKEN_PAIRS, side="right"))
     lengths = lengths[:, :num_pairs]

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "serving": "inference.texts inference decoding tokenization storage modeling",
     "evaluation": "inference data tokenization storage modeling",
     "training": "training.adapters training.recipe training.checkpointing "
-    "evaluation inference data tokenization storage modeling",
+    "evaluation inference filtering data tokenization storage modeling",
     "training.recipe": "training.adapters training.checkpointing evaluation data tokenization storage modeling",
     "training.adapters": "tokenization storage modeling",
     "training.checkpointing": "training.adapters data tokenization storage modeling",

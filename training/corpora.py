@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -9,18 +10,21 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.data.augmentation import AugmentedPairs, Augmenter
+from metaphrase.data.augmentation import TERM_TOKENS, AugmentedPairs, Augmenter
 from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
 from metaphrase.data.denoising.objectives import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import SPLITS, DataReport, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
 from metaphrase.data.text_blocks import load_texts, text_blocks
+from metaphrase.filtering.lexicon import learn_terms
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
+# They bound time and memory.
+_MAX_PAIRS_FOR_TERMS = 100_000
 _TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
@@ -31,12 +35,10 @@ class PairCorpus:
         recipe: The recipe, with length limits that the model can read.
         splits: Pairs of text by split.
         reports: Reports on the pairs by split, once they are read.
-        special_tokens: Tokens that the tokenizer needs beside those of the recipe.
         label: Prefix of split names in log lines.
         longest: Maximum tokens per side that the model can read; None if there is no end.
     """
 
-    special_tokens: tuple[str, ...] = ()
     label = ""
 
     def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None):
@@ -62,6 +64,11 @@ class PairCorpus:
                 "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
                 "or `dataset_name`, got none of them."
             )
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that the tokenizer needs beside those of the recipe."""
+        return TERM_TOKENS if "terms" in self.recipe.augmentation else ()
 
     @property
     def seed(self) -> int:
@@ -108,7 +115,16 @@ class PairCorpus:
         if not recipe.is_augmented:
             return None
         limits = self.max_source_length, self.max_target_length
-        return Augmenter(tokenizers, self.seed, limits, recipe.subword_sampling, recipe.augmentation, self._prefixes())
+        rates, terms = recipe.augmentation, None
+        if "terms" in rates:
+            sources, targets = self.sides()
+            terms = learn_terms(islice(zip(sources, targets, strict=True), _MAX_PAIRS_FOR_TERMS))
+            if not terms:
+                raise ValueError(
+                    "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
+                )
+            logger.info("%sLearned %d terms, to insert some into sources.", self.label, len(terms))
+        return Augmenter(tokenizers, self.seed, limits, recipe.subword_sampling, rates, self._prefixes(), terms)
 
     def _prefixes(self) -> list[str]:
         return [self.recipe.source_prefix] if self.recipe.source_prefix else []

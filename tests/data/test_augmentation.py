@@ -105,6 +105,22 @@ def test_typos_change_a_source_by_letters_near(tokenizers):
     assert np.mean([source != "dog 12" for source, _ in texts]) == pytest.approx(0.5, abs=0.04)
 
 
+def test_terms_stand_behind_the_words_that_they_translate(tokenizers):
+    terms = {"dog": ["hund", "rüde"], "cat": ["katze"], "said": ["sagte"]}
+    source, target = "<2de> The Dog, the cat and the bird", "Der Hund, die Katze und der Vogel"
+    options = {"terms": terms, "prefixes": ["the dog said: "]}
+    augmenter, generator = Augmenter(tokenizers, 0, LIMITS, rates={"terms": 0.5}, **options), random.Random(1)
+    texts = [augmenter.change_texts(source, target, generator) for _ in range(2000)]
+    assert {pair[1] for pair in texts} == {target}
+    dog, cat = "Dog <term> Hund </term>", "cat <term> Katze </term>"
+    changed = [(dog, "cat"), ("Dog", cat), (dog, cat)]
+    expected = {f"<2de> The {first}, the {second} and the bird" for first, second in changed}
+    assert {pair[0] for pair in texts} == {source, *expected}
+    assert np.mean([pair[0] != source for pair in texts]) == pytest.approx(0.5, abs=0.04)
+    # A prefix gets no term, nor does a word whose partner is not in the target.
+    assert augmenter.change_texts("the dog said: cat", "Hund sagte Kater", generator)[0] == "the dog said: cat"
+
+
 def test_prefixes_and_special_tokens_stay(tokenizers):
     texts = changed_texts(
         tokenizers, "say it: <2de> dog", "hund", prefixes=["say", "say it: "], uppercase=1.0, typos=1.0, count=50

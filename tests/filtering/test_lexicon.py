@@ -5,7 +5,7 @@ import pytest
 from artificial_pairs import make_pairs
 
 from metaphrase.filtering import alignment, lexicon
-from metaphrase.filtering.lexicon import learn_lexicon, make_vocabulary_map
+from metaphrase.filtering.lexicon import learn_lexicon, learn_terms, make_vocabulary_map
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -35,6 +35,17 @@ def test_sources_permit_their_targets(pairs, tokenizers):
     if tokenizers.is_joint:
         token = names["s"]
         assert token in set(vocabulary_map.permitted([[token]]).tolist())
+
+
+def test_terms_translate_each_other(pairs):
+    letters = str.maketrans("0123456789", "abcdefghij")
+    texts = [(source.translate(letters).title(), target.translate(letters)) for source, target in pairs]
+    terms = learn_terms(texts)
+    # Each word has one translation, `saj` has `taj`. The most frequent words and rare ones are left out.
+    assert 150 < len(terms) <= 180
+    assert all(f"t{word[1:]}" in partners for word, partners in terms.items())
+    assert np.mean([len(partners) for partners in terms.values()]) < 1.1
+    assert learn_terms([("a b", "c d")] * 2) == learn_terms([("1 2", "3 4")] * 9) == {}
 
 
 def test_lexicon_is_that_of_the_textbook():

@@ -261,7 +261,9 @@ BY_TOKENS = {
     "tokenizer_kind": "bpe",
     "vocab_size": 60,
 }
-AUGMENTED = PLAIN | BY_TOKENS | {"save_steps": 3, "subword_sampling": 0.4, "augmentation.typos": 0.3}
+AUGMENTED = (
+    PLAIN | BY_TOKENS | {"save_steps": 3, "subword_sampling": 0.4, "augmentation.typos": 0.3, "augmentation.terms": 0.3}
+)
 # 15 and 4 pairs, ten steps in two stages.
 STAGES = AUGMENTED | {"train_file": None, "max_steps": None, "datasets": "{noisy: train.tsv, clean: validation.tsv}"}
 STAGES |= {

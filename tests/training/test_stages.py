@@ -1,11 +1,14 @@
 """Experiments whose training pairs come in stages, or change in each epoch."""
 
 import json
+from itertools import islice
 
 import pytest
-from small_experiments import ONE_STEP, make_recipe, read_log
+from small_experiments import ONE_STEP, make_recipe, read_log, train
+from transformers import AutoConfig
 
-from metaphrase.data.augmentation import AugmentedPairs
+from metaphrase.data.augmentation import TERM_TOKENS, AugmentedPairs
+from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
 
@@ -82,6 +85,48 @@ def test_only_training_pairs_change(data, tmp_path, kind):
     if "tasks" not in kind:
         plain = tokenizers.encode_targets(corpus.splits["validation"]["target"][:])
         assert encoded["validation"]["labels"][:] == plain
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"streaming": "true", "max_tokens_per_batch": 600},
+        {"tasks": "{a: {train_file: train.tsv, source_prefix: 'a: '}}", "train_file": None},
+    ],
+)
+def test_sources_have_terms_of_their_targets(data, tmp_path, kind):
+    fields = ONE_STEP | {"augmentation.terms": 1.0} | kind
+    _, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
+    train = encoded["train"]
+    pairs = list(islice(train.read(0), 40)) if "streaming" in kind else [train[row] for row in range(40)]
+    marks = tokenizers.source.convert_tokens_to_ids(list(TERM_TOKENS))
+    assert tokenizers.source.unk_token_id not in marks
+    num_terms = 0
+    for pair in pairs:
+        starts, ends = ([place for place, token in enumerate(pair["input_ids"]) if token == mark] for mark in marks)
+        terms = tokenizers.decode_targets(
+            [pair["input_ids"][start + 1 : end] for start, end in zip(starts, ends, strict=True)]
+        )
+        assert all(term.strip() in tokenizers.decode_targets([pair["labels"]])[0] for term in terms)
+        num_terms += len(terms)
+    assert num_terms > 10
+
+
+def test_a_fine_tuned_model_gets_the_marks_of_terms(data, tmp_path):
+    train(data, tmp_path / "base", **ONE_STEP)
+    fields = {"model_name_or_path": tmp_path / "base", "augmentation.terms": 0.5}
+    train(data, tmp_path / "run", **ONE_STEP | fields)
+    tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
+    assert set(TERM_TOKENS) <= set(tokenizers.source.get_vocab())
+    sizes = [AutoConfig.from_pretrained(tmp_path / name).vocab_size for name in ("base", "run")]
+    assert sizes[1] == sizes[0] + len(TERM_TOKENS)
+
+
+def test_pairs_without_terms_are_refused(data, tmp_path):
+    (data / "numbers.tsv").write_text("1 2\t3 4\n" * 40, encoding="utf-8")
+    with pytest.raises(ValueError, match="must be left out for pairs without words"):
+        prepared(data, tmp_path / "run", **ONE_STEP | {"train_file": "numbers.tsv", "augmentation.terms": 0.5})
 
 
 def test_a_run_resumes_with_its_own_stages(data, tmp_path):

@@ -307,6 +307,11 @@ def _check_augmentation(recipe: "Recipe") -> None:
             )
         if not _is_positive_number(rate) or rate > 1:
             raise ValueError(f"`augmentation.{name}` must be a number above 0 and at most 1, got {rate!r}.")
+    has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
+    if "terms" in recipe.augmentation and has_two:
+        raise ValueError(
+            "`augmentation.terms` must be left out with two vocabularies. Its marks are tokens of a joint one."
+        )
     cases = [recipe.augmentation.get(name, 0) for name in ("uppercase", "titlecase")]
     if sum(cases) > 1:
         raise ValueError(

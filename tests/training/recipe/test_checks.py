@@ -28,6 +28,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"tokenizer_kind": "wordpiece", "subword_sampling": 0.1}, ("tokenizer_kind", "subword_sampling")),
         ({"augmentation": {"typo": 0.1}}, ("augmentation",)),
         ({"augmentation": {"typos": 2}}, ("augmentation.typos",)),
+        ({"augmentation": {"terms": 0.1}, "joint_vocabulary": False}, ("augmentation.terms",)),
         ({"augmentation": {"uppercase": 0.6, "titlecase": 0.6}}, ("augmentation.uppercase", "augmentation.titlecase")),
         ({"datasets": {"a": {}}}, ("datasets", "stages")),
         (STAGES | {"max_tokens_per_batch": None}, ("stages", "max_tokens_per_batch")),
