@@ -69,6 +69,11 @@ def break_file(path: Path, pairs: list[tuple[str, str]], rng: random.Random) -> 
     return kind, path
 
 
+# Each of them reads sources alone from a text file, others a file for each side.
+VERBS_OF_TEXT = ("generate", "attention", "tokenize", "backtranslate", "compare")
+VERBS = (*VERBS_OF_TEXT, "evaluate", "train", "distill", "filter", "shortlist", "same")
+
+
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines with a broken file of texts or pairs."""
     rng, pairs = random.Random(seed), list(zip(SOURCES, TARGETS, strict=True))
@@ -78,7 +83,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     run(["generate", model, "--input", str(whole), "--output", str(folder / "targets")], folder)
     targets = (folder / "targets").read_bytes()
     for index in range(number):
-        root, verb = folder / str(index), rng.choice(("generate", "evaluate", "tokenize", "train", "attention", "same"))
+        root, verb = folder / str(index), rng.choice(VERBS)
         root.mkdir()
         out = str(root / "out")
         if verb == "same":
@@ -92,9 +97,12 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
                 "the same lines", ["generate", model, "--input", str(path), "--output", out], {root / "out": targets}
             )
             continue
-        kind = "txt" if verb in ("generate", "attention", "tokenize") else rng.choice(KINDS)
+        kind = "txt" if verb in VERBS_OF_TEXT else rng.choice(KINDS)
         fault, path = break_file(root / f"pairs.{kind}", pairs, rng)
         skips = [word for name in ("malformed", "invalid_utf8") for word in (f"--{name}", "skip")] * rng.randrange(2)
+        two = [str(path), str(whole)] if kind == "txt" else [str(path)]
+        if verb == "shortlist":
+            two.insert(0, str(save_generator(tiny_generator(kind="byte_bpe"), root / "model")))
         other = [
             "--source" if kind == "txt" else "--file",
             str(path),
@@ -107,6 +115,11 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
             "attention": ["attention", model, "--input", str(path), "--output", out, "--format", "pharaoh"],
             "tokenize": ["tokenize", "--files", str(path), "--output", out],
             "evaluate": ["evaluate", model, *other, *skips, "--output", out],
+            "backtranslate": ["backtranslate", model, "--input", str(path), "--output", f"{out}.tsv"],
+            "distill": ["distill", model, "--input", *other[1:], "--output", f"{out}.tsv"],
+            "filter": ["filter", *(other if kind == "txt" else two), "--output", f"{out}.tsv"],
+            "shortlist": ["shortlist", *two],
+            "compare": ["compare", str(whole), str(path), "--target", str(whole), "--output", f"{out}.json"],
             "train": train + (pair_files if kind == "txt" else ["--train_file", str(path)]),
         }[verb]
         yield Case(f"{verb} {kind}: {fault}", words)

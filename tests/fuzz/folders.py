@@ -129,6 +129,9 @@ def _verbs(base: str, data: Path) -> dict[str, list[str]]:
         return {verb: [*words, "--engine", "ctranslate2"] for verb, words in verbs.items()}
     verbs |= {
         "attention": ["attention", "{model}", *one, "--output", "{out}/links.txt"],
+        "backtranslate": ["backtranslate", "{model}", "--input", sources, "--output", "{out}/synthetic.tsv"],
+        "distill": ["distill", "{model}", "{out}/twin", "--input", pairs, "--output", "{out}/distilled.tsv"],
+        "shortlist": ["shortlist", "{model}", pairs],
         "explain": ["explain", "{model}", *one, "--text"],
         "push": ["push", "{model}", "user/name", "--dry_run"],
         # Writes the card, and finds no Hub.

@@ -15,6 +15,7 @@ from metaphrase.scripts.parsers import make_parser
 # Their values are work that a user has chosen, other outputs, or other processes.
 LEFT_OUT = ("length", "new_tokens", "num_processes", "output", "predictions", "token", "revision", "help", "quiet")
 LEFT_OUT += ("verbose", "mbr_candidates", "num_return_sequences", "repo_id")
+PAIR_VERBS = ("backtranslate", "distill", "filter")
 MANY = 1000
 DEVICES = ["meta", "cuda", "cuda:0", "cuda:99", "cuda:-1", "mps", "xpu", "npu", "hpu", "cpu:0", "cpu:1", "CPU"]
 # Numbers as other programs write them, infinities, and numbers beyond those of a float.
@@ -44,6 +45,11 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         "export": [model, "--format", "ctranslate2"],
         "convert": [bart],
         "push": [model, "user/name", "--dry_run"],
+        "backtranslate": [model, "--input", str(folder / "in")],
+        "distill": [model, "--input", pairs],
+        "filter": [pairs],
+        "compare": [str(folder / "in")] * 2 + ["--target", str(folder / "in"), "--names", "a", "b"],
+        "shortlist": [model, pairs],
     }
     search = ["--num_beams", "3", "--length_penalty", "0.5", "--batch_size", "2"]
     run(["generate", *base["generate"], *search, "--output", str(folder / "targets")], folder)
@@ -60,9 +66,15 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
             yield Case("the same options", words, {root / "out": targets})
             continue
         words = [verb, *base[verb]] if verb != "train" else [*train_words(folder, BASE, root / "out"), "--dry_run"]
+        if verb == "shortlist":
+            words[1] = str(save_generator(tiny_generator(kind="byte_bpe"), root / "model"))
         if verb in ("export", "convert"):
             words.insert(2, out)
-        elif verb not in ("push", "train"):
+        elif verb in PAIR_VERBS:
+            words += ["--output", f"{out}.tsv"]
+        elif verb == "compare":
+            words += ["--output", f"{out}.json"]
+        elif verb not in ("push", "train", "shortlist"):
             words += ["--output", out]
         actions = [action for action in make_parser(verb)._actions if action.option_strings]
         actions = [action for action in actions if not any(part in str(action.option_strings) for part in LEFT_OUT)]
@@ -70,7 +82,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         drawn += [action for action in actions if action.dest == "device" and rng.random() < 0.15]
         chosen = [word for action in drawn for word in option(action, rng)]
         check = None
-        if verb in ("generate", "evaluate", "attention", "explain"):
+        if verb in ("generate", "evaluate", "attention", "explain", "backtranslate", "distill"):
             known = {name for action in make_parser(verb)._actions for name in action.option_strings}
             searches = [search for search in SEARCHES if known.issuperset(search[::2])]
             chosen = [*rng.choice(searches), *chosen]
