@@ -126,7 +126,7 @@ def evaluate_generator(
         "scores": compute_metrics(predictions, references, metrics, metric_options, num_bootstrap_samples),
         "num_examples": len(sources),
         "num_unfinished": generator.num_unfinished - before,
-        "generation": generation_settings(generator.model, generation_options),
+        "generation": generation_settings(generator, generation_options),
     }
     if generator.num_truncated > truncated_before:
         result["num_truncated"] = generator.num_truncated - truncated_before
@@ -141,12 +141,13 @@ def evaluate_generator(
     return result, predictions
 
 
-def generation_settings(model: PreTrainedModel, generation_options: dict) -> dict:
-    """Return the settings that decoding used: the generation config of the model, and the options over it."""
+def generation_settings(generator: Generator, generation_options: dict) -> dict:
+    """Return the settings that decoding used: the generation config of the model, the options over it, and `use_vmap` if true."""
     hidden = ("transformers_version", "use_cache", "return_dict_in_generate")
     config = {
         name: value
-        for name, value in model.generation_config.to_diff_dict().items()
+        for name, value in generator.model.generation_config.to_diff_dict().items()
         if name not in hidden and not name.startswith(("_", "output_")) and not name.endswith("token_id")
     }
-    return {"num_beams": 1, **config, **generation_options}
+    has_map = {"use_vmap": True} if generator.vocabulary_map is not None else {}
+    return {"num_beams": 1, **config, **generation_options, **has_map}

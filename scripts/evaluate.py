@@ -144,7 +144,7 @@ def main(words: Sequence[str]) -> None:
         if arguments.max_source_length is not None and arguments.source_prefix:
             encode = generator.tokenizers.encode_sources
             check_source_length(arguments.max_source_length, encode, arguments.source_prefix)
-        settings = generation_settings(generator.model, generation_options)
+        settings = generation_settings(generator, generation_options)
         # In their JSON form, for the comparison with earlier scores.
         output = choose_output(arguments, measured | json.loads(to_json({"generation": settings})))
         beside_model = path_beside_model(arguments)

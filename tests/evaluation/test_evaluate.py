@@ -12,6 +12,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from metaphrase.evaluation import evaluate as evaluation
 from metaphrase.evaluation.evaluate import corpus_loss, evaluate_generator, generation_settings
 from metaphrase.modeling.pipeline_support import batches_by_length
+from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 
 @pytest.fixture
@@ -128,8 +129,11 @@ def test_batches_of_the_loss_are_bounded_as_those_of_decoding_are(monkeypatch):
 
 def test_settings_are_the_models_own_under_those_given(generator):
     generator.model.generation_config.num_beams = 4
-    assert {"num_beams": 4, "max_new_tokens": 8}.items() <= generation_settings(generator.model, {}).items()
-    assert generation_settings(generator.model, {"num_beams": 1})["num_beams"] == 1
+    assert {"num_beams": 4, "max_new_tokens": 8}.items() <= generation_settings(generator, {}).items()
+    assert generation_settings(generator, {"num_beams": 1})["num_beams"] == 1
+    assert "use_vmap" not in generation_settings(generator, {})
+    generator.vocabulary_map = VocabularyMap([], {})
+    assert generation_settings(generator, {})["use_vmap"] is True
 
 
 @pytest.mark.parametrize(("sources", "targets"), [(SOURCES, TARGETS[1:]), ([], [])])

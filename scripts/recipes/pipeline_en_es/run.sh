@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# English to Spanish, from the sentence pairs of Tatoeba: a fast model that learns from an ensemble, and a model of few pairs and
-# much Spanish text.
+# English to Spanish, from the sentence pairs of Tatoeba: a fast model that learns from an ensemble, and models of few pairs, with
+# much Spanish text or with other segmentations in each epoch.
 #
 #     bash scripts/recipes/pipeline_en_es/run.sh en_es.tsv runs/pipeline [MINUTES]
 #
-# MINUTES is the time to train each of the three teachers [60]. Other trainings take a half of it. Started again, the script
-# goes on where it stopped.
+# MINUTES is the time of each of the nine trainings [15]. Started again, the script goes on where it stopped.
+# `python benchmarks/pipeline.py runs/pipeline` collects the results.
 set -euo pipefail
-pairs=$1 out=$2 minutes=${3:-60}
-data=$out/data half=$((minutes / 2))
+pairs=$1 out=$2 minutes=${3:-15}
+data=$out/data
 here=$(dirname "$0")
 
-# train NAME PAIRS MINUTES [OPTION ...]: train and score a model, unless it is finished.
+# train NAME PAIRS [OPTION ...]: train and score a model, unless it is finished.
 train() {
-    local name=$1 file=$2 time=$3 side=
-    shift 3
+    local name=$1 file=$2 side=
+    shift 2
     case $name in reverse) side=_reverse ;; esac
-    [ -f "$out/$name/metrics.json" ] || metaphrase train "$data/$file" --output_dir "$out/$name" --time_budget "${time}m" \
+    [ -f "$out/$name/metrics.json" ] || metaphrase train "$data/$file" --output_dir "$out/$name" --time_budget "${minutes}m" \
         --validation_file "$data/validation$side.tsv" --test_file "$data/test$side.tsv" --resume "$@"
 }
 
@@ -36,24 +36,28 @@ compare() {
 
 [ -f "$data/test.es" ] || python "$here/prepare.py" "$pairs" "$data"
 
-# 1. Three teachers, and two students of one shape: one learns from the pairs, one from the targets of all teachers together.
+# 1. Three teachers, and two students of a teacher's shape: one learns from the pairs, one from the targets of all teachers together.
 for seed in 1 2 3; do
-    train teacher_$seed train.tsv "$minutes" --seed $seed
+    train teacher_$seed train.tsv --seed $seed
 done
 metaphrase distill "$out"/teacher_[123] --input "$data/train.tsv" --output "$data/distilled.tsv" --num_beams 4 --resume
-train student_raw train.tsv "$half" --preset student-tiny
-train student_distilled distilled.tsv "$half" --preset student-tiny
+train student_raw train.tsv
+train student_distilled distilled.tsv
 compare student_raw student_distilled
 metaphrase generate "$out/teacher_1" --ensemble "$out/teacher_2" "$out/teacher_3" --input "$data/test.en" --output "$out/teachers.es" \
     --num_beams 4 --resume
 compare teachers student_distilled
-metaphrase shortlist "$out/student_distilled" "$data/train.tsv" --overwrite
+metaphrase shortlist "$out/student_distilled" "$data/distilled.tsv" --overwrite
 metaphrase generate "$out/student_distilled" --input "$data/test.en" --output "$out/shortlist.es" --use_vmap --resume
 
 # 2. A model of 10,000 pairs, and one that also learns from Spanish text, of which a reverse model writes the sources.
-train small small.tsv "$half"
-train reverse small_reverse.tsv "$half"
+train small small.tsv
+train reverse small_reverse.tsv
 metaphrase backtranslate "$out/reverse" --input "$data/text.es" --output "$data/synthetic.tsv" --num_beams 4 --tag "<BT>" --resume
 cat "$data/small.tsv" "$data/synthetic.tsv" > "$data/both.tsv"
-train backtranslated both.tsv "$half" --additional_special_tokens "<BT>"
+train backtranslated both.tsv --additional_special_tokens "<BT>"
 compare small backtranslated
+
+# 3. The few pairs, with other segmentations in each epoch.
+train sampled small.tsv --subword_sampling 0.1
+compare small sampled
