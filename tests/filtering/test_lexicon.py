@@ -48,6 +48,15 @@ def test_terms_translate_each_other(pairs):
     assert learn_terms([("a b", "c d")] * 2) == learn_terms([("1 2", "3 4")] * 9) == {}
 
 
+def test_a_term_is_a_probable_partner_in_both_directions():
+    names = [first + second for first in "abcdef" for second in "abcde"]
+    # Each of 30 words stands beside `zu`, which stands for none of them.
+    pairs = [(f"{name}x", f"{name}y zu") for name in names for _ in range(6)] + [
+        ("and the of in", "und der von im")
+    ] * 200
+    assert learn_terms(pairs) == {f"{name}x": [f"{name}y"] for name in names}
+
+
 def test_lexicon_is_that_of_the_textbook():
     """Compare with the two sums of IBM Model 1, written out."""
     sources, targets = [[1, 2, 9], [1, 9], [2, 3, 3, 9]], [[5, 6], [5], [6, 7]]
