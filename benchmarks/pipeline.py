@@ -34,13 +34,14 @@ def read_comparison(path: Path) -> dict:
 
 
 def read_training(folder: Path) -> dict:
-    """Return minutes, updates, shape and seed of a training."""
+    """Return pairs, minutes, updates, shape and search of a training."""
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     shape = ("hidden_size", "encoder_layers", "decoder_layers", "vocab_size")
     return {
         "pairs": metrics["data"]["num_train"],
+        "minutes": round(next(row["train_runtime"] for row in state["log_history"] if "train_runtime" in row) / 60, 1),
         "updates": state["global_step"],
         **{name: config[name] for name in shape},
         "generation": metrics["generation"],
@@ -83,13 +84,11 @@ def measure_speed(folder: Path, num_beams: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="folder of a finished pipeline")
-    parser.add_argument("--time_budget", required=True, help="time that each training had, for the record")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = arguments.folder
     report = {
-        "time_budget": arguments.time_budget,
         "trainings": {path.parent.name: read_training(path.parent) for path in sorted(folder.glob("*/metrics.json"))},
         "comparisons": {path.stem: read_comparison(path) for path in sorted(folder.glob("*-*.json"))},
         "speed": [measure_speed(folder, num_beams) for num_beams in (4, 1)],

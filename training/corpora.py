@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable
-from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -10,7 +9,7 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.data.augmentation import TERM_TOKENS, AugmentedPairs, Augmenter
+from metaphrase.data.augmentation import AugmentedPairs, Augmenter
 from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
 from metaphrase.data.denoising.objectives import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
@@ -18,12 +17,13 @@ from metaphrase.data.pairs import SPLITS, DataReport, column_texts, data_seed, l
 from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
 from metaphrase.data.text_blocks import load_texts, text_blocks
 from metaphrase.filtering.lexicon import learn_terms
+from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-# They bound time and memory.
+# It bounds time and memory.
 _MAX_PAIRS_FOR_TERMS = 100_000
 _TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
@@ -35,10 +35,12 @@ class PairCorpus:
         recipe: The recipe, with length limits that the model can read.
         splits: Pairs of text by split.
         reports: Reports on the pairs by split, once they are read.
+        special_tokens: Tokens that a new tokenizer needs beside those of the recipe.
         label: Prefix of split names in log lines.
         longest: Maximum tokens per side that the model can read; None if there is no end.
     """
 
+    special_tokens: tuple[str, ...] = ()
     label = ""
 
     def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None):
@@ -64,11 +66,6 @@ class PairCorpus:
                 "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
                 "or `dataset_name`, got none of them."
             )
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Tokens that the tokenizer needs beside those of the recipe."""
-        return TERM_TOKENS if "terms" in self.recipe.augmentation else ()
 
     @property
     def seed(self) -> int:
@@ -117,8 +114,7 @@ class PairCorpus:
         limits = self.max_source_length, self.max_target_length
         rates, terms = recipe.augmentation, None
         if "terms" in rates:
-            sources, targets = self.sides()
-            terms = learn_terms(islice(zip(sources, targets, strict=True), _MAX_PAIRS_FOR_TERMS))
+            terms = learn_terms(sample_pairs(zip(*self.sides(), strict=True), _MAX_PAIRS_FOR_TERMS)[1])
             if not terms:
                 raise ValueError(
                     "`augmentation.terms` must be left out for pairs without words that are found to translate each other."

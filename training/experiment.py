@@ -246,14 +246,13 @@ class Experiment:
         recipe = self.recipe
         if self.checkpoint is not None:
             return TokenizerPair.from_pretrained(self.checkpoint)
-        special = [*self.corpus.special_tokens, *(recipe.additional_special_tokens or ())]
         existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
         if existing is not None:
             field = "tokenizer_name_or_path" if recipe.tokenizer_name_or_path is not None else "model_name_or_path"
             with naming(existing, field):
                 tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
-            if special:
-                tokenizers.add_special_tokens(special)
+            if recipe.special_tokens:
+                tokenizers.add_special_tokens(recipe.special_tokens)
             set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
             return tokenizers
         names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
@@ -261,7 +260,7 @@ class Experiment:
         joint = recipe.joint_vocabulary
         if joint is None:
             joint = recipe.target_tokenizer_kind is None and recipe.target_vocab_size is None
-        if special:
+        if special := [*self.corpus.special_tokens, *recipe.special_tokens]:
             options["additional_special_tokens"] = special
         tokenizers = TokenizerPair.train(
             *self.corpus.sides(),

@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import SchedulerType, Seq2SeqTrainingArguments
 
+from metaphrase.data.augmentation import TERM_TOKENS
 from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.storage.folders import read_text
 from metaphrase.training.checkpointing.averaging import is_better_lower
@@ -110,6 +111,11 @@ class Recipe(OwnFields, TrainingFields):
     def is_augmented(self) -> bool:
         """True if training pairs are changed in each epoch."""
         return self.subword_sampling is not None or bool(self.augmentation)
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Tokens that any tokenizer of the run needs: the marks of terms, and `additional_special_tokens`."""
+        return [*(TERM_TOKENS if "terms" in self.augmentation else ()), *(self.additional_special_tokens or ())]
 
     def data_path(self, name: str) -> Path:
         """Return the data file that a field names, below `data_dir` if it is relative.
