@@ -1,5 +1,6 @@
 """Tests of batches across requests: equal results, turns, errors of one request, deadlines, random numbers."""
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -103,21 +104,27 @@ def test_requests_with_other_options_have_batches_of_their_own(batcher):
 
 
 def test_a_short_request_does_not_wait_for_a_long_one(batcher):
-    decoded = []
+    short_is_decoded, num_decoded = threading.Event(), itertools.count(1)
 
     def record(text):
-        decoded.append(text)
+        if text == "a":
+            short_is_decoded.set()
+        # Threads may overtake each other, so the long request has to wait after a few of its sentences.
+        elif next(num_decoded) > 4 and not short_is_decoded.wait(5):
+            raise RuntimeError("The short request waits for the long one.")
         return text
 
     generator = identity_generator(record, batch_size=2)
     # Lengths differ, so that the short one is never the nearest.
-    requests = {"a b c d e f g h": 20, "a": 1}
-    with ThreadPoolExecutor(2) as pool, Stop(batcher):
-        for count, (text, size) in enumerate(requests.items()):
-            pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, [text] * size)
-            wait_for(batcher, 20 + count)
-    assert len(decoded) == 21
-    assert "a" in decoded[:4]
+    texts = {"a b c d e f g h": 20, "a": 1}
+    with ThreadPoolExecutor(2) as pool:
+        with Stop(batcher):
+            requests = []
+            for count, (text, size) in enumerate(texts.items()):
+                queued = QueuedGenerator.of(generator, batcher, ticket())
+                requests.append(pool.submit(queued.generate, [text] * size))
+                wait_for(batcher, 20 + count)
+        assert [request.result() for request in requests] == [[text] * size for text, size in texts.items()]
 
 
 def test_batch_holds_at_most_its_tokens(batcher):
