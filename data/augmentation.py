@@ -14,6 +14,7 @@ from tokenizers import Encoding
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.subword_sampling import SubwordSampler
+from metaphrase.tokenization.texts import SPACED_WORD
 
 AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms")
 # Around a term that a source asks for. They stand behind the word that the term translates.
@@ -24,7 +25,6 @@ _IDS = ("input_ids", "labels")
 _MEASURED_PAIRS = 1000
 _WORDS_PER_TYPO = 10
 _END_PUNCTUATION = ".!?…。！？؟।"
-_WORD = re.compile(r"[^\W_]+")
 
 
 class EpochPairs(torch.utils.data.Dataset):
@@ -80,7 +80,8 @@ class Augmenter:
         """Args:
         tokenizers: Source and target tokenizer.
         seed: Seed of all changes.
-        limits: Most tokens of a source and of a target. A longer side stays as it was.
+        limits: Most tokens of a source and of a target. A longer side stays as it was, and with changes of both texts the
+            other side, too.
         subword_sampling: As `alpha` of `SubwordSampler`; None for the plain segmentation.
         rates: Rates of changes of the texts.
         prefixes: Beginnings of sources that stay.
@@ -118,9 +119,7 @@ class Augmenter:
         ]
         sides = []
         encoders = self.tokenizers.encode_sources, self.tokenizers.encode_targets
-        for name, encode, sampler, limit, side in zip(
-            _IDS, encoders, self._samplers, self.limits, zip(*texts, strict=True), strict=True
-        ):
+        for encode, sampler, side in zip(encoders, self._samplers, zip(*texts, strict=True), strict=True):
             options = {}
             if sampler is not None:
 
@@ -128,9 +127,18 @@ class Augmenter:
                     return sampler(encoding, generators[number])
 
                 options["segment"] = segment
-            encoded = encode(list(side), **options)
-            sides.append([ids if len(ids) <= limit else pair[name] for ids, pair in zip(encoded, pairs, strict=True)])
-        return [dict(zip(_IDS, ids, strict=True)) for ids in zip(*sides, strict=True)]
+            sides.append(encode(list(side), **options))
+        return [self._within_limits(*row) for row in zip(pairs, texts, zip(*sides, strict=True), strict=True)]
+
+    def _within_limits(
+        self, pair: Mapping[str, Any], texts: tuple[str, str], ids: tuple[list[int], list[int]]
+    ) -> dict[str, list[int]]:
+        """Return the new ids of a pair, and its own for a side that is too long."""
+        fits = [len(side) <= limit for side, limit in zip(ids, self.limits, strict=True)]
+        if texts[1] != pair["target"]:
+            # A change of both sides, such as upper case, must not reach one alone.
+            fits = [all(fits)] * 2
+        return {name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)}
 
     def change_texts(self, source: str, target: str, random: Random) -> tuple[str, str]:
         """Return source and target with the changes of text that are drawn for the pair."""
@@ -155,11 +163,11 @@ class Augmenter:
 
     def _insert_terms(self, source: str, target: str, random: Random) -> str:
         """Return the source with words of the target behind some of the words that they translate."""
-        words = {word.casefold(): word for word in _WORD.findall(target)}
+        words = {word.casefold(): word for word in SPACED_WORD.findall(target)}
         positions, start = [], 0
         for number, part in enumerate(self._unchanged.split(source)):
             if number % 2 == 0:
-                for match in _WORD.finditer(part):
+                for match in SPACED_WORD.finditer(part):
                     partners = self._terms.get(match.group().casefold(), ())
                     if terms := [words[partner] for partner in partners if partner in words]:
                         positions.append((start + match.end(), random.choice(terms)))

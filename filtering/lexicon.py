@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 
 from metaphrase.filtering.alignment import WordPairs
-from metaphrase.filtering.texts import split_words
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.texts import SPACED_WORD
 from metaphrase.tokenization.tokenizer_pipeline import CONTINUATION_PREFIX
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
@@ -97,7 +97,7 @@ def learn_lexicon(
 def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Learn words of two languages that translate each other: each is a probable partner of the other.
 
-    Rare words and the most frequent ones are left out.
+    Rare words and the most frequent ones are left out, and so are scripts without spaces between words.
 
     Args:
         pairs: Pairs of texts. The first ones are used, up to a number of word pairs.
@@ -105,7 +105,7 @@ def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     Returns:
         Target words of each source word, with case folded.
     """
-    sides = [[[w for w in split_words(text) if w.isalpha()] for text in side] for side in zip(*pairs, strict=True)]
+    sides = [[_words_of_letters(text) for text in side] for side in zip(*pairs, strict=True)]
     names = [_frequent_words(side) for side in sides]
     numbers = [{word: number for number, word in enumerate(words)} for words in names]
     encoded = [
@@ -126,6 +126,10 @@ def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     for word, partner in zip(forward[0][is_term].tolist(), forward[1][is_term].tolist(), strict=True):
         terms.setdefault(names[0][word], []).append(names[1][partner])
     return terms
+
+
+def _words_of_letters(text: str) -> list[str]:
+    return [word for word in SPACED_WORD.findall(text.casefold()) if not any(map(str.isdigit, word))]
 
 
 def _frequent_words(texts: Iterable[Iterable[str]]) -> list[str]:

@@ -10,11 +10,13 @@ from types import ModuleType
 
 import numpy as np
 
+from metaphrase.tokenization.texts import SPACED_WORD
+
 INSTALL_HINT = "Install it: pip install 'metaphrase[filter]'."
 # Zero-width space, byte-order mark, soft hyphen. The zero-width joiners belong to the spelling of some languages.
 _INVISIBLE = str.maketrans(dict.fromkeys("\u200b\ufeff\u00ad"))
-# One letter of a script without spaces, or a run of letters and digits, or one other character.
-_WORD = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+|[^\w\s]")
+# A word, or one letter of a script without spaces, or one other character.
+_WORD = re.compile(rf"{SPACED_WORD.pattern}|[^\W_]|[^\w\s]")
 # Japanese mixes these three, and Chinese has the last.
 _SCRIPT_GROUPS = dict.fromkeys(("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC", "CJK"), "CJK")
 

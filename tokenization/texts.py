@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import sys
+import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, NamedTuple
@@ -16,6 +17,13 @@ from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 # A longer line is hardly text, and tokenizers and models take much time and memory for it.
 MAX_LINE_CHARACTERS = 100_000
 _BYTES_PER_CHUNK = 2**20
+# Thai, Lao, Burmese, Khmer, Japanese and Chinese have no spaces between words.
+_LETTER = r"[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+_MARKS = "".join(
+    character for character in map(chr, range(0x300, 0x10000)) if unicodedata.category(character)[0] == "M"
+)
+# A run of letters and digits, with their marks, of a script with spaces between words.
+SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 
 
 class Line(NamedTuple):
@@ -78,7 +86,7 @@ def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> ran
     """
     number, num_shards = shard or (1, 1)
     num_units = -(-total // unit)
-    if shard is not None and num_shards > num_units:
+    if total and shard is not None and num_shards > num_units:
         units, hint = ("lines or pairs", "") if unit == 1 else (f"chunks of {unit}", " Set a smaller `chunk_size`.")
         raise ValueError(
             f"`shard` must have no more parts than the input has {units}, {num_units}, got {num_shards}.{hint}"

@@ -71,6 +71,14 @@ def test_a_longer_side_stays_plain(encoded, tokenizers):
     assert pairs[longest]["input_ids"] == encoded[longest]["input_ids"]
 
 
+@pytest.mark.parametrize("limits", [(12, 40), (40, 12)])
+def test_a_change_of_both_texts_reaches_no_side_alone(encoded, tokenizers, limits):
+    pairs = AugmentedPairs(encoded, Augmenter(tokenizers, 7, limits, rates={"uppercase": 1.0}))
+    assert len(tokenizers.encode_sources([PAIRS[0][0].upper()])[0]) > 12
+    assert [pairs[row]["labels"] for row in range(len(pairs))] == encoded["labels"][:]
+    assert [pairs[row]["input_ids"] for row in range(len(pairs))] == encoded["input_ids"][:]
+
+
 def test_a_stream_draws_anew_in_each_pass(encoded, tokenizers, tmp_path):
     (tmp_path / "train.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in [*PAIRS, ("", "empty")]), encoding="utf-8")
     augmenter = Augmenter(tokenizers, 7, LIMITS, 0.2)

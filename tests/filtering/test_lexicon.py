@@ -57,6 +57,22 @@ def test_a_term_is_a_probable_partner_in_both_directions():
     assert learn_terms(pairs) == {f"{name}x": [f"{name}y"] for name in names}
 
 
+def test_terms_are_whole_words():
+    sources, targets = ["हिन्दी", "भाषा", "किताब", "मेज"], ["Hindi", "Sprache", "Buch", "Tisch"]
+    pairs = [
+        (f"{first} {second}", f"{targets[i]} {targets[j]}")
+        for i, first in enumerate(sources)
+        for j, second in enumerate(sources)
+        if i != j
+    ]
+    terms = learn_terms(pairs * 5)
+    assert terms and all(
+        word in sources and {*partners} <= {*map(str.casefold, targets)} for word, partners in terms.items()
+    )
+    # Without spaces, there are no words to take.
+    assert learn_terms([("我喜欢猫", "ich mag Katzen"), ("我喜欢狗", "ich mag Hunde")] * 9) == {}
+
+
 def test_lexicon_is_that_of_the_textbook():
     """Compare with the two sums of IBM Model 1, written out."""
     sources, targets = [[1, 2, 9], [1, 9], [2, 3, 3, 9]], [[5, 6], [5], [6, 7]]

@@ -31,6 +31,8 @@ def test_scripts_of_letters():
 def test_words_have_one_case_and_languages_without_spaces_have_letters():
     assert split_words("Tom's cat, 12!") == ["tom", "'", "s", "cat", ",", "12", "!"]
     assert split_words("猫が好き") == ["猫", "が", "好", "き"]
+    # Marks belong to their words.
+    assert split_words("हिन्दी में cafe\u0301 abc猫") == ["हिन्दी", "में", "cafe\u0301", "abc", "猫"]
 
 
 def test_normalized_texts():

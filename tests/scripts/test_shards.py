@@ -52,7 +52,12 @@ def test_shards_together_are_the_whole_output(words, tmp_path, search):
 def test_parts_are_nearly_equal_and_begin_at_chunks():
     parts = [shard_range(100, (number, 4), 7) for number in (1, 2, 3, 4)]
     assert parts == [range(21), range(21, 49), range(49, 77), range(77, 100)]
-    assert shard_range(10, None, 7) == range(10) and shard_range(5, (1, 1)) == range(5) and not shard_range(0, None)
+    assert (
+        shard_range(10, None, 7) == range(10)
+        and shard_range(5, (1, 1)) == range(5)
+        and not shard_range(0, None)
+        and not shard_range(0, (2, 3))
+    )
     with pytest.raises(ValueError, match=r"no more parts than the input has chunks of 7, 15, got 16\. Set a smaller"):
         shard_range(100, (1, 16), 7)
     with pytest.raises(ValueError, match="`shard` must have no more parts than the input has lines or pairs, 3, got 4"):
