@@ -12,8 +12,8 @@ from sacrebleu.metrics.base import Score, Signature
 from sacrebleu.significance import PairedTest, Result
 
 NUM_BOOTSTRAP_SAMPLES, NUM_RANDOMIZATION_TRIALS = 1000, 10_000
-# sacreBLEU holds all resamples at once.
-MAX_RESAMPLED_BYTES = 1_000_000_000
+# sacreBLEU holds all resamples at once. The first limit is that of an interval beside a score, the second that of a test.
+MAX_RESAMPLED_BYTES, MAX_TEST_BYTES = 1_000_000_000, 8_000_000_000
 
 
 class Ratio:
@@ -91,8 +91,18 @@ def paired_test(
 
     Returns:
         A result for each system, and the seed: 12345, or the environment variable `SACREBLEU_SEED`.
+
+    Raises:
+        ValueError: If the test would need more than `MAX_TEST_BYTES`.
     """
-    scorer = _Known(next(iter(systems.values())).scorer)
+    first = next(iter(systems.values()))
+    bytes_per_sample = len(first.rows) * (4 * (len(first.rows[0]) + 2) if kind == "bs" else 8)
+    if num_samples * bytes_per_sample > MAX_TEST_BYTES:
+        raise ValueError(
+            f"`paired_{kind}_n` must be at most {MAX_TEST_BYTES // bytes_per_sample} for {len(first.rows)} segments, "
+            f"got {num_samples}: the test would need {num_samples * bytes_per_sample / 1e9:.0f} GB of memory."
+        )
+    scorer = _Known(first.scorer)
     # Products of floats are fast. The sums are the same: all counts are whole numbers below 2**53.
     rows = [(name, np.asarray(segments.rows, dtype=np.float64)) for name, segments in systems.items()]
     signatures, results = PairedTest(rows, {"score": scorer}, None, kind, num_samples)()

@@ -23,7 +23,7 @@ from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
 from metaphrase.inference.line_files import check_files, read_lines
 from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import check_dependents
-from metaphrase.scripts.parsers.options import given_options
+from metaphrase.scripts.parsers.options import METRICS, given_options
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ def read_external_scores(arguments: argparse.Namespace, test_set: TestSet) -> di
     paths, names = arguments.scores, list(test_set.outputs)
     if len(paths) != len(names):
         raise ValueError(f"`scores` must be one file for each system, got {len(paths)} files for {len(names)} systems.")
-    if arguments.scores_name in arguments.metrics:
-        raise ValueError(f"`scores_name` must not be one of `metrics`, got {arguments.scores_name!r}.")
+    if arguments.scores_name in METRICS:
+        raise ValueError(f"`scores_name` must not be the name of one of `metrics`, got {arguments.scores_name!r}.")
     columns = [read_column(arguments, "scores", path, test_set.references) for path in paths]
     return {
         name: [read_number(line, number, path) for number, line in enumerate(column, 1)]

@@ -136,6 +136,13 @@ def test_words_by_frequency_by_hand():
     assert [row[:3] for row in words(training_targets=iter(["b z"] * 10))] == [(0, 0, 3), (10, 99, 2)]
 
 
+def test_a_test_that_memory_does_not_hold_is_refused(texts):
+    segments = compute_segments(texts, ["bleu"], {})
+    for name, count in (("num_bootstrap_samples", 10**7), ("num_randomization_trials", 10**8)):
+        with pytest.raises(ValueError, match=r"`paired_.._n` must be at most \d+ for 120 segments, got 100*: .* GB"):
+            compare(texts, segments, **{name: count})
+
+
 def test_interval_of_evaluate_is_sacrebleus_and_stays_small(texts):
     outputs = texts.outputs["A"]
     results = compute_metrics(outputs, texts.references, ["bleu", "exact_match"], num_bootstrap_samples=100)

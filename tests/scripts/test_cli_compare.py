@@ -93,7 +93,7 @@ def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
         ),
         (
             ["--scores", "nan", "nan", "--scores_name", "chrf"],
-            "`scores_name` must not be one of `metrics`, got 'chrf'.",
+            "`scores_name` must not be the name of one of `metrics`, got 'chrf'.",
         ),
         (["--paired_bs_n", "1"], "`paired_bs_n` must be at least 2, got 1."),
     ],
