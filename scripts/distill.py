@@ -36,10 +36,8 @@ def main(words: Sequence[str]) -> None:
             candidates = [nearest(candidates, reference, arguments.select)]
         return "".join(format_pair(source, candidate.text) for candidate in candidates)
 
-    total = num_lines(arguments.input)
-    if pairs is not None and arguments.shard is not None:
-        # A file of pairs may have a header, or records of several lines.
-        total = sum(1 for _ in pairs.read_files())
+    # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
+    total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.read_files())
     part = chosen_part(arguments, total)
     with load(arguments, options) as generator:
         num_targets = 1 if arguments.select is not None else generator.num_targets(**options)
@@ -58,12 +56,15 @@ def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> Sc
 
 def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:
     """Return the files of pairs; `None` for sources alone."""
-    columns = given_options(arguments, ("source_column", "target_column", "max_line_characters"))
-    if arguments.target is not None:
-        return PairSource(source_file=arguments.input, target_file=arguments.target, **columns)
-    if arguments.input is not None and arguments.input.removesuffix(".gz").endswith(tuple(READERS)):
-        return PairSource(file=arguments.input, **columns)
-    return None
+    options = given_options(arguments, ("source_column", "target_column", "max_line_characters"))
+    if arguments.target is None and (arguments.input or "").removesuffix(".gz").endswith(tuple(READERS)):
+        return PairSource(file=arguments.input, **options)
+    for name in ("source_column", "target_column"):
+        if name in options:
+            raise ValueError(f"`{name}` must come with one file of pairs as `input`, got {arguments.input!r}.")
+    if arguments.target is None:
+        return None
+    return PairSource(source_file=arguments.input, target_file=arguments.target, **options)
 
 
 def read_records(arguments: argparse.Namespace, pairs: PairSource | None) -> Iterator[tuple[str, str | None]]:

@@ -3,6 +3,7 @@
 import json
 import signal
 
+import datasets
 import pytest
 from killed_outputs import Server
 from sacrebleu import sentence_bleu, sentence_chrf
@@ -111,6 +112,15 @@ def test_the_candidate_nearest_to_the_reference_is_selected(cli_model, folder, m
         for row, reference in zip(n_best, references, strict=True)
     ]
     assert selected == best != [row[0].text for row in n_best]
+
+
+def test_a_file_of_pairs_is_read_to_its_end(cli_model, folder):
+    rows = [{"source": source, "target": target} for source, target in zip(SOURCES, TARGETS, strict=True)]
+    (folder / "one_line.json").write_text(json.dumps(rows), encoding="utf-8")
+    datasets.Dataset.from_list(rows).to_parquet(folder / "pairs.parquet")
+    for name in ("one_line.json", "pairs.parquet"):
+        distill.main([cli_model, *CPU, "--num_beams", "1", "--input", name, "--output", f"{name}.tsv"])
+        assert [source for source, _ in pairs_of(f"{name}.tsv")] == SOURCES
 
 
 def test_of_equally_near_candidates_the_first_is_selected():
