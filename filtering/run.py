@@ -15,7 +15,7 @@ from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import RULES, CorpusFacts, LanguageRule, Pair, PairRules, Thresholds, normal_forms
 from metaphrase.filtering.texts import SeenHashes, hash_text, normalize
 from metaphrase.filtering.work_folder import WorkFolder
-from metaphrase.storage.folders import write_json
+from metaphrase.storage.folders import json_text
 from metaphrase.tokenization.texts import shard_range
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,7 @@ class PairFilter:
         # Packages that are missing must show before the corpus is read.
         PairRules(active, settings.thresholds, CorpusFacts())
         self.num_records, sample = sample_pairs(source.read_files(), MAX_PAIRS)
-        if not self.num_records:
-            raise ValueError(f"{source.name} must hold at least one pair, got none.")
+        check_sample(source, self.num_records, sample)
         if settings.normalize:
             sample = [(normalize(first), normalize(second)) for first, second in sample]
         self._rules = PairRules(active, settings.thresholds, CorpusFacts.of(sample))
@@ -195,6 +194,18 @@ def sample_pairs(records: Iterator[Record], most: int) -> tuple[int, list[Pair]]
     return num_records, sample
 
 
+def check_sample(source: PairSource, num_records: int, sample: Sequence[Pair]) -> None:
+    """Check that a sample of `sample_pairs` holds a pair.
+
+    Raises:
+        ValueError: If there is no pair, with the first problem.
+    """
+    if sample:
+        return
+    problem = f" in {num_records:,} records. {next(source.read_files()).message}" if num_records else "."
+    raise ValueError(f"{source.name} must hold at least one pair, got none{problem}")
+
+
 class FilterReport:
     """Counts of a run by rule, with the first examples of each. It is kept in the state of a run."""
 
@@ -271,8 +282,10 @@ def filter_pairs(
     files = {f"output_{number}": Path(path) for number, path in enumerate(outputs)}
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
     stats = [(Path(path).name, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in source.paths]
-    key = {"pairs": stats, "columns": source.columns, "max_line_characters": source.max_line_characters}
-    key |= asdict(settings) | {"shard": shard, "output": [str(path) for path in files.values()]}
+    key = {"file": stats, "columns": source.columns, "max_line_characters": source.max_line_characters}
+    # Names are those of the options, for the error about a stopped run that had other ones.
+    values = asdict(settings)
+    key |= values.pop("thresholds") | values | {"shard": shard, "output": [str(path) for path in files.values()]}
     key["rules"] = [rule for rule in RULES if rule in settings.rules]
     with WorkFolder(files, key, resume=resume) as folder:
         result = FilterReport(folder.state.get("report"))
@@ -283,7 +296,7 @@ def filter_pairs(
             records = islice(source.read_files(), part.start + result.num_read, part.stop)
             _filter_chunks(records, pair_filter, folder, result, on_chunk)
             if report is not None:
-                _write_report(folder.path / "report", result, pair_filter, key)
+                folder.append("report", _report_of(result, pair_filter, key).encode("utf-8"))
             folder.save({"report": result.to_dict(), "is_finished": True})
         folder.finish()
     return result
@@ -326,10 +339,10 @@ def _as_bytes(lines: Sequence[str]) -> bytes:
     return "".join(lines).encode("utf-8")
 
 
-def _write_report(path: Path, report: FilterReport, pair_filter: PairFilter, key: dict[str, Any]) -> None:
+def _report_of(report: FilterReport, pair_filter: PairFilter, key: dict[str, Any]) -> str:
     content: dict[str, Any] = report.to_dict()
     if pair_filter.alignment is not None:
         model = pair_filter.alignment
         content["alignment"] = {"misaligned_share": model.noise_share, "threshold": model.threshold}
-    settings = {name: value for name, value in key.items() if name not in ("pairs", "output")}
-    write_json(path, content | {"files": [name for name, *_ in key["pairs"]], "settings": settings})
+    settings = {name: value for name, value in key.items() if name not in ("file", "output")}
+    return json_text(content | {"files": [name for name, *_ in key["file"]], "settings": settings})

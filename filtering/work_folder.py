@@ -40,15 +40,15 @@ class WorkFolder(contextlib.AbstractContextManager):
         self._refuse_foreign_folder()
         if not resume and self.path.exists():
             WriteLock(self.path, "output").release()
-            shutil.rmtree(self.path)
+            self._remove()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = WriteLock(self.path, "output")
         saved = read_fields(self.path / _STATE) or {}
         if saved and saved["key"] != self._key:
             self._lock.release()
-            names = [name for name, value in self._key.items() if saved["key"].get(name) != value]
+            name = next((name for name, value in self._key.items() if saved["key"].get(name) != value), "resume")
             raise ValueError(
-                f"`{names[0] if names else 'resume'}` must be that of the stopped run in {self.path}, got another value. "
+                f"`{name}` must be {saved['key'].get(name)!r} as in the stopped run in {self.path}, got {self._key.get(name)!r}. "
                 "Repeat the command of that run, or pass --overwrite to start again."
             )
         self.state: dict[str, Any] = saved.get("state", {})
@@ -59,9 +59,30 @@ class WorkFolder(contextlib.AbstractContextManager):
                 # The mark of a run's folder.
                 self.save({})
                 failed.pop_all()
-        for path in self.path.iterdir() if not self.state.get("is_finished") else ():
+        if not self.state.get("is_finished"):
+            self._cut_files()
+
+    def _cut_files(self) -> None:
+        """Cut off what was appended after the state."""
+        paths = {path.name: path for path in self.path.iterdir() if path.name != _STATE}
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
+        for name, size in self._sizes.items():
+            if sizes.get(name, 0) < size:
+                self._lock.release()
+                # The machine stopped before its disk had everything.
+                raise ValueError(
+                    f"{self.path / name} must have at least {size} bytes to go on, got {sizes.get(name, 0)}. Pass --overwrite "
+                    "to start again."
+                )
+        for name, path in paths.items():
+            os.truncate(path, self._sizes.get(name, 0))
+
+    def _remove(self) -> None:
+        """Remove the folder, and last its mark, so that a killed removal leaves the folder of a run."""
+        for path in self.path.iterdir():
             if path.name != _STATE:
-                os.truncate(path, self._sizes.get(path.name, 0))
+                path.unlink()
+        shutil.rmtree(self.path)
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse a folder that no run has written: a run empties or removes the files of its folder."""
@@ -73,9 +94,9 @@ class WorkFolder(contextlib.AbstractContextManager):
             )
 
     def __exit__(self, *exception: object) -> None:
-        if isinstance(exception[1], ImportError | ValueError) and not self.state:
+        if isinstance(exception[1], Exception) and not self.state:
             # A run that was refused, for example because a package is missing, has nothing to resume.
-            shutil.rmtree(self.path)
+            self._remove()
         self._lock.release()
 
     def append(self, name: str, content: bytes) -> None:
@@ -103,9 +124,11 @@ class WorkFolder(contextlib.AbstractContextManager):
         for name, path in self.outputs.items():
             # A run that was killed here has moved some of them.
             if (self.path / name).exists():
+                if path.name.endswith(".gz") and not (self.path / name).stat().st_size:
+                    (self.path / name).write_bytes(gzip.compress(b"", mtime=0))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(self.path / name, path)
-        shutil.rmtree(self.path)
+        self._remove()
 
 
 def partial_path(output: Path) -> Path:

@@ -28,6 +28,9 @@ def main(words: Sequence[str]) -> None:
     arguments, _ = parse("filter", words)
     names = ("file", "source_column", "target_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
+    if [side is None for side in files.values()] != [arguments.file is not None] * 2:
+        shown = f"{arguments.file}, {arguments.source} and {arguments.target}"
+        raise ValueError(f"Pairs must come from FILE, or from `source` and `target`, got {shown}.")
     source = PairSource(**files, **given_options(arguments, names))
     if check_outputs(arguments, source.paths):
         logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
@@ -59,11 +62,11 @@ def main(words: Sequence[str]) -> None:
     logger.info("%s", report)
     logger.info("%d pairs in %.1f seconds.", report.num_read, time.perf_counter() - started)
     for rule, count in report.dropped.items():
-        if rule in RULES and count > _NOTABLE_SHARE * report.num_read:
+        if count > _NOTABLE_SHARE * report.num_read:
+            hint = f" If they are good pairs, pass --skip_rules {rule}." if rule in RULES else ""
             logger.warning(
-                "The rule `%s` dropped %.0f %% of the pairs. See the examples of --report. If they are good pairs, pass "
-                "--skip_rules %s.",
-                *(rule, 100 * count / report.num_read, rule),
+                "`%s` dropped %.0f %% of the pairs. See the examples of --report.%s",
+                *(rule, 100 * count / report.num_read, hint),
             )
 
 
@@ -83,6 +86,10 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
             f"got {models[0]!r} and {models[1]!r}."
         )
     skipped = {*(arguments.skip_rules or ())}
+    needs = {"source_lang": "language", "target_lang": "language", "forward_model": "dual_cross_entropy"}
+    for option, rule in needs.items():
+        if getattr(arguments, option) is not None and rule not in {*(arguments.rules or RULES)} - skipped:
+            raise ValueError(f"`{rule}` must be one of the rules with `{option}`, got rules without it.")
     skipped |= {"language"} if not has_language else set()
     skipped |= {"dual_cross_entropy"} if None in models else set()
     rules = [rule for rule in arguments.rules or RULES if rule not in skipped]
@@ -107,7 +114,7 @@ def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> Pa
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
-    """Check the outputs before any work. Return True if `resume` is given and the run has been finished before.
+    """Check the outputs before any work. Return True if `resume` is given, and all outputs are newer than the inputs.
 
     Raises:
         ValueError: If a file would be lost, or the format is unknown.
@@ -133,8 +140,13 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
             f"`output` must have no unfinished run, got {str(partial)!r}. Pass --resume to go on with the run, or --overwrite "
             "to start again."
         )
-    if arguments.resume and paths[0].exists():
+    if arguments.resume and len(present) == len(paths) and _are_newer(paths, inputs):
         return True
     if present:
         raise ValueError(f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace the file.")
     return False
+
+
+def _are_newer(outputs: Sequence[Path], inputs: Sequence[str]) -> bool:
+    oldest = min(path.stat().st_mtime_ns for path in outputs)
+    return all(Path(path).stat().st_mtime_ns <= oldest for path in inputs)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from metaphrase.data.pairs import PairSource
 from metaphrase.filtering.lexicon import MAX_PAIRS, make_vocabulary_map
-from metaphrase.filtering.run import sample_pairs
+from metaphrase.filtering.run import check_sample, sample_pairs
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import given_options
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.storage.model_files import check_model_folder
 from metaphrase.tokenization import TokenizerPair
@@ -30,10 +31,14 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     check_model_folder(path.parent)
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
-    source = PairSource(**dict(zip(names, files, strict=True)))
+    columns = given_options(arguments, ("source_column", "target_column"))
+    if columns and len(files) == 2:
+        raise ValueError(
+            f"`{next(iter(columns))}` must be left out with two parallel files, got {files[0]} and {files[1]}."
+        )
+    source = PairSource(**dict(zip(names, files, strict=True)), **columns)
     num_records, pairs = sample_pairs(source.read_files(), MAX_PAIRS)
-    if not pairs:
-        raise ValueError(f"{source.name} must hold at least one pair, got none.")
+    check_sample(source, num_records, pairs)
     logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
     tokenizers = TokenizerPair.from_pretrained(path.parent)
     sizes = {"num_per_token": arguments.num_per_token, "num_frequent": arguments.num_frequent}

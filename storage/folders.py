@@ -243,10 +243,14 @@ def write_provenance(path: Path, source: str | os.PathLike | None = None, **fiel
     write_json(path, fields | {"files": sorted(_files_in(path.parent))})
 
 
+def json_text(content: Mapping[str, Any], *, sort_keys: bool = False) -> str:
+    """Return indented JSON with a final line feed."""
+    return json.dumps(content, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:
     """Write indented JSON with a final line feed."""
-    text = json.dumps(content, indent=2, sort_keys=sort_keys, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json_text(content, sort_keys=sort_keys), encoding="utf-8")
 
 
 class WriteLock(contextlib.AbstractContextManager):

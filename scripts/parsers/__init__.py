@@ -281,6 +281,9 @@ def _shortlist(parser: VerbParser) -> None:
     parser.add_argument("model", type=model_name("model"), metavar="MODEL", help="folder of a Metaphrase model")
     text = "training pairs: one .tsv, .csv, .jsonl, .json or .parquet file, or two parallel files"
     parser.add_argument("pairs", nargs="+", type=input_file("pairs"), metavar="PAIRS", help=text)
+    text = "column of sources in one file: a name, or a number from 0 in a .tsv file"
+    parser.add_argument("--source_column", type=column, metavar="COLUMN", help=text)
+    parser.add_argument("--target_column", type=column, metavar="COLUMN", help="column of targets in one file")
     for name, default, text in (
         ("num_per_token", 200, "target tokens that a source token permits"),
         ("num_frequent", 100, "most frequent target tokens, which all sources permit"),

@@ -95,7 +95,7 @@ def make_corpus():
     return rows + [("Same source.", f"Destino {'x' * number}.") for number in range(60)] + rows[:50]
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 

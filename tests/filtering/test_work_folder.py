@@ -1,6 +1,7 @@
 """Files of a run that is killed grow on where the saved state says."""
 
 import gzip
+import shutil
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_another_command_and_a_second_run_are_refused(tmp_path):
         for resume in (True, False):
             with pytest.raises(ValueError, match="`output` must be written by one run at a time"):
                 open_folder(path, resume, rules=["copy"])
-    with pytest.raises(ValueError, match="`rules` must be that of the stopped run"):
+    with pytest.raises(ValueError, match=r"`rules` must be \['copy'\] as in the stopped run in .*, got \['empty'\]"):
         open_folder(path, True, rules=["empty"])
     with open_folder(path, False, rules=["empty"]) as folder:
         assert folder.state == {}
@@ -77,9 +78,37 @@ def test_a_run_that_was_killed_at_its_beginning_is_resumed(tmp_path):
         assert folder.state == {} and folder.read("text") == b""
 
 
+def test_files_that_lost_their_ends_are_not_resumed(tmp_path):
+    with open_folder(tmp_path / "out.tsv", False) as folder:
+        folder.append("text", b"one\n")
+        folder.save({"read": 1})
+    (folder.path / "text").write_bytes(b"on")
+    with pytest.raises(ValueError, match=r"text must have at least 4 bytes to go on, got 2. Pass --overwrite"):
+        open_folder(tmp_path / "out.tsv", True)
+    with open_folder(tmp_path / "out.tsv", False) as folder:
+        assert folder.state == {}
+
+
+def test_a_killed_removal_leaves_the_folder_of_a_run(tmp_path, monkeypatch):
+    with open_folder(tmp_path / "out.tsv", False) as folder:
+        folder.append("text", b"one\n")
+        folder.save({"read": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_folder(tmp_path / "out.tsv", False)
+    assert [path.name for path in folder.path.iterdir()] == ["state.json"]
+    with open_folder(tmp_path / "out.tsv", False) as folder:
+        assert folder.state == {}
+
+
+def killed(*arguments):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("state", [{}, {"read": 1}])
 def test_a_run_that_failed_at_its_beginning_leaves_no_folder(tmp_path, state):
-    with pytest.raises(ImportError), open_folder(tmp_path / "out.tsv", False) as folder:
+    with pytest.raises(OSError), open_folder(tmp_path / "out.tsv", False) as folder:
         folder.save(state)
-        raise ImportError("a package is missing")
+        raise OSError("the input is damaged")
     assert partial_path(tmp_path / "out.tsv").exists() == bool(state)

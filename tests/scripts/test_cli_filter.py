@@ -1,5 +1,7 @@
 """`metaphrase filter`: the words of the command, its checks, its table."""
 
+import gzip
+import json
 import logging
 
 import pytest
@@ -35,7 +37,7 @@ def test_one_file_and_two_files_give_the_same_pairs(pairs, caplog):
     assert (pairs / "clean.tsv").read_text(encoding="utf-8") == "A dog sleeps.\tUn perro duerme.\n"
     assert (pairs / "clean.en").read_text(encoding="utf-8") == "A dog sleeps.\n"
     assert (pairs / "clean.es").read_text(encoding="utf-8") == "Un perro duerme.\n"
-    assert "end_punctuation" in caplog.text and "The rule `copy` dropped 25 % of the pairs" in caplog.text
+    assert "end_punctuation" in caplog.text and "`copy` dropped 25 % of the pairs" in caplog.text
 
 
 def test_rules_can_be_chosen(pairs):
@@ -58,6 +60,23 @@ def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
     assert "Pass --resume to go on with the run" in capsys.readouterr().err
 
 
+def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):
+    words = ["pairs.tsv", "--output", "clean.tsv", *SKIPPED, "--resume"]
+    script.main(words)
+    assert run(script.main, "filter", [*words, "--report", "report.json"]) == 2
+    (pairs / "pairs.tsv").touch()
+    assert run(script.main, "filter", words) == 2
+    assert capsys.readouterr().err.count("`output` must be a new file, got 'clean.tsv'") == 2
+
+
+def test_names_in_gz_are_of_compressed_files(pairs):
+    words = ["pairs.tsv", "--output", "clean.tsv.gz", "--rejected", "rejected.tsv.gz", "--report", "report.json.gz"]
+    script.main([*words, "--rules", "letters"])
+    texts = {name: gzip.decompress((pairs / name).read_bytes()) for name in words[2::2]}
+    assert texts["rejected.tsv.gz"] == b"" and texts["clean.tsv.gz"].count(b"\n") == 4
+    assert json.loads(texts["report.json.gz"])["kept"] == 4
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -69,10 +88,23 @@ def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
         (["pairs.tsv", "--output", "a.tsv", "--rules", "dual_cross_entropy"], "got None and None"),
         (["pairs.tsv", "--output", "a.tsv", "--forward_model", "."], "must both be given for the rule"),
         (["none.tsv", "--output", "a.tsv"], "`file` must be a file that exists"),
-        (["--source", "pairs.en", "--output", "a.tsv"], "must be given together"),
+        (
+            ["--source", "pairs.en", "--output", "a.tsv"],
+            "from FILE, or from `source` and `target`, got None, pairs.en and None",
+        ),
+        (["--output", "a.tsv"], "from FILE, or from `source` and `target`, got None, None and None"),
+        (
+            ["pairs.tsv", "--output", "a.tsv", "--source_lang", "en", "--rules", "copy"],
+            "`language` must be one of the rules",
+        ),
+        (
+            ["keys.jsonl", "--output", "a.tsv"],
+            "must hold at least one pair, got none in 2 records. keys.jsonl, line 1",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_any_work(pairs, capsys, words, message):
+    (pairs / "keys.jsonl").write_text('{"en": "a", "es": "b"}\n' * 2, encoding="utf-8")
     before = {path.name for path in pairs.iterdir()}
     assert run(script.main, "filter", words) == 2
     assert message in capsys.readouterr().err
