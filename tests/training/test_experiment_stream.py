@@ -70,6 +70,18 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
 
 
+def test_an_existing_tokenizer_gets_no_tokens_of_an_objective(data, tmp_path):
+    tokenizer = TokenizerPair.train(["one two"], ["one two"], kind="byte")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    fields = {"objective": "span_corruption", "train_text_file": "train.de", "tokenizer_kind": None, "vocab_size": None}
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file")) | {"eval_strategy": "no"}
+    experiment = Experiment(
+        make_recipe(data, tmp_path / "run", **fields, tokenizer_name_or_path=tmp_path / "tokenizer")
+    )
+    with pytest.raises(ValueError, match="must have <extra_id_0> and further ones for `objective` span_corruption"):
+        experiment.train()
+
+
 @pytest.mark.parametrize("objective", ["span_corruption", "ul2"])
 def test_a_single_token_behind_the_last_block_of_text_stops_no_run(data, tmp_path, objective):
     fields = {"objective": objective, "train_text_file": "text.txt", "remainder": "keep", "tokenizer_kind": "byte"}
