@@ -1,4 +1,4 @@
-"""Collects the results of `scripts/recipes/pipeline_en_es/run.sh`, and measures the speed of the teachers and the student.
+"""Collects the results of `scripts/recipes/pipeline_en_es/run.sh`, and measures the speed of the teacher and the student.
 
     python benchmarks/pipeline.py runs/pipeline --output benchmarks/results/pipeline_en_es.json
 
@@ -56,18 +56,13 @@ def decode(words: list[str], source: Path, target: Path) -> float:
 
 
 def measure_speed(folder: Path, num_beams: int) -> dict:
-    """Return the speeds of the teachers together, of the student, and of the student with its list of permitted tokens."""
-    source, student = folder / "data/test.en", str(folder / "student_distilled")
-    teachers = [str(folder / f"teacher_{number}") for number in (1, 2, 3)]
-    beams = ["--num_beams", str(num_beams)]
-    systems = {
-        "teachers": [teachers[0], "--ensemble", *teachers[1:], *beams],
-        "student": [student, *beams],
-        "shortlist": [student, "--use_vmap", *beams],
-    }
+    """Return the speeds of the teacher, of the student, and of the student with its list of permitted tokens."""
+    source, student = folder / "data/test.en", str(folder / "student")
+    systems = {"teacher": [str(folder / "teacher")], "student": [student], "shortlist": [student, "--use_vmap"]}
     speeds: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(NUM_TURNS):
         for name, words in systems.items():
+            words = [*words, "--num_beams", str(num_beams)]
             speeds[name].append(decode(words, source, folder / f"{name}_speed.es"))
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     targets = [(folder / f"{name}_speed.es").read_text("utf-8").split("\n")[:-1] for name in ("student", "shortlist")]
@@ -75,7 +70,7 @@ def measure_speed(folder: Path, num_beams: int) -> dict:
     return {
         "num_beams": num_beams,
         "lines_per_second": medians,
-        "student_to_teachers": round(medians["student"] / medians["teachers"], 2),
+        "student_to_teacher": round(medians["student"] / medians["teacher"], 2),
         "shortlist_to_student": round(medians["shortlist"] / medians["student"], 2),
         "same_targets_with_shortlist": round(same, 4),
     }

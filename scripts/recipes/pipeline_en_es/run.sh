@@ -1,24 +1,33 @@
 #!/usr/bin/env bash
-# English to Spanish, from the sentence pairs of Tatoeba: a fast model that learns from an ensemble, and models of few pairs, with
-# much Spanish text or with other segmentations in each epoch.
+# English to Spanish, from the sentence pairs of Tatoeba: a small fast model that learns from a large one, and models of few pairs,
+# with much Spanish text or with other segmentations in each epoch.
 #
 #     bash scripts/recipes/pipeline_en_es/run.sh en_es.tsv runs/pipeline [MINUTES]
 #
-# MINUTES is the time of each training, and two trainings of many updates have half as much again [15]. Started again, the script
-# goes on where it stopped.
+# MINUTES is the time of each training of part 2. The teacher has six times as long, and a training of a given number of updates at
+# most four times [15]. Started again, the script goes on where it stopped.
 # `python benchmarks/pipeline.py runs/pipeline` collects the results.
 set -euo pipefail
 pairs=$1 out=$2 minutes=${3:-15}
 data=$out/data
 here=$(dirname "$0")
 
-# train NAME PAIRS [OPTION ...]: train and score a model, unless it is finished.
+# train NAME PAIRS MINUTES [OPTION ...]: train and score a model, unless it is finished.
 train() {
-    local name=$1 file=$2 side=
-    shift 2
+    local name=$1 file=$2 time=$3 side=
+    shift 3
     case $name in reverse) side=_reverse ;; esac
-    [ -f "$out/$name/metrics.json" ] || metaphrase train "$data/$file" --output_dir "$out/$name" --time_budget "${minutes}m" \
+    [ -f "$out/$name/metrics.json" ] || metaphrase train "$data/$file" --output_dir "$out/$name" --time_budget "${time}m" \
         --validation_file "$data/validation$side.tsv" --test_file "$data/test$side.tsv" --resume "$@"
+}
+
+# network WIDTH ENCODER_LAYERS DECODER_LAYERS DROPOUT: the options of a network.
+network() {
+    local sizes="hidden_size $1 encoder_layers $2 decoder_layers $3 dropout $4" side
+    for side in encoder decoder; do
+        sizes+=" ${side}_ffn_dim $(($1 * 5 / 2)) ${side}_attention_heads 4"
+    done
+    echo "--preset metaphrase-tiny $(printf -- '--model.%s %s ' $sizes)"
 }
 
 # generate NAME: write the targets of the test set.
@@ -29,7 +38,7 @@ generate() {
 # compare A B: test the difference of two systems.
 compare() {
     for name in "$1" "$2"; do
-        [ -f "$out/$name.es" ] || generate "$name"
+        generate "$name"
     done
     metaphrase compare "$out/$1.es" "$out/$2.es" --source "$data/test.en" --target "$data/test.es" \
         --output "$out/$1-$2.json" "$out/$1-$2.html"
@@ -37,34 +46,27 @@ compare() {
 
 [ -f "$data/test.es" ] || python "$here/prepare.py" "$pairs" "$data"
 
-# 1. Three teachers, and a student with the shape of one. It learns from the targets of all teachers together.
-for seed in 1 2 3; do
-    train teacher_$seed train.tsv --seed $seed
-done
-metaphrase distill "$out"/teacher_[123] --input "$data/train.tsv" --output "$data/distilled.tsv" --num_beams 4 --resume
-train student_distilled distilled.tsv
-# A teacher is the same network, trained on the pairs.
-compare teacher_1 student_distilled
-metaphrase generate "$out/teacher_1" --ensemble "$out/teacher_2" "$out/teacher_3" --input "$data/test.en" --output "$out/teachers.es" \
-    --num_beams 4 --resume
-compare teachers student_distilled
-metaphrase shortlist "$out/student_distilled" "$data/distilled.tsv" --overwrite
-metaphrase generate "$out/student_distilled" --input "$data/test.en" --output "$out/shortlist.es" --use_vmap --resume
+# 1. A large teacher, and a small student. The student learns from the candidates of the teacher that are nearest to the references.
+train teacher train.tsv $((minutes * 6)) --seed 1 $(network 256 3 3 0.2)
+metaphrase distill "$out/teacher" --input "$data/train.tsv" --output "$data/distilled.tsv" --num_beams 8 --num_return_sequences 8 \
+    --select bleu --resume
+student="--max_steps 4000 $(network 128 4 2 0.1)"
+train student distilled.tsv $((minutes * 4)) $student
+compare teacher student
+# The same small network, trained on the references.
+train undistilled train.tsv $((minutes * 4)) $student
+compare undistilled student
+metaphrase shortlist "$out/student" "$data/distilled.tsv" --overwrite
 
 # 2. A model of 10,000 pairs, and one that also learns from Spanish text, of which a reverse model writes the sources.
-train small small.tsv
-train reverse small_reverse.tsv
+train small small.tsv $minutes
+train reverse small_reverse.tsv $minutes
 metaphrase backtranslate "$out/reverse" --input "$data/text.es" --output "$data/synthetic.tsv" --num_beams 4 --tag "<BT>" --resume
 cat "$data/small.tsv" "$data/synthetic.tsv" > "$data/both.tsv"
-train backtranslated both.tsv --additional_special_tokens "<BT>"
+train backtranslated both.tsv $minutes --additional_special_tokens "<BT>"
 compare small backtranslated
 
-# 3. The few pairs, with other segmentations in each epoch. This needs many updates, which a small network makes in the time.
-network="--preset metaphrase-tiny --model.hidden_size 128 --model.dropout 0.3 --max_steps 5000"
-for side in encoder decoder; do
-    network+=" --model.${side}_layers 2 --model.${side}_ffn_dim 320 --model.${side}_attention_heads 4"
-done
-minutes=$((minutes * 3 / 2))
-train plain small.tsv $network
-train sampled small.tsv $network --subword_sampling 0.1
+# 3. The few pairs, with other segmentations in each epoch. This is a regularization, so it replaces a part of dropout.
+train plain small.tsv $((minutes * 4)) --max_steps 10000 $(network 128 2 2 0.3)
+train sampled small.tsv $((minutes * 4)) --max_steps 10000 $(network 128 2 2 0.1) --subword_sampling 0.1
 compare plain sampled

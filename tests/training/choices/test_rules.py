@@ -120,6 +120,7 @@ TASKS = {
     # Pairs, tokens of both sides and of the longest pair, as measured; the width that was best.
     "1,000 pronunciations": (TokenProfile(1000, 8_400, 6_800, 40), 128),
     "8,000 pronunciations": (TokenProfile(8000, 68_000, 54_000, 60), 128),
+    "10,000 sentences": (TokenProfile(10_000, 112_000, 121_000, 80), 256),
     "29,000 sentences": (TokenProfile(29_000, 457_000, 480_000, 110), 256),
     "117,000 sentences": (TokenProfile(116_653, 1_100_000, 1_120_000, 120), 256),
     "a million sentences": (TokenProfile(10**6, 25 * 10**6, 25 * 10**6, 300), 512),
@@ -148,9 +149,26 @@ def test_little_time_means_a_small_network():
     assert unlimited.recipe.model["hidden_size"] == 256 and unlimited.recipe.max_steps == recipe.recipe.max_steps
 
 
-@pytest.mark.parametrize(("share", "width"), [(0.45, 256), (0.35, 128)])
-def test_a_larger_network_may_lack_some_updates(share, width):
+@pytest.mark.parametrize(("times", "expected"), [(0.9, 1), (1.5, 1.5), (4, 2)])
+def test_time_that_is_left_gives_more_updates(times, expected):
     tokens, _ = TASKS["29,000 sentences"]
+    usual = useful_updates(tokens, tokens_per_batch(tokens))
+    recipe = OpenRecipe(Recipe(metrics=["bleu"]))
+    choose_from_tokens(recipe, tokens, lambda size: Pace(0.5), times * usual * 0.5)
+    assert recipe.recipe.max_steps == pytest.approx(expected * usual, abs=1)
+    reasons = " ".join(str(choice) for choice in recipe.choices)
+    assert ("epochs fit into the time" in reasons) == (times == 1.5)
+
+
+@pytest.mark.parametrize(
+    ("task", "share", "width"),
+    [
+        *[("29,000 sentences", 0.42, 256), ("29,000 sentences", 0.35, 128)],
+        *[("10,000 sentences", 0.58, 256), ("10,000 sentences", 0.51, 128)],
+    ],
+)
+def test_a_larger_network_may_lack_some_updates(task, share, width):
+    tokens, _ = TASKS[task]
     updates = useful_updates(tokens, tokens_per_batch(tokens))
     # The smaller network has all its updates.
     assert choose_size(tokens, updates, lambda size: updates * (share if size.width > 128 else 1)).width == width
@@ -177,6 +195,16 @@ def test_rates_and_dropout_fall_as_they_should():
     rates = [learning_rate(size.width) for size in SIZES]
     assert rates == sorted(rates, reverse=True) and rates[1] == 2e-3
     assert [dropout(epochs) for epochs in (84, 18, 7)] == [0.3, 0.2, 0.1]
+
+
+def test_sampled_segmentations_need_less_dropout():
+    tokens, _ = TASKS["8,000 pronunciations"]
+    rates = []
+    for rate in (None, 0.1):
+        recipe = OpenRecipe(Recipe(metrics=["bleu"], subword_sampling=rate))
+        choose_from_tokens(recipe, tokens, lambda size: Pace(1.0), None)
+        rates.append(recipe.recipe.model["dropout"])
+    assert rates == [0.3, 0.1]
 
 
 def test_durations_are_shown_in_minutes_or_hours():
