@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
 # Not the path of a recipe.
+_RECIPE_ENDINGS = (".yaml", ".yml")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.yaml)(?<!\.yml)")
 
 
@@ -64,16 +65,28 @@ def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If there are more than two words.
+        ValueError: If there are more than two words, or files that do not go together.
     """
     if len(names) > 2:
         raise ValueError(
             f"`metaphrase train` takes a recipe, a file of pairs, two parallel files or a data set, got {' '.join(names)}."
         )
+    endings = [Path(name.lower().removesuffix(".gz")).suffix for name in names]
     if len(names) == 2:
+        for name, ending in zip(names, endings, strict=True):
+            if ending in (*READERS, *_RECIPE_ENDINGS):
+                raise ValueError(
+                    f"Two files must hold parallel lines, got {name}. Pass a recipe or a file of pairs alone, and other files as "
+                    "--train_file FILE, --validation_file FILE and --test_file FILE."
+                )
         return None, ["--train_source_file", names[0], "--train_target_file", names[1]]
-    if names and Path(names[0].removesuffix(".gz")).suffix in READERS:
+    if names and endings[0] in READERS:
         return None, ["--train_file", names[0]]
+    if names and Path(names[0]).is_file() and endings[0] not in _RECIPE_ENDINGS:
+        raise ValueError(
+            f"A file of pairs must end in one of {', '.join(READERS)} and a recipe in .yaml, got {names[0]}. Of parallel files, "
+            "pass both."
+        )
     is_recipe = names and (Path(names[0]).is_file() or (RECIPES / f"{names[0]}.yaml").is_file())
     if names and not is_recipe and (Path(names[0]).is_dir() or _HUB_NAME.fullmatch(names[0])):
         return None, ["--dataset_name", names[0]]

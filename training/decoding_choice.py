@@ -37,8 +37,11 @@ def final_share(recipe: Recipe, metrics: Sequence[str], num_scored: int, num_val
         num_validation: Number of validation pairs.
     """
     num_decoded = min(num_validation, recipe.max_decoded_samples or num_validation)
-    if not num_scored or not num_decoded:
+    if not num_scored:
         return 0.0
+    if not num_decoded:
+        # No evaluation tells how long it takes.
+        return 1.0
     is_open = is_choice_open(recipe)
     beams = _BEAMS_COST if is_open or (recipe.num_beams or 1) > 1 else 1
     choice = 1 + _BEAMS_COST * len(_penalties(metrics[0])) if is_open and metrics else 0

@@ -82,6 +82,10 @@ class TimeBudget(TrainerCallback):
             self.is_over = True
             _end(args, control)
 
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.is_over:
+            _keep_last_evaluation(control)
+
     def on_train_end(self, args, state, control, **kwargs):
         if self.is_over:
             _log_end(state, "the rest of the time is for scores" if self.final_share else "`time_budget` is over")
@@ -112,7 +116,7 @@ class EndOnInterrupt(TrainerCallback):
     The last update is evaluated and saved, and a resumed run goes on from there.
     """
 
-    is_interrupted = False
+    is_interrupted = has_ended = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -137,7 +141,12 @@ class EndOnInterrupt(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.is_interrupted:
+            self.has_ended = True
             _end(args, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.has_ended:
+            _keep_last_evaluation(control)
 
     def on_evaluate(self, args, state, control, **kwargs):
         if self.is_interrupted:
@@ -160,3 +169,8 @@ def _end_evaluated(args: TrainingArguments, control: TrainerControl) -> None:
     """End training after this update, which is evaluated already, and save it if the run does so."""
     control.should_training_stop = True
     control.should_save = args.save_strategy != "no"
+
+
+def _keep_last_evaluation(control: TrainerControl) -> None:
+    """Skip the evaluation at the end of an epoch: the last update is evaluated and saved already."""
+    control.should_evaluate = control.should_save = False

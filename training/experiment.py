@@ -323,7 +323,8 @@ class Experiment:
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         if recipe.time_budget is not None:
-            sizes = [len(encoded.get(split) or ()) for split in (self.corpus.scored_split(), "validation")]
+            splits = self.corpus.splits
+            sizes = [len(splits.get(split) or ()) for split in (self.corpus.scored_split(), "validation")]
             share = final_share(recipe, self.scores.metrics, *sizes)
             callbacks.append(TimeBudget(self.deadline, share, parse_seconds(recipe.time_budget)))
         validation, sample = encoded.get("validation"), None

@@ -1,8 +1,10 @@
 """Run folders: checks before a run starts or resumes in a folder, and the recipe that it resumes with."""
 
 import contextlib
+import dataclasses
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,6 +25,8 @@ from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, load_rec
 logger = logging.getLogger(__name__)
 
 DATA_REPORT_NAME = "data_report.json"
+# The reason of a choice, and the field below it.
+_REASON = re.compile(r"^# (.+)\n(\w+):", re.MULTILINE)
 # A folder with any of these files holds a model.
 _MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
 _MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -122,7 +126,9 @@ def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None
     before = load_recipe(path, is_checked=False)
     answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
     taken = [name for name in names or before.set_names if not recipe.is_set(name) and name not in answered]
-    return recipe.replace(is_checked=False, **{name: getattr(before, name) for name in taken})
+    reasons = {name: reason for reason, name in _REASON.findall(path.read_text(encoding="utf-8")) if name in taken}
+    recipe = recipe.replace(is_checked=False, **{name: getattr(before, name) for name in taken})
+    return dataclasses.replace(recipe, reasons=reasons | dict(recipe.reasons), is_checked=False)
 
 
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:

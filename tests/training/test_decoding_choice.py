@@ -101,6 +101,8 @@ def test_time_of_what_follows_training(fields, share, data, tmp_path):
     recipe = make_recipe(data, tmp_path, **{"max_decoded_samples": 4, "metrics": "bleu"} | fields)
     assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=20) == share
     assert final_share(recipe, recipe.metrics, num_scored=0, num_validation=20) == 0
+    # Some time is kept for scores, also if no evaluation shows how much they take.
+    assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=0) > 0
 
 
 def test_time_for_the_final_scores_remains(tmp_path, monkeypatch):

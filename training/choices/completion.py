@@ -14,7 +14,7 @@ from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.choices.dataset import choose_dataset
 from metaphrase.training.choices.finetuning import choose_finetuning, choose_limits
 from metaphrase.training.choices.rules import (
-    BATCHES,
+    BATCH_SIZES,
     SIZES,
     Choice,
     OpenRecipe,
@@ -23,6 +23,7 @@ from metaphrase.training.choices.rules import (
     TokenProfile,
     choose_from_text,
     choose_from_tokens,
+    tokens_of_batch,
     tokens_per_update,
 )
 from metaphrase.training.cpu_setup import has_fast_bfloat16
@@ -74,7 +75,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     if not recipe.is_set("num_validation") and filled.recipe.num_validation:
         # Pairs with the same source stay together.
         size = possible_validation(train, filled.recipe.num_validation, recipe.num_test, recipe.seed)
-        filled.recipe = filled.recipe.replace(is_checked=False, num_validation=size)
+        filled.correct(num_validation=size)
     if filled.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
         filled.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
     experiment = Experiment(filled.recipe, is_dry_run, started)
@@ -83,9 +84,11 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     lengths = np.stack([np.asarray(encoded["train"][side][:]) for side in LENGTH_COLUMNS], axis=1)
     tokens = TokenProfile(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
 
-    @functools.cache
+    measured = functools.cache(lambda size: _measure(experiment, size, tokens))
+
     def pace_of(size: Size) -> Pace:
-        return _measure(experiment, size, tokens)
+        # A given network has one speed.
+        return measured(size if filled.is_open("preset", "model") else SIZES[0])
 
     seconds = None
     if recipe.time_budget is not None:
@@ -111,19 +114,23 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
 
 def _measure(experiment: Experiment, size: Size, tokens: TokenProfile) -> Pace:
     """Time a few batches of a network, as large as memory holds."""
-    budget, batches = tokens_per_update(experiment.recipe, tokens), 1
+    budget, batches = tokens_per_update(experiment.recipe, tokens), experiment.recipe.gradient_accumulation_steps
     while True:
         sized = OpenRecipe(experiment.recipe)
-        is_smallest = not sized.is_open(*BATCHES) or budget // (2 * batches) < tokens.longest
-        sized.choose("", model=size.fields, preset="metaphrase-tiny", max_tokens_per_batch=budget // batches)
+        is_given = not sized.is_open(*BATCH_SIZES, "gradient_accumulation_steps")
+        is_smallest = is_given or budget // (2 * batches) < tokens.longest
+        if sized.is_open("preset", "model"):
+            sized.choose("", model=size.fields, preset="metaphrase-tiny")
+        sized.choose("", max_tokens_per_batch=tokens_of_batch(tokens, budget, batches))
         timed = Experiment(sized.recipe, is_dry_run=True)
         timed.take_data(experiment)
         if is_smallest or _HEAP * dry_run(timed, devices=1).peak <= free_memory():
             break
         batches *= 2
     estimate = dry_run(timed)
-    hours = estimate.hours or 0.0
-    return Pace(batches * 3600 * hours / estimate.data.steps, batches)
+    seconds = 3600 * (estimate.hours or 0.0) / estimate.data.steps
+    # An update of the trial has one batch, unless the recipe says how many.
+    return Pace(seconds if is_given else batches * seconds, batches)
 
 
 def free_memory() -> int:

@@ -15,12 +15,13 @@ from transformers import PreTrainedConfig
 from metaphrase.data.pairs import SIDES
 from metaphrase.data.profile import CorpusProfile
 from metaphrase.training.choices.rules import (
-    BATCHES,
+    BATCH_SIZES,
     OpenRecipe,
     TokenProfile,
     choose_evaluation,
     duration,
     side_kind,
+    tokens_of_batch,
     tokens_per_update,
 )
 from metaphrase.training.experiment import Experiment
@@ -188,7 +189,10 @@ def choose_batches(
     # The longest pair may be padded.
     while (half := budget >> len(batches)) >= tokens.longest + 2 * experiment.pad_to_multiple_of:
         batches.append({"max_tokens_per_batch": half, "gradient_accumulation_steps": budget // half})
-    if not recipe.is_open(*BATCHES):
+    if not recipe.is_open("gradient_accumulation_steps"):
+        given = recipe.recipe.gradient_accumulation_steps
+        batches = [{"max_tokens_per_batch": tokens_of_batch(tokens, budget, given)}]
+    if not recipe.is_open(*BATCH_SIZES):
         batches = [{}]
     needed, has_peft = [], importlib.util.find_spec("peft") is not None
     can_adapt = has_peft and recipe.is_open("lora_rank", "freeze", "average_best", "average_last")

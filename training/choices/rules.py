@@ -5,11 +5,12 @@ docs/choices.md shows the measurements on 17 tasks of 500 to 117,000 pairs that 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from metaphrase.data.profile import CorpusProfile, SideProfile
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.training.recipe.checks import VALIDATION_FIELDS
 from metaphrase.training.recipe.recipe import Recipe
 
 # Share of new words on a side whose words are built from words of the other side, as in inflection.
@@ -32,12 +33,11 @@ _MANY_LETTERS, _LOGOGRAPHIC_SENTENCE = 500, 8
 _LONG_WORD = 12
 # From Thai on.
 _EASTERN = "\u0e00"
-_VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 _TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
 _TOKENIZER += ("tokenizer_name_or_path", "model_name_or_path")
-BATCHES = ("max_tokens_per_batch", "per_device_train_batch_size", "gradient_accumulation_steps")
-_EVALUATION = ("eval_strategy", "eval_steps", "save_strategy", "save_steps", "load_best_model_at_end")
-_EVALUATION += ("metric_for_best_model", "early_stopping_patience", "average_last", "average_best")
+BATCH_SIZES = ("max_tokens_per_batch", "per_device_train_batch_size")
+# With one of them the user decides when to evaluate, and which weights stay.
+_EVALUATION = ("eval_strategy", "save_strategy", "load_best_model_at_end", "average_last")
 _EVALUATIONS = 12
 # Evaluations without a better score. The learning rate falls until the end, so that a score may rest in the middle of a run.
 _PATIENCE = 6
@@ -106,13 +106,21 @@ class OpenRecipe:
             self.recipe = self.recipe.replace(is_checked=False, **values)
             self.choices.append(Choice(values, reason))
 
+    def correct(self, **values: Any) -> None:
+        """Replace values that were chosen."""
+        self.recipe = self.recipe.replace(is_checked=False, **values)
+        self.choices = [
+            replace(choice, values={name: values.get(name, value) for name, value in choice.values.items()})
+            for choice in self.choices
+        ]
+
 
 # Choices from text
 
 
 def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
     """Choose validation pairs, tokenizers, limits of length, and scores."""
-    if recipe.is_open(*_VALIDATION):
+    if recipe.is_open(*VALIDATION_FIELDS):
         pairs = profile.pairs
         size = min(1000, max(pairs // 20, min(50, pairs // 5)))
         recipe.choose(f"no validation pairs are given, and there are {pairs:,} pairs", num_validation=size)
@@ -131,7 +139,9 @@ def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
         if kinds[0] == "char" and is_spelled_by_syllables(profile):
             letters = f"{len(source.alphabet):,} characters consist of {source.num_letters} letters"
             recipe.choose(f"the sources' {letters}", normalization="nfd")
-        limits = max_length(source, kinds[0]), max_length(target, kinds[1])
+    if recipe.is_open("model_name_or_path"):
+        kind = recipe.recipe.tokenizer_kind
+        limits = max_length(source, kind), max_length(target, recipe.recipe.target_tokenizer_kind or kind)
         shown = {"max_source_length": min(_LONGEST, limits[0]), "max_target_length": min(_LONGEST, limits[1])}
         recipe.choose(
             "nearly all texts are shorter (99.9 %)" if max(limits) <= _LONGEST else "the longest that is usual", **shown
@@ -186,7 +196,8 @@ def vocabulary_size(profile: CorpusProfile) -> int:
 
 def max_length(side: SideProfile, kind: str) -> int:
     """Return a limit in tokens that hardly any text exceeds, a multiple of 16."""
-    tokens = {"word": side.long_words, "char": side.long_letters, "byte_bpe": side.long_bytes / _BYTES_PER_PIECE}[kind]
+    pieces = side.long_bytes / _BYTES_PER_PIECE
+    tokens = {"word": side.long_words, "char": side.long_letters, "byte": side.long_bytes}.get(kind, pieces)
     return 16 * math.ceil((1.2 * tokens + 8) / 16)
 
 
@@ -262,21 +273,22 @@ def choose_from_tokens(
     wanted = useful_updates(tokens, budget)
 
     def possible(size: Size) -> float:
-        return math.inf if seconds is None else seconds / max(1e-9, pace_of(size).seconds)
+        pace = 0.0 if seconds is None else pace_of(size).seconds
+        return seconds / pace if pace else math.inf
 
     size = choose_size(tokens, wanted, possible)
-    pace = pace_of(size)
-    updates, most = wanted, _MOST_UPDATES * wanted
-    if seconds is not None and pace.seconds:
-        updates = max(wanted, min(most, int(possible(size))))
-    if recipe.is_open(*BATCHES):
-        batch = {"max_tokens_per_batch": budget // pace.batches}
+    pace, in_time = pace_of(size), possible(size)
+    most = _MOST_UPDATES * wanted
+    updates = wanted if in_time == math.inf else max(wanted, min(most, int(in_time)))
+    if recipe.is_open(*BATCH_SIZES):
+        batch = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, pace.batches)}
         if pace.batches > 1:
             batch["gradient_accumulation_steps"] = pace.batches
-        held = ", and memory holds no more in one batch" if pace.batches > 1 else ""
+        is_split = recipe.is_open("gradient_accumulation_steps") and pace.batches > 1
+        held = ", and memory holds no more in one batch" if is_split else ""
         recipe.choose(f"an epoch has {tokens.both:,} tokens{held}", **batch)
     if recipe.is_open("max_steps", "num_train_epochs"):
-        share, epochs = min(1, possible(size) / wanted), updates * budget / tokens.both
+        share, epochs = min(1, in_time / wanted), updates * budget / tokens.both
         reason = f"{epochs:.0f} epochs" + (
             " fit into the time" if wanted < updates < most else ", after which little is gained"
         )
@@ -289,16 +301,18 @@ def choose_from_tokens(
     else:
         epochs = math.ceil(recipe.recipe.num_train_epochs * tokens.both / budget)
         updates = recipe.recipe.max_steps if recipe.recipe.max_steps > 0 else epochs
+    # The time may end before.
+    reached = max(1, int(min(updates, in_time)))
     if recipe.is_open("preset", "model"):
         is_sampled = recipe.recipe.subword_sampling is not None
-        model = {**size.fields, "dropout": dropout(updates * budget / tokens.both, is_sampled)}
+        model = {**size.fields, "dropout": dropout(reached * budget / tokens.both, is_sampled)}
         is_largest = tokens.target <= size.max_target_tokens
         reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
         recipe.choose(f"{reason} {tokens.target:,} target tokens", preset="metaphrase-tiny", model=model)
-    if recipe.is_open("learning_rate", "lr_scheduler_type", "warmup_steps"):
-        width = MetaphraseConfig.from_preset(recipe.recipe.preset, **recipe.recipe.model).hidden_size
-        schedule = {"learning_rate": learning_rate(width), "lr_scheduler_type": "cosine", "warmup_steps": updates // 10}
-        recipe.choose(f"0.002 was the best of three rates at width 256, and this network is {width} wide", **schedule)
+    width = MetaphraseConfig.from_preset(recipe.recipe.preset, **recipe.recipe.model).hidden_size
+    reason = f"0.002 was the best of three rates at width 256, and this network is {width} wide"
+    recipe.choose(reason, learning_rate=learning_rate(width))
+    choose_schedule(recipe, updates)
     recipe.choose(
         "usual for Transformers of this size",
         adam_beta2=0.98,
@@ -306,21 +320,30 @@ def choose_from_tokens(
         label_smoothing_factor=0.1,
         max_grad_norm=1.0,
     )
-    choose_evaluation(recipe, tokens, updates)
+    choose_evaluation(recipe, tokens, reached)
     return updates * pace.seconds
+
+
+def choose_schedule(recipe: OpenRecipe, updates: int) -> None:
+    """Choose how the learning rate rises and falls."""
+    recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=updates // 10)
 
 
 def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:
     """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
-    if not any(getattr(recipe.recipe, name) for name in _VALIDATION):
+    if not any(getattr(recipe.recipe, name) for name in VALIDATION_FIELDS):
         recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
         return
     if recipe.is_open(*_EVALUATION):
-        steps = max(1, updates // _EVALUATIONS)
-        every = {f"{event}_steps": steps for event in ("eval", "save")} | {"logging_steps": max(1, steps // 5)}
+        usual = max(1, updates // _EVALUATIONS)
+        names = [name for name in ("eval_steps", "save_steps") if recipe.recipe.is_set(name)]
+        # A value below 1 is a share of the run.
+        steps = getattr(recipe.recipe, names[0]) if names else usual
+        every = {"eval_steps": steps, "save_steps": steps, "logging_steps": max(1, usual // 5)}
         decoded = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
         strategies = {"eval_strategy": "steps", "save_strategy": "steps", "max_decoded_samples": decoded}
-        recipe.choose(f"{_EVALUATIONS} evaluations in the run", **strategies, **every, per_device_eval_batch_size=64)
+        reason = f"evaluations as often as `{names[0]}` says" if names else f"{_EVALUATIONS} evaluations in the run"
+        recipe.choose(reason, **strategies, **every, per_device_eval_batch_size=64)
         # An error rate tells weights apart that are exactly right equally often.
         metrics = recipe.recipe.metrics or ["bleu"]
         metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
@@ -348,6 +371,11 @@ def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:
         pairs = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
         return max(1, pairs * tokens.both // tokens.pairs)
     return tokens_per_batch(tokens)
+
+
+def tokens_of_batch(tokens: TokenProfile, budget: int, batches: int) -> int:
+    """Return the budget of one of the batches of an update, which holds the longest pair."""
+    return max(2 ** math.ceil(math.log2(tokens.longest)), budget // batches)
 
 
 def duration(seconds: float) -> str:

@@ -148,7 +148,7 @@ _NO_LENGTHS = ("input_ids", "labels")
 # Beginnings of fields of validation and test pairs.
 _SCORED = ("validation", "test", "num_", "dataset_validation", "dataset_test", "max_validation", "max_test")
 # Any of these gives a task validation pairs.
-_VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
+VALIDATION_FIELDS = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
 
 def check_recipe(recipe: "Recipe") -> None:
@@ -345,9 +345,9 @@ def check_evaluated(recipe: "Recipe") -> None:
     """
     strategy = _strategy(recipe.eval_strategy)
     if recipe.tasks:
-        has_any = any(fields.get(name) for fields in recipe.tasks.values() for name in _VALIDATION)
+        has_any = any(fields.get(name) for fields in recipe.tasks.values() for name in VALIDATION_FIELDS)
     else:
-        has_any = any(getattr(recipe, name) for name in (*_VALIDATION, "validation_text_file"))
+        has_any = any(getattr(recipe, name) for name in (*VALIDATION_FIELDS, "validation_text_file"))
     names = "`validation_text_file`" if recipe.objective != "pairs" else "`validation_file` or `num_validation`"
     if recipe.choose_decoding and not (has_any and recipe.objective == "pairs"):
         raise ValueError(
@@ -370,7 +370,7 @@ def _check_best(recipe: "Recipe") -> None:
     evaluated = ["loss", "perplexity"]
     if _decodes(recipe):
         names = recipe.metrics or DEFAULT_METRICS
-        tasks = [task for task, fields in recipe.tasks.items() if any(fields.get(name) for name in _VALIDATION)]
+        tasks = [task for task, fields in recipe.tasks.items() if any(fields.get(name) for name in VALIDATION_FIELDS)]
         evaluated += [*names, *(f"{task}_{name}" for task in tasks for name in names)]
     if (metric or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated:
         return

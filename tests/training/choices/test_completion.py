@@ -42,6 +42,10 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     train.main(["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 4
+    reasons = [
+        [line for line in text.splitlines() if line[:1] == "#"] for text in (written, (run / "recipe.yaml").read_text())
+    ]
+    assert reasons[0] == reasons[1] != []
 
 
 @pytest.mark.parametrize(
@@ -54,10 +58,12 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     ],
     ids=["three pairs", "two sources", "groups of ten"],
 )
-def test_pairs_of_one_source_stay_together(lines, size, folder):
+def test_pairs_of_one_source_stay_together(lines, size, folder, caplog):
     (folder / "few.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    caplog.set_level("INFO")
     train.main(["few.tsv", *SMALL, "--disable_tqdm"])
     assert load_recipe(folder / "runs" / "few" / "recipe.yaml").num_validation == size
+    assert f"num_validation {size} (" in caplog.text
     assert (folder / "runs" / "few" / "model.safetensors").is_file()
 
 
@@ -71,6 +77,31 @@ def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
     train.main(["pairs.tsv", *SMALL, "--max_tokens_per_batch", "512", "--output_dir", "given", "--disable_tqdm"])
     recipe = load_recipe(folder / "given" / "recipe.yaml")
     assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 1)
+
+
+@pytest.mark.parametrize("words", [["--preset", "student-tiny"], ["--model.hidden_size", "16"]])
+def test_the_speed_is_that_of_a_given_network(folder, monkeypatch, words):
+    configs, measure = [], completion.dry_run
+
+    def record(experiment, **options):
+        tokenizers, _ = experiment.prepare()
+        configs.append(experiment.make_model(tokenizers).config)
+        return measure(experiment, **options)
+
+    monkeypatch.setattr(completion, "dry_run", record)
+    recipe = load_recipe(None, ["--train_file", "pairs.tsv", "--output_dir", "run", "--time_budget", "1h", *words])
+    experiment, _ = completion.complete(recipe, is_dry_run=True)
+    final = experiment.make_model(*experiment.prepare()[:1]).config
+    names = ("hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
+    shapes = {tuple(getattr(config, name) for name in names) for config in (*configs, final)}
+    assert len(shapes) == 1 and configs
+
+
+def test_an_update_has_as_many_batches_as_the_recipe_says(folder):
+    words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--gradient_accumulation_steps", "4", *SMALL]
+    experiment, choices = completion.complete(load_recipe(None, words), is_dry_run=True)
+    assert experiment.recipe.max_tokens_per_batch == 256
+    assert "max_tokens_per_batch 256 (an epoch has" in " ".join(map(str, choices))
 
 
 def test_free_memory_is_that_of_the_container(monkeypatch):
@@ -114,3 +145,20 @@ def test_words_that_are_no_data_are_refused():
         ValueError, match="takes a recipe, a file of pairs, two parallel files or a data set, got a b c"
     ):
         train.find_data(["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["pairs.tsv", "dev.tsv"], "Two files must hold parallel lines, got pairs.tsv"),
+        (["train.en", "my.yaml"], "Two files must hold parallel lines, got my.yaml"),
+        (
+            ["pairs.txt"],
+            "A file of pairs must end in one of .* and a recipe in .yaml, got pairs.txt. Of parallel files",
+        ),
+    ],
+)
+def test_files_that_do_not_go_together_are_refused(folder, names, message):
+    (folder / "pairs.txt").write_text("a\tb\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        train.find_data(names)

@@ -107,8 +107,9 @@ def test_scripts_of_several_bytes_have_longer_limits():
 def test_given_fields_stay():
     recipe = chosen_from_text(COMMANDS, tokenizer_kind="byte", num_validation=7, max_source_length=9)
     assert (recipe.tokenizer_kind, recipe.num_validation, recipe.max_source_length) == ("byte", 7, 9)
-    # Limits in tokens of another tokenizer are not guessed.
-    assert recipe.joint_vocabulary is None and recipe.max_target_length == Recipe().max_target_length
+    # Limits are those of the given tokenizer.
+    longest = max(len(target.encode()) for _, target in COMMANDS)
+    assert recipe.joint_vocabulary is None and longest < recipe.max_target_length < 1.2 * longest + 24
 
 
 @pytest.mark.parametrize(("pairs", "size"), [(10, 2), (100, 20), (500, 50), (8000, 400), (119_000, 1000)])
@@ -172,6 +173,40 @@ def test_a_larger_network_may_lack_some_updates(task, share, width):
     updates = useful_updates(tokens, tokens_per_batch(tokens))
     # The smaller network has all its updates.
     assert choose_size(tokens, updates, lambda size: updates * (share if size.width > 128 else 1)).width == width
+
+
+def test_little_time_has_as_many_evaluations():
+    tokens, usual = TASKS["a million sentences"][0], useful_updates(TASKS["a million sentences"][0], 16384)
+    recipe = OpenRecipe(Recipe(num_validation=50, metrics=["bleu"]))
+    choose_from_tokens(recipe, tokens, lambda size: Pace(1.0), usual / 24)
+    assert (recipe.recipe.max_steps, recipe.recipe.eval_steps) == (usual, usual // 24 // 12)
+    # The pairs are seen once at most.
+    assert recipe.recipe.model["dropout"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"eval_steps": 7}, {"save_steps": 7, "eval_strategy": "steps", "average_best": 3}),
+        ({"save_steps": 9}, {"eval_steps": 9, "save_strategy": "steps", "early_stopping_patience": 6}),
+        ({"metric_for_best_model": "chrf"}, {"eval_strategy": "steps", "average_best": 3}),
+        ({"eval_strategy": "epoch"}, {"average_best": None, "early_stopping_patience": None}),
+        ({"warmup_steps": 30}, {"learning_rate": 0.00336, "lr_scheduler_type": "cosine"}),
+        ({"learning_rate": 0.5}, {"lr_scheduler_type": "cosine"}),
+    ],
+    ids=str,
+)
+def test_one_given_field_leaves_the_others_to_be_chosen(fields, expected):
+    chosen = evaluation_of(num_validation=50, metrics=["bleu", "chrf"], **fields)
+    assert {name: getattr(chosen, name) for name in expected} == expected
+    assert {name: getattr(chosen, name) for name in fields} == fields
+
+
+def test_limits_of_length_follow_from_a_given_size_of_the_vocabulary():
+    recipe = OpenRecipe(Recipe(train_file="pairs.tsv", vocab_size=700))
+    choose_from_text(recipe, profile(PRONUNCIATIONS))
+    assert recipe.recipe.vocab_size == 700 and recipe.recipe.tokenizer_kind is None
+    assert recipe.recipe.is_set("max_source_length") and recipe.recipe.is_set("max_target_length")
 
 
 def test_many_short_targets_are_decoded():
