@@ -1,5 +1,6 @@
 """Tests of early ends: by the clock, which lowers the learning rate, without a better score, and by Ctrl-C."""
 
+import json
 import logging
 import signal
 import time
@@ -111,6 +112,15 @@ def test_patience_begins_with_the_first_score_above_zero(scores, patience, reaso
     stopping.on_train_end(arguments, state, control)
     step = len(scores)
     assert caplog.messages == ([f"Training ends at update {step} of 100: {reason}."] if reason else [])
+
+
+def test_the_end_of_an_epoch_evaluates_no_update_again(data, tmp_path, monkeypatch):
+    fields = {"max_steps": 40, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(1, patch)
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == [2]
 
 
 def press_ctrl_c_at(step, monkeypatch):

@@ -190,8 +190,8 @@ def choose_batches(
     while (half := budget >> len(batches)) >= tokens.longest + 2 * experiment.pad_to_multiple_of:
         batches.append({"max_tokens_per_batch": half, "gradient_accumulation_steps": budget // half})
     if not recipe.is_open("gradient_accumulation_steps"):
-        given = recipe.recipe.gradient_accumulation_steps
-        batches = [{"max_tokens_per_batch": tokens_of_batch(tokens, budget, given)}]
+        size = tokens_of_batch(tokens, budget, recipe.recipe.gradient_accumulation_steps)
+        batches = [{"max_tokens_per_batch": size}]
     if not recipe.is_open(*BATCH_SIZES):
         batches = [{}]
     needed, has_peft = [], importlib.util.find_spec("peft") is not None
