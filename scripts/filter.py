@@ -28,7 +28,8 @@ def main(words: Sequence[str]) -> None:
     arguments, _ = parse("filter", words)
     names = ("file", "source_column", "target_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
-    if [side is None for side in files.values()] != [arguments.file is not None] * 2:
+    origins = tuple(path is not None for path in (arguments.file, arguments.source, arguments.target))
+    if origins not in ((True, False, False), (False, True, True)):
         shown = f"{arguments.file}, {arguments.source} and {arguments.target}"
         raise ValueError(f"Pairs must come from FILE, or from `source` and `target`, got {shown}.")
     source = PairSource(**files, **given_options(arguments, names))

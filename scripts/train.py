@@ -36,8 +36,8 @@ from metaphrase.training.run_folder import holds_run, with_fields_of_run
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
-# Not the path of a recipe.
 _RECIPE_ENDINGS = (".yaml", ".yml")
+# Not the path of a recipe.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.yaml)(?<!\.yml)")
 
 

@@ -1,4 +1,4 @@
-"""Reading of text files line by line, and checks of texts."""
+"""Reading of text files line by line, checks of texts, and the pattern of a word."""
 
 import codecs
 import contextlib

@@ -69,6 +69,12 @@ def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):
     assert capsys.readouterr().err.count("`output` must be a new file, got 'clean.tsv'") == 2
 
 
+def test_many_records_without_a_pair_are_warned_of(pairs, caplog):
+    (pairs / "some.jsonl").write_text('{"source": "a", "target": "b"}\n{"en": "a"}\n', encoding="utf-8")
+    script.main(["some.jsonl", "--output", "clean.tsv", "--rules", "empty"])
+    assert "`malformed` dropped 50 % of the pairs. See the examples of --report." in caplog.messages
+
+
 def test_names_in_gz_are_of_compressed_files(pairs):
     words = ["pairs.tsv", "--output", "clean.tsv.gz", "--rejected", "rejected.tsv.gz", "--report", "report.json.gz"]
     script.main([*words, "--rules", "letters"])

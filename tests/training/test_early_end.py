@@ -82,6 +82,10 @@ def test_a_run_that_ends_in_time_logs_the_reason(share, reason, tmp_path, monkey
     budget.start, budget.reserved = 940.0, 10.0
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     budget.on_step_end(arguments, state, control)
+    # The last update is evaluated once, also at the end of an epoch.
+    control.should_evaluate = control.should_save = True
+    budget.on_epoch_end(arguments, state, control)
+    assert not (control.should_evaluate or control.should_save)
     # The last evaluation is shorter than expected, and some time remains.
     budget.on_evaluate(arguments, state, control, metrics={"eval_runtime": 0.1})
     for state.global_step in (298, 1012):
@@ -169,3 +173,16 @@ def test_time_ends_a_run_without_validation_pairs_too(data, tmp_path):
     fields = ONE_STEP | {"max_steps": 50, "time_budget": "1s", "metrics": "exact_match"}
     Experiment(make_recipe(data, tmp_path / "run", **fields), started=time.time() - 1).train()
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["checkpoint-1"]
+
+
+def test_time_is_kept_for_the_scores_of_tasks(data, tmp_path):
+    files = dict.fromkeys(("train_file", "validation_file", "test_file"))
+    tasks = "{a: {train_file: train.tsv, test_file: test.tsv, source_prefix: 'a: '}}"
+    fields = ONE_STEP | files | {"tasks": tasks, "time_budget": "1h", "metrics": "exact_match"}
+    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
+    tokenizers, encoded = experiment.prepare()
+    trainer = experiment.make_trainer(experiment.make_model(tokenizers), tokenizers, encoded)
+    [share] = [
+        callback.final_share for callback in trainer.callback_handler.callbacks if isinstance(callback, TimeBudget)
+    ]
+    assert share > 0

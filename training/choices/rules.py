@@ -43,7 +43,7 @@ _EVALUATIONS = 12
 _PATIENCE = 6
 # In target tokens. Few pairs take many updates to learn, and a small network makes more of them.
 _FEW_TOKENS = 200_000
-# As a multiple of the usual updates, where the time allows. They help on few sentences, and harm no other task.
+# Multiple of the usual updates that a run makes at most, if the time allows. On few sentences more updates helped.
 _MOST_UPDATES = 2
 _AVERAGED = 3
 # Greedy tokens of one evaluation during training.
@@ -194,7 +194,7 @@ def vocabulary_size(profile: CorpusProfile) -> int:
     return 500 * max(2, min(64, round(3 * math.sqrt(characters) / 500)))
 
 
-def max_length(side: SideProfile, kind: str) -> int:
+def max_length(side: SideProfile, kind: str | None) -> int:
     """Return a limit in tokens that hardly any text exceeds, a multiple of 16."""
     pieces = side.long_bytes / _BYTES_PER_PIECE
     tokens = {"word": side.long_words, "char": side.long_letters, "byte": side.long_bytes}.get(kind, pieces)
@@ -289,9 +289,8 @@ def choose_from_tokens(
         recipe.choose(f"an epoch has {tokens.both:,} tokens{held}", **batch)
     if recipe.is_open("max_steps", "num_train_epochs"):
         share, epochs = min(1, in_time / wanted), updates * budget / tokens.both
-        reason = f"{epochs:.0f} epochs" + (
-            " fit into the time" if wanted < updates < most else ", after which little is gained"
-        )
+        ending = " fit into the time" if wanted < updates < most else ", after which little is gained"
+        reason = f"{epochs:.0f} epochs{ending}"
         if share < 1:
             shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
             reason = f"{reason}; {shown} of them fit into the time"
@@ -301,7 +300,7 @@ def choose_from_tokens(
     else:
         epochs = math.ceil(recipe.recipe.num_train_epochs * tokens.both / budget)
         updates = recipe.recipe.max_steps if recipe.recipe.max_steps > 0 else epochs
-    # The time may end before.
+    # The time may end before the last update.
     reached = max(1, int(min(updates, in_time)))
     if recipe.is_open("preset", "model"):
         is_sampled = recipe.recipe.subword_sampling is not None
@@ -312,7 +311,7 @@ def choose_from_tokens(
     width = MetaphraseConfig.from_preset(recipe.recipe.preset, **recipe.recipe.model).hidden_size
     reason = f"0.002 was the best of three rates at width 256, and this network is {width} wide"
     recipe.choose(reason, learning_rate=learning_rate(width))
-    choose_schedule(recipe, updates)
+    recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=updates // 10)
     recipe.choose(
         "usual for Transformers of this size",
         adam_beta2=0.98,
@@ -322,11 +321,6 @@ def choose_from_tokens(
     )
     choose_evaluation(recipe, tokens, reached)
     return updates * pace.seconds
-
-
-def choose_schedule(recipe: OpenRecipe, updates: int) -> None:
-    """Choose how the learning rate rises and falls."""
-    recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=updates // 10)
 
 
 def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:
@@ -400,10 +394,9 @@ def useful_updates(tokens: TokenProfile, budget: int) -> int:
 
 
 def choose_size(tokens: TokenProfile, updates: int, possible_updates: Callable[[Size], float]) -> Size:
-    """Return the size that the target tokens can train; a smaller one if the time holds too small a share of the updates.
+    """Return the size that the target tokens can train; a smaller one if the time holds too few of the updates.
 
-    For few pairs, that is less than 55 %: width 256 was better than width 128 with all of its updates at 58 %, equal at 54 %,
-    and worse at 46 to 51 %. Many pairs need fewer epochs: width 256 was better at 42 %.
+    Few pairs need 55 % of the updates, and many pairs 40 %. docs/choices.md has the measurements.
     """
     least = 0.55 if tokens.target < _FEW_TOKENS else 0.4
     largest = next(index for index, size in enumerate(SIZES) if tokens.target <= size.max_target_tokens)
@@ -417,5 +410,5 @@ def learning_rate(width: int) -> float:
 
 
 def dropout(epochs: float, is_sampled: bool = False) -> float:
-    """Return the dropout: the more often a pair is seen, the higher. Sampled segmentations need less: no pair is seen twice."""
+    """Return the dropout: the more often a pair is seen, the higher. Sampled segmentations take its place."""
     return 0.1 if is_sampled or epochs <= 12 else 0.2 if epochs <= 30 else 0.3
