@@ -25,7 +25,7 @@ from metaphrase.inference.progress import has_bar
 from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import run
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
-from metaphrase.training.choices.completion import complete, is_completable
+from metaphrase.training.choices.completion import complete, complete_optimizer, is_completable
 from metaphrase.training.choices.rules import Choice
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
@@ -166,10 +166,12 @@ def main(words: Sequence[str]) -> None:
     keep_few_kernels()
     if is_completable(recipe):
         experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
-        if choices and experiment.arguments.process_index == 0:
-            logger.info("Chosen from the pairs and this machine, to be saved in recipe.yaml:\n%s", wrapped(choices))
+        origin = "the pairs and this machine"
     else:
-        experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
+        recipe, choices = complete_optimizer(recipe)
+        experiment, origin = Experiment(recipe, is_dry_run=arguments.dry_run), "the network"
+    if choices and experiment.arguments.process_index == 0:
+        logger.info("Chosen from %s, to be saved in recipe.yaml:\n%s", origin, wrapped(choices))
     is_main_process = experiment.arguments.process_index == 0
     if arguments.dry_run:
         # Imported here because training needs no estimates.

@@ -21,11 +21,12 @@ from metaphrase.training.choices.rules import (
     Pace,
     Size,
     TokenProfile,
-    choose_from_text,
     choose_from_tokens,
+    choose_optimizer,
     tokens_of_batch,
     tokens_per_update,
 )
+from metaphrase.training.choices.text_rules import choose_from_text
 from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _UPDATES_SHARE = 0.8
 # Memory of a process relative to its tensors: see the note of `estimate_run`.
 _HEAP = 1.8
+_TOKENS_PER_BATCH = 4096
 # In hours.
 _LONG_RUN = 24
 
@@ -44,7 +46,20 @@ _LONG_RUN = 24
 def is_completable(recipe: Recipe) -> bool:
     """Return True if open fields of a recipe can be chosen: those of a network that learns from pairs of text."""
     is_special = recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs"
-    return not (is_special or recipe.tokenizer_name_or_path or recipe.resume_from_checkpoint)
+    return not (is_special or recipe.resume_from_checkpoint)
+
+
+def complete_optimizer(recipe: Recipe) -> tuple[Recipe, list[Choice]]:
+    """Fill the open fields that depend on the network alone, where `is_completable` is false.
+
+    Streams, tasks, stages and plain texts are not read beforehand. A base model and a resumed run keep what they have.
+    """
+    filled = OpenRecipe(recipe)
+    if filled.is_open("model_name_or_path") and not recipe.resume_from_checkpoint:
+        if filled.is_open(*BATCH_SIZES):
+            filled.choose("usual for Transformers", max_tokens_per_batch=_TOKENS_PER_BATCH)
+        choose_optimizer(filled, warmup_steps=0.1)
+    return _with_reasons(filled), filled.choices
 
 
 def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[Choice]]:
@@ -69,7 +84,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         first.corpus.load()
     train = first.corpus.splits["train"]
     profile, is_base = CorpusProfile.of(train), recipe.model_name_or_path is not None
-    if is_base:
+    if is_base or recipe.tokenizer_name_or_path is not None:
         choose_limits(filled, first, profile)
     choose_from_text(filled, profile)
     if not recipe.is_set("num_validation") and filled.recipe.num_validation:
@@ -88,7 +103,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
 
     def pace_of(size: Size) -> Pace:
         # A given network has one speed.
-        return measured(size if filled.is_open("preset", "model") else SIZES[0])
+        return measured(size if filled.is_open("preset") else SIZES[0])
 
     seconds = None
     if recipe.time_budget is not None:
@@ -106,10 +121,14 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             "--time_budget 8h.",
             hours,
         )
-    reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
-    final = Experiment(dataclasses.replace(filled.recipe, reasons=reasons, is_checked=True), is_dry_run, started)
+    final = Experiment(_with_reasons(filled), is_dry_run, started)
     final.take_data(experiment)
     return final, filled.choices
+
+
+def _with_reasons(filled: OpenRecipe) -> Recipe:
+    reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
+    return dataclasses.replace(filled.recipe, reasons={**filled.recipe.reasons, **reasons}, is_checked=True)
 
 
 def _measure(experiment: Experiment, size: Size, tokens: TokenProfile) -> Pace:
@@ -119,8 +138,8 @@ def _measure(experiment: Experiment, size: Size, tokens: TokenProfile) -> Pace:
         sized = OpenRecipe(experiment.recipe)
         is_given = not sized.is_open(*BATCH_SIZES, "gradient_accumulation_steps")
         is_smallest = is_given or budget // (2 * batches) < tokens.longest
-        if sized.is_open("preset", "model"):
-            sized.choose("", model=size.fields, preset="metaphrase-tiny")
+        if sized.is_open("preset"):
+            sized.choose_network("", size.within(sized.recipe.model).fields)
         sized.choose("", max_tokens_per_batch=tokens_of_batch(tokens, budget, batches))
         timed = Experiment(sized.recipe, is_dry_run=True)
         timed.take_data(experiment)

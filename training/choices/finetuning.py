@@ -20,10 +20,10 @@ from metaphrase.training.choices.rules import (
     TokenProfile,
     choose_evaluation,
     duration,
-    side_kind,
     tokens_of_batch,
     tokens_per_update,
 )
+from metaphrase.training.choices.text_rules import side_kind
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
 from metaphrase.training.planning.estimate import RunEstimate

@@ -8,36 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from metaphrase.data.profile import CorpusProfile, SideProfile
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.recipe.checks import VALIDATION_FIELDS
+from metaphrase.training.recipe.checks import VALIDATION_FIELDS, strategy_name
 from metaphrase.training.recipe.recipe import Recipe
 
-# Share of new words on a side whose words are built from words of the other side, as in inflection.
-_MANY_NEW_WORDS = 0.2
-# In characters. Entries of a dictionary are shorter.
-_SHORT_TEXT = 30
-# In words, as the mean of a side.
-_SINGLE = 1.5
-# Share of the targets' characters that the sources have too. Languages of one script share nearly all.
-_SHARED_SCRIPT = 0.9
-_BYTES_PER_PIECE = 2.5
-# In tokens. Attention takes time and memory with the square of the length.
-_LONGEST = 1024
-_TEXT_NAMES = {"word": "symbols", "char": "short strings", "byte_bpe": "text"}
-# A text is a label if each occurs so often.
-_LABEL_REPETITIONS = 20
-# A script with more letters writes words by signs of their own, as Chinese does. Longer texts are sentences, not words.
-_MANY_LETTERS, _LOGOGRAPHIC_SENTENCE = 500, 8
-# Scripts with more characters between two spaces put none between words.
-_LONG_WORD = 12
-# From Thai on.
-_EASTERN = "\u0e00"
-_TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
-_TOKENIZER += ("tokenizer_name_or_path", "model_name_or_path")
+# Its design is that of the networks which are chosen.
+_PRESET = "metaphrase-tiny"
 BATCH_SIZES = ("max_tokens_per_batch", "per_device_train_batch_size")
-# With one of them the user decides when to evaluate, and which weights stay.
-_EVALUATION = ("eval_strategy", "save_strategy", "load_best_model_at_end", "average_last")
+_STRATEGIES = ("eval_strategy", "save_strategy")
 _EVALUATIONS = 12
 # Evaluations without a better score. The learning rate falls until the end, so that a score may rest in the middle of a run.
 _PATIENCE = 6
@@ -106,6 +84,13 @@ class OpenRecipe:
             self.recipe = self.recipe.replace(is_checked=False, **values)
             self.choices.append(Choice(values, reason))
 
+    def choose_network(self, reason: str, fields: Mapping[str, Any]) -> None:
+        """Set the preset and those fields of the network that are open."""
+        given = self.recipe.model
+        model = {name: value for name, value in fields.items() if name not in given}
+        self.recipe = self.recipe.replace(is_checked=False, preset=_PRESET, model={**model, **given})
+        self.choices.append(Choice({"preset": _PRESET, "model": model}, reason))
+
     def correct(self, **values: Any) -> None:
         """Replace values that were chosen."""
         self.recipe = self.recipe.replace(is_checked=False, **values)
@@ -113,92 +98,6 @@ class OpenRecipe:
             replace(choice, values={name: values.get(name, value) for name, value in choice.values.items()})
             for choice in self.choices
         ]
-
-
-# Choices from text
-
-
-def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
-    """Choose validation pairs, tokenizers, limits of length, and scores."""
-    if recipe.is_open(*VALIDATION_FIELDS):
-        pairs = profile.pairs
-        size = min(1000, max(pairs // 20, min(50, pairs // 5)))
-        recipe.choose(f"no validation pairs are given, and there are {pairs:,} pairs", num_validation=size)
-    source, target = profile.source, profile.target
-    kinds = side_kind(source, target), side_kind(target, source)
-    if recipe.is_open(*_TOKENIZER):
-        is_joint = kinds[0] == kinds[1] != "word" and profile.shared_characters >= _SHARED_SCRIPT
-        values: dict[str, Any] = {"tokenizer_kind": kinds[0], "joint_vocabulary": is_joint}
-        if kinds[0] != kinds[1]:
-            values["target_tokenizer_kind"] = kinds[1]
-        if "byte_bpe" in kinds:
-            values["vocab_size"] = vocabulary_size(profile)
-        reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
-        shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
-        recipe.choose(f"{reason}; {shared}", **values)
-        if kinds[0] == "char" and is_spelled_by_syllables(profile):
-            letters = f"{len(source.alphabet):,} characters consist of {source.num_letters} letters"
-            recipe.choose(f"the sources' {letters}", normalization="nfd")
-    if recipe.is_open("model_name_or_path"):
-        kind = recipe.recipe.tokenizer_kind
-        limits = max_length(source, kind), max_length(target, recipe.recipe.target_tokenizer_kind or kind)
-        shown = {"max_source_length": min(_LONGEST, limits[0]), "max_target_length": min(_LONGEST, limits[1])}
-        recipe.choose(
-            "nearly all texts are shorter (99.9 %)" if max(limits) <= _LONGEST else "the longest that is usual", **shown
-        )
-        if limits[0] > _LONGEST >= limits[1]:
-            recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
-    scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}.get(
-        kinds[1], ["bleu", "chrf", "exact_match"]
-    )
-    recipe.choose(f"targets are {_TEXT_NAMES[kinds[1]]}", metrics=scores)
-    if kinds[1] == "byte_bpe" and (tokenize := bleu_tokenize(target)):
-        recipe.choose("targets have no spaces between words", bleu_tokenize=tokenize)
-
-
-def side_kind(side: SideProfile, other: SideProfile) -> str:
-    """Return the kind of tokenizer for one side: `word` for symbols, `char` for short strings, `byte_bpe` for text."""
-    is_single, is_sentence = side.mean_words < _SINGLE, side.num_letters > _MANY_LETTERS
-    if side.is_closed and is_single and side.repetitions >= _LABEL_REPETITIONS:
-        return "word"
-    if side.mean_characters <= (_LOGOGRAPHIC_SENTENCE if is_sentence else _SHORT_TEXT):
-        is_built = other.mean_words < _SINGLE and other.new_words > _MANY_NEW_WORDS
-        is_built = is_built and len(side.alphabet & other.alphabet) > len(other.alphabet) / 2
-        if is_single or (is_built and side.num_words > 2 * len(side.alphabet)):
-            return "char"
-    return "word" if side.is_closed else "byte_bpe"
-
-
-def bleu_tokenize(target: SideProfile) -> str | None:
-    """Return sacreBLEU's tokenizer for text without spaces between words; None for its default."""
-    # Code has long words too.
-    num_eastern = sum(character >= _EASTERN for character in target.alphabet)
-    if target.mean_characters <= _LONG_WORD * target.mean_words or 2 * num_eastern < len(target.alphabet):
-        return None
-    has_kana = any("\u3040" <= character <= "\u30ff" for character in target.alphabet)
-    has_han = any("\u4e00" <= character <= "\u9fff" for character in target.alphabet)
-    return "zh" if has_han and not has_kana else "char"
-
-
-def is_spelled_by_syllables(profile: CorpusProfile) -> bool:
-    """Return True if a source character stands for several letters, as in Hangul, and Unicode can take it apart.
-
-    Targets must stay as they are, since they are compared with the references.
-    """
-    return profile.source.num_letters * 4 <= len(profile.source.alphabet) and profile.target.is_decomposed
-
-
-def vocabulary_size(profile: CorpusProfile) -> int:
-    """Return the entries of a vocabulary of pieces: they grow with the square root of the text, from 1,000 to 32,000."""
-    characters = profile.pairs * (profile.source.mean_characters + profile.target.mean_characters)
-    return 500 * max(2, min(64, round(3 * math.sqrt(characters) / 500)))
-
-
-def max_length(side: SideProfile, kind: str | None) -> int:
-    """Return a limit in tokens that hardly any text exceeds, a multiple of 16."""
-    pieces = side.long_bytes / _BYTES_PER_PIECE
-    tokens = {"word": side.long_words, "char": side.long_letters, "byte": side.long_bytes}.get(kind, pieces)
-    return 16 * math.ceil((1.2 * tokens + 8) / 16)
 
 
 # Choices from tokens and from the speed of the machine
@@ -230,13 +129,15 @@ class Size:
     @property
     def fields(self) -> dict[str, int]:
         """Return the fields of `MetaphraseConfig`."""
-        fields = {
-            "layers": self.layers,
-            "ffn_dim": round(2.5 * self.width),
-            "attention_heads": max(4, self.width // 64),
-        }
+        # Rotary positions take pairs of dimensions.
+        heads = next((h for h in range(max(4, self.width // 64), 1, -1) if self.width % (2 * h) == 0), 1)
+        fields = {"layers": self.layers, "ffn_dim": round(2.5 * self.width), "attention_heads": heads}
         stacks = {f"{stack}_{name}": value for stack in ("encoder", "decoder") for name, value in fields.items()}
         return {"hidden_size": self.width, **stacks}
+
+    def within(self, model: Mapping[str, Any]) -> "Size":
+        """Return this size with the width of a network whose other fields are open."""
+        return replace(self, width=model.get("hidden_size", self.width))
 
 
 SIZES = (Size(128, 2, 60_000), Size(256, 3, 2_000_000), Size(384, 4, 10_000_000), Size(512, 6, math.inf))
@@ -302,16 +203,29 @@ def choose_from_tokens(
         updates = recipe.recipe.max_steps if recipe.recipe.max_steps > 0 else epochs
     # The time may end before the last update.
     reached = max(1, int(min(updates, in_time)))
-    if recipe.is_open("preset", "model"):
+    if recipe.is_open("preset"):
         is_sampled = recipe.recipe.subword_sampling is not None
-        model = {**size.fields, "dropout": dropout(reached * budget / tokens.both, is_sampled)}
+        share = dropout(reached * budget / tokens.both, is_sampled)
         is_largest = tokens.target <= size.max_target_tokens
         reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
-        recipe.choose(f"{reason} {tokens.target:,} target tokens", preset="metaphrase-tiny", model=model)
+        fields = {**size.within(recipe.recipe.model).fields, "dropout": share}
+        recipe.choose_network(f"{reason} {tokens.target:,} target tokens", fields)
+    choose_optimizer(recipe, updates // 10)
+    choose_evaluation(recipe, tokens, reached)
+    return updates * pace.seconds
+
+
+def choose_optimizer(recipe: OpenRecipe, warmup_steps: float) -> None:
+    """Choose the learning rate of a new network, its schedule, and regularization.
+
+    Args:
+        recipe: The recipe, with its network.
+        warmup_steps: Number of updates of the warm-up, or their share of the run if it is below 1.
+    """
     width = MetaphraseConfig.from_preset(recipe.recipe.preset, **recipe.recipe.model).hidden_size
     reason = f"0.002 was the best of three rates at width 256, and this network is {width} wide"
     recipe.choose(reason, learning_rate=learning_rate(width))
-    recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=updates // 10)
+    recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=warmup_steps)
     recipe.choose(
         "usual for Transformers of this size",
         adam_beta2=0.98,
@@ -319,8 +233,6 @@ def choose_from_tokens(
         label_smoothing_factor=0.1,
         max_grad_norm=1.0,
     )
-    choose_evaluation(recipe, tokens, reached)
-    return updates * pace.seconds
 
 
 def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:
@@ -328,33 +240,47 @@ def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) ->
     if not any(getattr(recipe.recipe, name) for name in VALIDATION_FIELDS):
         recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
         return
-    if recipe.is_open(*_EVALUATION):
+    given = {name: strategy_name(getattr(recipe.recipe, name)) for name in _STRATEGIES if recipe.recipe.is_set(name)}
+    # Checkpoints that are better than all before are saved at any evaluation.
+    strategy = next((value for value in given.values() if value != "best"), "steps")
+    # With two strategies the user decides when to evaluate, and which weights stay.
+    if len(given) < len(_STRATEGIES) and strategy != "no":
         usual = max(1, updates // _EVALUATIONS)
         names = [name for name in ("eval_steps", "save_steps") if recipe.recipe.is_set(name)]
         # A value below 1 is a share of the run.
         steps = getattr(recipe.recipe, names[0]) if names else usual
-        every = {"eval_steps": steps, "save_steps": steps, "logging_steps": max(1, usual // 5)}
+        every = {"eval_steps": steps, "save_steps": steps} if strategy == "steps" else {}
         decoded = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
-        strategies = {"eval_strategy": "steps", "save_strategy": "steps", "max_decoded_samples": decoded}
+        chosen = {**dict.fromkeys(_STRATEGIES, strategy), "max_decoded_samples": decoded, **every}
         reason = f"evaluations as often as `{names[0]}` says" if names else f"{_EVALUATIONS} evaluations in the run"
-        recipe.choose(reason, **strategies, **every, per_device_eval_batch_size=64)
-        # An error rate tells weights apart that are exactly right equally often.
-        metrics = recipe.recipe.metrics or ["bleu"]
-        metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
-        is_kept = recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED
-        # A checkpoint of an adapter holds no weights to average.
-        if is_kept and recipe.recipe.lora_rank is None:
-            checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
-        else:
-            checkpoints = {"load_best_model_at_end": True}
-        recipe.choose(
-            "the mean of the best weights is rarely worse than the best", metric_for_best_model=metric, **checkpoints
-        )
-        recipe.choose(
-            f"a run ends if its score is no better for {_PATIENCE} evaluations", early_stopping_patience=_PATIENCE
-        )
+        if strategy != "steps":
+            reason = f"evaluations by {strategy}"
+        recipe.choose(reason, **chosen, logging_steps=max(1, usual // 5), per_device_eval_batch_size=64)
+        choose_weights(recipe)
     if recipe.is_open("num_beams", "length_penalty"):
         recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
+
+
+def choose_weights(recipe: OpenRecipe) -> None:
+    """Choose which weights stay: those of the best checkpoints. The evaluations are chosen before."""
+    is_chosen = recipe.is_open("load_best_model_at_end")
+    if not recipe.is_open("average_last") or not (is_chosen or recipe.recipe.load_best_model_at_end):
+        return
+    # An error rate tells weights apart that are exactly right equally often.
+    metrics = recipe.recipe.metrics or ["bleu"]
+    metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
+    is_kept = recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED
+    # A checkpoint of an adapter holds no weights to average.
+    if is_kept and recipe.recipe.lora_rank is None and is_chosen:
+        checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
+    else:
+        checkpoints = {"load_best_model_at_end": True}
+    recipe.choose(
+        "the mean of the best weights is rarely worse than the best", metric_for_best_model=metric, **checkpoints
+    )
+    recipe.choose(
+        f"a run ends if its score is no better for {_PATIENCE} evaluations", early_stopping_patience=_PATIENCE
+    )
 
 
 def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PrinterCallback, ProgressCallback, Tr
 
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
-from metaphrase.training.choices.completion import complete, is_completable
+from metaphrase.training.choices.completion import complete, complete_optimizer, is_completable
 from metaphrase.training.choices.search_space import rounded, search_space, usual_rate, with_values
 from metaphrase.training.early_end import TimeBudget, parse_seconds
 from metaphrase.training.experiment import Experiment
@@ -154,10 +154,11 @@ class Tuning:
         """Complete the recipe, and read and encode the pairs."""
         if is_completable(self.recipe) and not self.is_resumed:
             self.experiment, choices = complete(self.recipe, is_dry_run=True, started=self.started)
-            for choice in choices:
-                logger.info("%s", choice)
         else:
-            self.experiment = Experiment(self.recipe, is_dry_run=True)
+            recipe, choices = complete_optimizer(self.recipe)
+            self.experiment = Experiment(recipe, is_dry_run=True)
+        for choice in choices:
+            logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
         tokenizers, encoded = self.experiment.prepare()
         if not encoded.get("validation"):

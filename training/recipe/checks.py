@@ -196,7 +196,7 @@ def check_recipe(recipe: "Recipe") -> None:
     _warn_of_no_effect(recipe)
 
 
-def _strategy(value: object) -> str:
+def strategy_name(value: object) -> str:
     """Return the name of a strategy, which is a text or an enum of transformers."""
     return str(getattr(value, "value", value))
 
@@ -219,8 +219,8 @@ def _check_ranges(recipe: "Recipe") -> None:
             if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
                 # No file could be written with it, such as the model card after training.
                 raise ValueError(f"`{name}` must be text that UTF-8 can hold, got {text!r}.")
-        if choices and _strategy(value) not in choices:
-            raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {_strategy(value)!r}.")
+        if choices and strategy_name(value) not in choices:
+            raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {strategy_name(value)!r}.")
     for part, factor in recipe.learning_rate_factors.items():
         if not _is_positive_number(factor) or factor > _MAX_FACTOR:
             raise ValueError(
@@ -264,7 +264,7 @@ def _check_streaming(recipe: "Recipe") -> None:
 
 def _refuse_epochs(recipe: "Recipe", field: str, reason: str) -> None:
     for name in ("save_strategy", "eval_strategy", "logging_strategy"):
-        if _strategy(getattr(recipe, name)) == "epoch":
+        if strategy_name(getattr(recipe, name)) == "epoch":
             raise ValueError(f"`{name}` must be steps or no with `{field}`, since {reason}, got epoch.")
 
 
@@ -327,12 +327,12 @@ def _check_evaluation(recipe: "Recipe") -> None:
             f"`length_penalty` must come with `num_beams` above 1, got {recipe.length_penalty} and {recipe.num_beams or 1}."
         )
     for name in ("early_stopping_patience", "average_best"):
-        if getattr(recipe, name) is not None and _strategy(recipe.eval_strategy) == "no":
+        if getattr(recipe, name) is not None and strategy_name(recipe.eval_strategy) == "no":
             raise ValueError(f"`{name}` must come with `eval_strategy` steps or epoch, got no.")
     if recipe.early_stopping_patience and not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
         raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
     has_metric = recipe.metric_for_best_model is not None or recipe.load_best_model_at_end
-    if _strategy(recipe.save_strategy) == "best" and not has_metric:
+    if strategy_name(recipe.save_strategy) == "best" and not has_metric:
         raise ValueError("`save_strategy` best must come with `metric_for_best_model`, such as bleu, got null.")
     _check_best(recipe)
 
@@ -343,7 +343,7 @@ def check_evaluated(recipe: "Recipe") -> None:
     Raises:
         ValueError: If there is neither a file nor a number of pairs to evaluate.
     """
-    strategy = _strategy(recipe.eval_strategy)
+    strategy = strategy_name(recipe.eval_strategy)
     if recipe.tasks:
         has_any = any(fields.get(name) for fields in recipe.tasks.values() for name in VALIDATION_FIELDS)
     else:
@@ -365,7 +365,7 @@ def _decodes(recipe: "Recipe") -> bool:
 def _check_best(recipe: "Recipe") -> None:
     """Refuse a metric of the best checkpoint that is not evaluated during training."""
     metric = recipe.metric_for_best_model
-    if _strategy(recipe.eval_strategy) == "no" or (metric is None and recipe.average_best is None):
+    if strategy_name(recipe.eval_strategy) == "no" or (metric is None and recipe.average_best is None):
         return
     evaluated = ["loss", "perplexity"]
     if _decodes(recipe):
@@ -389,11 +389,11 @@ def _check_averages(recipe: "Recipe") -> None:
         raise ValueError(f"`{name}` must be at most `save_total_limit`, got {getattr(recipe, name)} and {limit}.")
     if recipe.load_best_model_at_end:
         raise ValueError(f"`load_best_model_at_end` must be false with `{name}`, the finished model, got true.")
-    save = _strategy(recipe.save_strategy)
+    save = strategy_name(recipe.save_strategy)
     if save == "no":
         raise ValueError(f"`{name}` must come with `save_strategy` steps, epoch or best, got no.")
     if name == "average_best":
-        _check_scored_checkpoints(recipe, save, _strategy(recipe.eval_strategy))
+        _check_scored_checkpoints(recipe, save, strategy_name(recipe.eval_strategy))
 
 
 def _check_scored_checkpoints(recipe: "Recipe", save: str, evaluate: str) -> None:

@@ -178,7 +178,7 @@ class OwnFields:
     )
     length_penalty: float | None = _evaluation("Exponent of the length that divides beam scores.")
     choose_decoding: bool = _evaluation(
-        "Compare beams and length penalties on the validation pairs when training has ended, and choose.", False
+        "Compare beams and length penalties on validation pairs at the end, unless one of them is given.", False
     )
     no_repeat_ngram_size: int | None = _evaluation("Length of n-grams that may not repeat.", minimum=0)
     repetition_penalty: float | None = _evaluation("Penalty of tokens that were generated before.")

@@ -8,8 +8,9 @@ import pytest
 from pronunciations import PRONUNCIATIONS
 
 from metaphrase.inference import Generator
-from metaphrase.scripts import train
+from metaphrase.scripts import tokenize, train
 from metaphrase.training.choices import completion
+from metaphrase.training.choices.rules import learning_rate
 from metaphrase.training.recipe.recipe import load_recipe
 
 SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
@@ -79,8 +80,10 @@ def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
     assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 1)
 
 
-@pytest.mark.parametrize("words", [["--preset", "student-tiny"], ["--model.hidden_size", "16"]])
-def test_the_speed_is_that_of_a_given_network(folder, monkeypatch, words):
+@pytest.mark.parametrize(
+    ("words", "num_shapes"), [(["--preset", "student-tiny"], 1), (["--model.hidden_size", "16"], 2)], ids=str
+)
+def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch, words, num_shapes):
     configs, measure = [], completion.dry_run
 
     def record(experiment, **options):
@@ -93,8 +96,38 @@ def test_the_speed_is_that_of_a_given_network(folder, monkeypatch, words):
     experiment, _ = completion.complete(recipe, is_dry_run=True)
     final = experiment.make_model(*experiment.prepare()[:1]).config
     names = ("hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
-    shapes = {tuple(getattr(config, name) for name in names) for config in (*configs, final)}
-    assert len(shapes) == 1 and configs
+    shapes = {tuple(getattr(config, name) for name in names) for config in configs}
+    # With an open number of layers, two networks are compared.
+    assert len(shapes) == num_shapes and tuple(getattr(final, name) for name in names) in shapes
+    assert {shape[0] for shape in shapes} == {final.hidden_size}
+
+
+def test_a_tokenizer_that_exists_leaves_the_rest_to_be_chosen(folder):
+    tokenize.main(["--files", "pairs.tsv", "--kind", "byte", "--output", "tokenizer"])
+    words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--tokenizer_name_or_path", "tokenizer"]
+    experiment, _ = completion.complete(load_recipe(None, words), is_dry_run=True)
+    recipe = experiment.recipe
+    assert (recipe.tokenizer_kind, recipe.preset, recipe.num_validation) == (None, "metaphrase-tiny", 50)
+    assert recipe.learning_rate > 1e-3 and recipe.metrics == ["exact_match", "wer"]
+    longest = max(len(target.encode()) for _, target in PRONUNCIATIONS[:300])
+    assert longest < recipe.max_target_length < 1.2 * longest + 24
+
+
+def test_a_new_network_gets_its_learning_rate_when_pairs_are_not_read_beforehand(folder, caplog):
+    words = ["pairs.tsv", *SMALL, "--streaming", "--max_tokens_per_batch", "256", "--disable_tqdm"]
+    with caplog.at_level("INFO"):
+        train.main(words)
+    assert "Chosen from the network" in caplog.text
+    recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
+    assert recipe.learning_rate == learning_rate(16) and recipe.max_tokens_per_batch == 256
+    assert (recipe.lr_scheduler_type, recipe.warmup_steps) == ("cosine", 0.1)
+    text = (folder / "runs" / "pairs" / "recipe.yaml").read_text(encoding="utf-8")
+    assert "# 0.002 was the best of three rates" in text
+    # Values that were given stay, and a model that learned before keeps its own.
+    given = completion.complete_optimizer(load_recipe(None, ["--learning_rate", "0.5"]))
+    assert (given[0].learning_rate, given[0].max_tokens_per_batch) == (0.5, 4096)
+    base = load_recipe(None, ["--model_name_or_path", "runs/pairs"])
+    assert completion.complete_optimizer(base) == (base, [])
 
 
 def test_an_update_has_as_many_batches_as_the_recipe_says(folder):

@@ -9,12 +9,12 @@ from pronunciations import PRONUNCIATIONS
 
 from metaphrase.data.profile import CorpusProfile
 from metaphrase.demo.corpus import make_demo_corpus
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.choices.rules import (
     SIZES,
     OpenRecipe,
     Pace,
     TokenProfile,
-    choose_from_text,
     choose_from_tokens,
     choose_size,
     dropout,
@@ -23,6 +23,7 @@ from metaphrase.training.choices.rules import (
     tokens_per_batch,
     useful_updates,
 )
+from metaphrase.training.choices.text_rules import choose_from_text
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 COMMANDS = [(f"turn {side} {times}", " ".join([f"TURN_{side.upper()}"] * count)) for side in ("left", "right")
@@ -109,7 +110,7 @@ def test_given_fields_stay():
     assert (recipe.tokenizer_kind, recipe.num_validation, recipe.max_source_length) == ("byte", 7, 9)
     # Limits are those of the given tokenizer.
     longest = max(len(target.encode()) for _, target in COMMANDS)
-    assert recipe.joint_vocabulary is None and longest < recipe.max_target_length < 1.2 * longest + 24
+    assert longest < recipe.max_target_length < 1.2 * longest + 24
 
 
 @pytest.mark.parametrize(("pairs", "size"), [(10, 2), (100, 20), (500, 50), (8000, 400), (119_000, 1000)])
@@ -190,7 +191,15 @@ def test_little_time_has_as_many_evaluations():
         ({"eval_steps": 7}, {"save_steps": 7, "eval_strategy": "steps", "average_best": 3}),
         ({"save_steps": 9}, {"eval_steps": 9, "save_strategy": "steps", "early_stopping_patience": 6}),
         ({"metric_for_best_model": "chrf"}, {"eval_strategy": "steps", "average_best": 3}),
-        ({"eval_strategy": "epoch"}, {"average_best": None, "early_stopping_patience": None}),
+        ({"eval_strategy": "epoch"}, {"save_strategy": "epoch", "average_best": 3, "early_stopping_patience": 6}),
+        ({"save_strategy": "epoch"}, {"eval_strategy": "epoch", "metric_for_best_model": "bleu"}),
+        ({"save_strategy": "best", "metric_for_best_model": "bleu"}, {"eval_strategy": "steps", "average_best": 3}),
+        ({"eval_strategy": "no"}, {"average_best": None, "early_stopping_patience": None}),
+        ({"eval_strategy": "steps", "save_strategy": "steps"}, {"average_best": None, "early_stopping_patience": None}),
+        ({"load_best_model_at_end": True}, {"eval_strategy": "steps", "average_best": None, "save_total_limit": 3}),
+        ({"load_best_model_at_end": False}, {"average_best": None, "metric_for_best_model": None}),
+        ({"average_last": 2}, {"eval_strategy": "steps", "average_best": None, "load_best_model_at_end": False}),
+        ({"preset": "student-tiny"}, {"model": {}, "learning_rate": 0.002}),
         ({"warmup_steps": 30}, {"learning_rate": 0.00336, "lr_scheduler_type": "cosine"}),
         ({"learning_rate": 0.5}, {"lr_scheduler_type": "cosine"}),
     ],
@@ -203,10 +212,59 @@ def test_one_given_field_leaves_the_others_to_be_chosen(fields, expected):
 
 
 def test_limits_of_length_follow_from_a_given_size_of_the_vocabulary():
-    recipe = OpenRecipe(Recipe(train_file="pairs.tsv", vocab_size=700))
-    choose_from_text(recipe, profile(PRONUNCIATIONS))
-    assert recipe.recipe.vocab_size == 700 and recipe.recipe.tokenizer_kind is None
-    assert recipe.recipe.is_set("max_source_length") and recipe.recipe.is_set("max_target_length")
+    recipe = chosen_from_text(PRONUNCIATIONS, vocab_size=700)
+    assert recipe.vocab_size == 700 and recipe.tokenizer_kind == "char"
+    assert recipe.is_set("max_source_length") and recipe.is_set("max_target_length")
+
+
+GREEK = [
+    (text, "".join(chr(0x370 + ord(letter) % 80) if letter != " " else " " for letter in text)) for text in SENTENCES
+]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "fields", "expected"),
+    [
+        (GREEK, {"vocab_size": 600}, ("byte_bpe", None, False, 600)),
+        (GREEK, {"tokenizer_kind": "unigram"}, ("unigram", None, False, 1000)),
+        (GREEK, {"joint_vocabulary": True}, ("byte_bpe", None, True, 1000)),
+        # The marks of terms are tokens of one vocabulary, and only pieces are sampled.
+        (GREEK, {"augmentation": {"terms": 0.3}}, ("byte_bpe", None, True, 1000)),
+        (PRONUNCIATIONS, {"subword_sampling": 0.1}, ("byte_bpe", None, False, 1000)),
+        (PRONUNCIATIONS, {"joint_vocabulary": True}, ("byte_bpe", None, True, 1000)),
+        (PRONUNCIATIONS, {"tokenizer_kind": "byte"}, ("byte", None, False, None)),
+        (PRONUNCIATIONS, {"target_tokenizer_kind": "char"}, ("char", "char", False, None)),
+        (
+            list(zip(SENTENCES, SENTENCES[::-1], strict=True)),
+            {"target_vocab_size": 500},
+            ("byte_bpe", None, False, 1000),
+        ),
+        (COMMANDS, {"joint_vocabulary": True}, ("word", None, True, None)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_one_given_field_of_the_tokenizers_leaves_the_others_to_be_chosen(pairs, fields, expected):
+    recipe = chosen_from_text(pairs, **fields)
+    names = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size")
+    assert tuple(getattr(recipe, name) for name in names) == expected
+    # The recipe can be used.
+    recipe.replace()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"dropout": 0.4}, {"hidden_size": 128, "encoder_layers": 2, "dropout": 0.4}),
+        ({"decoder_layers": 1}, {"hidden_size": 128, "encoder_layers": 2, "decoder_layers": 1, "dropout": 0.3}),
+        ({"hidden_size": 400}, {"hidden_size": 400, "encoder_layers": 2, "encoder_ffn_dim": 1000}),
+    ],
+    ids=str,
+)
+def test_one_given_field_of_the_network_leaves_the_others_to_be_chosen(model, expected):
+    recipe = evaluation_of(model=model)
+    assert expected.items() <= recipe.model.items() and recipe.preset == "metaphrase-tiny"
+    assert recipe.learning_rate == learning_rate(recipe.model["hidden_size"])
+    MetaphraseConfig.from_preset(recipe.preset, **recipe.model)
 
 
 def test_many_short_targets_are_decoded():
@@ -264,7 +322,8 @@ def test_fields_of_equal_stacks_are_shown_once():
 
 
 def evaluation_of(**fields):
-    recipe = OpenRecipe(Recipe(train_file="pairs.tsv", **fields))
+    # A value that equals its default counts as given.
+    recipe = OpenRecipe(Recipe.from_mapping({"train_file": "pairs.tsv", **fields}, "the test"))
     tokens = TASKS["8,000 pronunciations"][0]
     choose_from_tokens(recipe, tokens, lambda size: Pace(1.0), None)
     return recipe.recipe
