@@ -31,6 +31,7 @@ API = {
     "metaphrase.modeling": "The network",
     "metaphrase.inference": "Generate, score and align",
     "metaphrase.training.experiment": "Train",
+    "metaphrase.training.trainer": "The trainer",
     "metaphrase.training.recipe.recipe": "Recipes",
     "metaphrase.training.choices.completion": "Choose settings",
     "metaphrase.evaluation.evaluate": "Evaluate",
@@ -41,6 +42,7 @@ API = {
 # Modules without `__all__`: only these names are public.
 PUBLIC = {
     "metaphrase.training.experiment": ["Experiment"],
+    "metaphrase.training.trainer": ["MetaphraseTrainer"],
     "metaphrase.training.recipe.recipe": ["Recipe", "load_recipe"],
     "metaphrase.training.choices.completion": ["complete"],
     "metaphrase.evaluation.evaluate": ["evaluate_generator"],

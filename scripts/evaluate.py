@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 def path_beside_model(arguments: argparse.Namespace) -> Path | None:
     """Return the metrics.json that the model's card shows; `None` unless a single saved model is decoded as it is."""
     is_as_saved = arguments.engine == "torch" and arguments.dtype == "auto" and arguments.ensemble is None
-    is_as_saved = is_as_saved and arguments.max_source_length is None
+    is_as_saved = is_as_saved and arguments.max_source_length is None and not arguments.use_vmap
     return metrics_path(arguments.model) if is_as_saved and Path(arguments.model).is_dir() else None
 
 
@@ -112,6 +112,8 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) 
     data |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
     inference = {"engine": arguments.engine, "dtype": arguments.dtype, "models": len(chosen_models(arguments))}
     inference |= given_options(arguments, ("max_source_length", "source_lang", "target_lang"))
+    if arguments.use_vmap:
+        inference["use_vmap"] = True
     return {"data": data, "inference": inference}
 
 

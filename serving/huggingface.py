@@ -42,10 +42,13 @@ class Parameters(BaseModel):
 class Inputs(BaseModel):
     """Body of a request."""
 
+    model_config = ConfigDict(extra="forbid")
     inputs: str | list[str]
     parameters: Parameters | None = None
     model: str | None = None
     stream: bool = False
+    # Hints of older clients, such as `wait_for_model`.
+    options: dict[str, Any] | None = None
 
 
 def make_router(service: Service) -> APIRouter:

@@ -66,15 +66,17 @@ def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["--dtype", "bfloat16"], ["--ensemble", "MODEL"], ["--max_source_length", "9"]], ids=str
+    "words", [["--dtype", "bfloat16"], ["--ensemble", "MODEL"], ["--max_source_length", "9"], ["--use_vmap"]], ids=str
 )
 def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words, files, tmp_path, monkeypatch):
-    folder = save_generator(tiny_generator(), tmp_path / "model")
-    (folder / "metrics.json").write_text("{}", encoding="utf-8")
+    generator = tiny_generator()
+    folder = save_generator(generator, tmp_path / "model")
+    tokens = generator.tokenizers.target.get_vocab()
+    (folder / "vmap.txt").write_text("\t" + " ".join(tokens) + "\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     words = [str(folder) if word == "MODEL" else word for word in words]
     evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words])
-    assert (folder / "metrics.json").read_text(encoding="utf-8") == "{}"
+    assert not (folder / "metrics.json").exists()
     assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
 
 

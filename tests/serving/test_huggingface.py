@@ -98,6 +98,10 @@ def test_client_raises_its_errors(connect, writer_url):
         connect().summarization("a" * 5000)
     answer = requests.post(writer_url, "{", headers={"Authorization": "Bearer right"})
     assert (answer.status_code, answer.json()["error_type"]) == (400, "validation")
+    # An option beside `parameters` would change nothing.
+    body = {"inputs": "the cat", "num_beams": 4}
+    answer = requests.post(writer_url, json=body, headers={"Authorization": "Bearer right"})
+    assert answer.status_code == 400 and "num_beams" in answer.text
 
 
 def test_unknown_language_is_refused(client):

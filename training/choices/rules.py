@@ -86,9 +86,8 @@ class OpenRecipe:
 
     def choose_network(self, reason: str, fields: Mapping[str, Any]) -> None:
         """Set the preset and those fields of the network that are open."""
-        given = self.recipe.model
-        model = {name: value for name, value in fields.items() if name not in given}
-        self.recipe = self.recipe.replace(is_checked=False, preset=_PRESET, model={**model, **given})
+        model = {name: value for name, value in fields.items() if name not in self.recipe.model}
+        self.recipe = self.recipe.replace(is_checked=False, preset=_PRESET, model={**model, **self.recipe.model})
         self.choices.append(Choice({"preset": _PRESET, "model": model}, reason))
 
     def correct(self, **values: Any) -> None:
@@ -240,11 +239,13 @@ def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) ->
     if not any(getattr(recipe.recipe, name) for name in VALIDATION_FIELDS):
         recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
         return
-    given = {name: strategy_name(getattr(recipe.recipe, name)) for name in _STRATEGIES if recipe.recipe.is_set(name)}
+    strategies = {
+        name: strategy_name(getattr(recipe.recipe, name)) for name in _STRATEGIES if recipe.recipe.is_set(name)
+    }
     # Checkpoints that are better than all before are saved at any evaluation.
-    strategy = next((value for value in given.values() if value != "best"), "steps")
+    strategy = next((value for value in strategies.values() if value != "best"), "steps")
     # With two strategies the user decides when to evaluate, and which weights stay.
-    if len(given) < len(_STRATEGIES) and strategy != "no":
+    if len(strategies) < len(_STRATEGIES) and strategy != "no":
         usual = max(1, updates // _EVALUATIONS)
         names = [name for name in ("eval_steps", "save_steps") if recipe.recipe.is_set(name)]
         # A value below 1 is a share of the run.
@@ -253,16 +254,17 @@ def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) ->
         decoded = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
         chosen = {**dict.fromkeys(_STRATEGIES, strategy), "max_decoded_samples": decoded, **every}
         reason = f"evaluations as often as `{names[0]}` says" if names else f"{_EVALUATIONS} evaluations in the run"
-        if strategy != "steps":
-            reason = f"evaluations by {strategy}"
+        interval = steps if steps >= 1 else steps * updates
+        if strategy == "epoch":
+            reason, interval = "evaluations by epoch", tokens.both / tokens_per_update(recipe.recipe, tokens)
         recipe.choose(reason, **chosen, logging_steps=max(1, usual // 5), per_device_eval_batch_size=64)
-        choose_weights(recipe)
+        choose_weights(recipe, updates / interval)
     if recipe.is_open("num_beams", "length_penalty"):
         recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
 
 
-def choose_weights(recipe: OpenRecipe) -> None:
-    """Choose which weights stay: those of the best checkpoints. The evaluations are chosen before."""
+def choose_weights(recipe: OpenRecipe, num_evaluations: float) -> None:
+    """Choose the weights of the best checkpoints, and an early end after half of the evaluations without a better score."""
     is_chosen = recipe.is_open("load_best_model_at_end")
     if not recipe.is_open("average_last") or not (is_chosen or recipe.recipe.load_best_model_at_end):
         return
@@ -278,9 +280,8 @@ def choose_weights(recipe: OpenRecipe) -> None:
     recipe.choose(
         "the mean of the best weights is rarely worse than the best", metric_for_best_model=metric, **checkpoints
     )
-    recipe.choose(
-        f"a run ends if its score is no better for {_PATIENCE} evaluations", early_stopping_patience=_PATIENCE
-    )
+    patience = max(_PATIENCE, round(num_evaluations / 2))
+    recipe.choose(f"a run ends if its score is no better for {patience} evaluations", early_stopping_patience=patience)
 
 
 def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:

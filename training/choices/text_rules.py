@@ -65,21 +65,23 @@ def choose_tokenizers(recipe: OpenRecipe, profile: CorpusProfile, kinds: tuple[s
         profile: Profile of the pairs.
         kinds: The kinds that suit sources and targets.
     """
-    given = recipe.recipe
+    settings = recipe.recipe
     # One vocabulary holds the marks of terms, and its pieces serve any text. Only pieces can be sampled.
-    is_one = given.joint_vocabulary or "terms" in given.augmentation
+    is_one = settings.joint_vocabulary or "terms" in settings.augmentation
     reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
-    if given.subword_sampling is not None or (is_one and kinds[0] != kinds[1]):
+    if settings.subword_sampling is not None or (is_one and kinds[0] != kinds[1]):
         kinds = ("byte_bpe", "byte_bpe")
         reason = (
-            "only pieces can be sampled" if given.subword_sampling is not None else "both sides have one vocabulary"
+            "only pieces can be sampled" if settings.subword_sampling is not None else "both sides have one vocabulary"
         )
-    if given.tokenizer_kind is not None:
-        kinds = (given.tokenizer_kind, given.target_tokenizer_kind or given.tokenizer_kind)
+    if settings.tokenizer_kind is not None:
+        kinds = (settings.tokenizer_kind, settings.target_tokenizer_kind or settings.tokenizer_kind)
         reason = "the kind is given"
-    elif given.target_tokenizer_kind is not None:
-        kinds = (kinds[0], given.target_tokenizer_kind)
-    is_two = given.target_tokenizer_kind is not None or given.target_vocab_size is not None or kinds[0] != kinds[1]
+    elif settings.target_tokenizer_kind is not None:
+        kinds = (kinds[0], settings.target_tokenizer_kind)
+    is_two = (
+        settings.target_tokenizer_kind is not None or settings.target_vocab_size is not None or kinds[0] != kinds[1]
+    )
     has_one_script = kinds[0] != "word" and profile.shared_characters >= _SHARED_SCRIPT
     values: dict[str, Any] = {"tokenizer_kind": kinds[0]}
     values["joint_vocabulary"] = bool(is_one or (has_one_script and not is_two))

@@ -189,9 +189,12 @@ def test_little_time_has_as_many_evaluations():
     ("fields", "expected"),
     [
         ({"eval_steps": 7}, {"save_steps": 7, "eval_strategy": "steps", "average_best": 3}),
-        ({"save_steps": 9}, {"eval_steps": 9, "save_strategy": "steps", "early_stopping_patience": 6}),
+        # Half of the run may bring no better score: 2,396 updates, 80 epochs.
+        ({"eval_steps": 23}, {"early_stopping_patience": 52}),
+        ({"eval_steps": 0.02}, {"early_stopping_patience": 25}),
+        ({"save_steps": 500}, {"eval_steps": 500, "save_strategy": "steps", "early_stopping_patience": 6}),
         ({"metric_for_best_model": "chrf"}, {"eval_strategy": "steps", "average_best": 3}),
-        ({"eval_strategy": "epoch"}, {"save_strategy": "epoch", "average_best": 3, "early_stopping_patience": 6}),
+        ({"eval_strategy": "epoch"}, {"save_strategy": "epoch", "average_best": 3, "early_stopping_patience": 40}),
         ({"save_strategy": "epoch"}, {"eval_strategy": "epoch", "metric_for_best_model": "bleu"}),
         ({"save_strategy": "best", "metric_for_best_model": "bleu"}, {"eval_strategy": "steps", "average_best": 3}),
         ({"eval_strategy": "no"}, {"average_best": None, "early_stopping_patience": None}),
