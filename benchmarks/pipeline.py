@@ -1,4 +1,4 @@
-"""Collects the results of `scripts/recipes/pipeline_en_es/run.sh`, and measures the speed of the teacher and the student.
+"""Collects the results of `scripts/recipes/pipeline_en_es/run.sh`, and measures the speed of teachers and students.
 
     python benchmarks/pipeline.py runs/pipeline --output benchmarks/results/pipeline_en_es.json
 
@@ -19,6 +19,8 @@ from machine import describe_machine
 
 GENERATE = [sys.executable, "-m", "metaphrase", "generate"]
 NUM_TURNS = 3
+# The teacher and the student of all pairs, and those of few pairs.
+COUPLES = (("teacher", "student"), ("teacher_few", "student_few"))
 
 
 def read_comparison(path: Path) -> dict:
@@ -55,10 +57,10 @@ def decode(words: list[str], source: Path, target: Path) -> float:
     return float(re.search(r"([\d.]+) lines per second", log)[1])
 
 
-def measure_speed(folder: Path, num_beams: int) -> dict:
-    """Return the speeds of the teacher, of the student, and of the student with its list of permitted tokens."""
-    source, student = folder / "data/test.en", str(folder / "student")
-    systems = {"teacher": [str(folder / "teacher")], "student": [student], "shortlist": [student, "--use_vmap"]}
+def measure_speed(folder: Path, teacher: str, student: str, num_beams: int) -> dict:
+    """Return the speeds of a teacher, of its student, and of the student with its list of permitted tokens."""
+    source, small = folder / "data/test.en", str(folder / student)
+    systems = {"teacher": [str(folder / teacher)], "student": [small], "shortlist": [small, "--use_vmap"]}
     speeds: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(NUM_TURNS):
         for name, words in systems.items():
@@ -68,6 +70,8 @@ def measure_speed(folder: Path, num_beams: int) -> dict:
     targets = [(folder / f"{name}_speed.es").read_text("utf-8").split("\n")[:-1] for name in ("student", "shortlist")]
     same = sum(first == second for first, second in zip(*targets, strict=True)) / len(targets[0])
     return {
+        "teacher": teacher,
+        "student": student,
         "num_beams": num_beams,
         "lines_per_second": medians,
         "student_to_teacher": round(medians["student"] / medians["teacher"], 2),
@@ -86,7 +90,7 @@ def main() -> None:
     report = {
         "trainings": {path.parent.name: read_training(path.parent) for path in sorted(folder.glob("*/metrics.json"))},
         "comparisons": {path.stem: read_comparison(path) for path in sorted(folder.glob("*-*.json"))},
-        "speed": [measure_speed(folder, num_beams) for num_beams in (4, 1)],
+        "speed": [measure_speed(folder, *couple, num_beams) for couple in COUPLES for num_beams in (4, 1)],
         "machine": describe_machine(1),
     }
     text = json.dumps(report, indent=2)

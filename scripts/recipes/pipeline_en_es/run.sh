@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # English to Spanish, from the sentence pairs of Tatoeba: a small fast model that learns from a large one, and models of few pairs,
-# with much Spanish text or with other segmentations in each epoch.
+# with much Spanish and English text, or with other segmentations in each epoch.
 #
 #     bash scripts/recipes/pipeline_en_es/run.sh en_es.tsv runs/pipeline [MINUTES]
 #
-# MINUTES is the time of each training of part 2. The teacher has six times as long, and a training of a given number of updates at
+# MINUTES is the time of each training of part 2. Teachers have six times as long, and a training of a given number of updates at
 # most four times [15]. Started again, the script goes on where it stopped.
 # `python benchmarks/pipeline.py runs/pipeline` collects the results.
 set -euo pipefail
@@ -66,7 +66,22 @@ cat "$data/small.tsv" "$data/synthetic.tsv" > "$data/both.tsv"
 train backtranslated both.tsv $minutes --additional_special_tokens "<BT>"
 compare small backtranslated
 
-# 3. The few pairs, with other segmentations in each epoch, which replace a part of dropout.
+# 3. A large teacher of these pairs, and a small student. The student learns from the teacher's targets of English text, which has
+# no references.
+train teacher_few both.tsv $((minutes * 6)) --max_steps 2000 --additional_special_tokens "<BT>" $(network 256 3 3 0.2)
+cut -f 1 "$data/train.tsv" > "$data/text.en"
+metaphrase distill "$out/teacher_few" --input "$data/text.en" --output "$data/distilled_few.tsv" --num_beams 4 --resume
+train student_few distilled_few.tsv $((minutes * 4)) $student
+compare teacher_few student_few
+metaphrase shortlist "$out/student_few" "$data/distilled_few.tsv" --overwrite
+# The same small network without the teacher: on the few pairs, and on these with the back-translated ones.
+train undistilled_few small.tsv $((minutes * 4)) --max_steps 4000 $(network 128 4 2 0.3)
+train undistilled_both both.tsv $((minutes * 4)) --additional_special_tokens "<BT>" $student
+for name in undistilled_few undistilled_both; do
+    compare "$name" student_few
+done
+
+# 4. The few pairs, with other segmentations in each epoch, which replace a part of dropout.
 train plain small.tsv $((minutes * 4)) --max_steps 5000 $(network 128 2 2 0.3)
 train sampled small.tsv $((minutes * 4)) --max_steps 5000 $(network 128 2 2 0.1) --subword_sampling 0.1
 compare plain sampled
