@@ -26,27 +26,30 @@ _NOT_WITH_A_BUDGET = {
 }
 
 
-def check_beside_budget(arguments: Any, max_tokens_per_batch: int) -> None:
+def check_beside_budget(arguments: Any, max_tokens_per_batch: int | None) -> None:
     """Refuse training arguments that have no effect, or another one, beside a token budget.
 
     Args:
         arguments: Training arguments, or a recipe.
-        max_tokens_per_batch: The budget.
+        max_tokens_per_batch: The budget; None if one is going to be chosen.
 
     Raises:
         ValueError: Naming the field.
     """
+    budget = max_tokens_per_batch
+    if budget is None:
+        budget = "no `per_device_train_batch_size`, without which a budget is chosen"
     strategy = getattr(arguments.train_sampling_strategy, "value", arguments.train_sampling_strategy)
     if strategy in ("sequential", "batch_rebalance"):
         raise ValueError(
             f"`train_sampling_strategy` must not be {strategy} with `max_tokens_per_batch`, because the budget groups pairs of "
-            f"similar length, got {max_tokens_per_batch}."
+            f"similar length, got {budget}."
         )
     for name, reason in _NOT_WITH_A_BUDGET.items():
         if value := getattr(arguments, name):
             shown = "true" if value is True else value
             raise ValueError(
-                f"`{name}` must be left out with `max_tokens_per_batch`, {reason}, got {shown} and {max_tokens_per_batch}."
+                f"`{name}` must be left out with `max_tokens_per_batch`, {reason}, got {shown} and {budget}."
             )
 
 

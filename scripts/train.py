@@ -191,6 +191,9 @@ def main(words: Sequence[str]) -> None:
         renew_model_card(experiment.folder)
         logger.info("The model lies in %s\n%s", experiment.folder, next_steps(experiment.folder, recipe.objective))
     leave_processes()
+    if experiment.is_interrupted:
+        # A script must not go on as if the training had reached its end.
+        raise KeyboardInterrupt("The model of this update is saved; --resume goes on from there.")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.training.checkpointing.averaging import is_better_lower
+from metaphrase.training.model_setup import remove_ineffective_settings
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def fill_decoding(
     config = generator.model.generation_config
     for name, value in values.items():
         setattr(config, name, value)
+    remove_ineffective_settings(config)
     config.save_pretrained(folder)
     reasons = {**recipe.reasons, "num_beams": reason}
     return dataclasses.replace(recipe.replace(is_checked=False, **values), reasons=reasons, is_checked=False)

@@ -144,6 +144,7 @@ class Experiment:
         self.recipe = recipe = self.corpus.recipe
         check_evaluated(recipe)
         check_parts_of_model(recipe)
+        self.interrupt = EndOnInterrupt()
         self.is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
@@ -209,9 +210,13 @@ class Experiment:
         if self.arguments.world_size > 1 or self.arguments.dataloader_num_workers:
             # Each process gets the signal, and would end after another update. Workers end at once.
             return contextlib.nullcontext()
-        callback = EndOnInterrupt()
-        trainer.add_callback(callback)
-        return callback.listening()
+        trainer.add_callback(self.interrupt)
+        return self.interrupt.listening()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if Ctrl-C has ended the training early."""
+        return self.interrupt.has_ended
 
     def prepare(self) -> tuple[TokenizerPair, dict[str, datasets.Dataset]]:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""

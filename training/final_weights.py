@@ -23,6 +23,9 @@ from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)
 
+# Folder of a run that holds the mean until it is loaded.
+_AVERAGE_NAME = "_average"
+
 
 def check_averaged(recipe: Recipe, trainer: MetaphraseTrainer) -> None:
     """Refuse, before training, a mean of checkpoints whose weights are not whole.
@@ -51,7 +54,8 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     if recipe.average_last is None and recipe.average_best is None:
         return
     metric = None if recipe.average_best is None else recipe.metric_for_best_model or DEFAULT_METRIC
-    average = run / "average"
+    # Not `average`, which may be a mean that its owner has made.
+    average, is_written = run / _AVERAGE_NAME, False
     folders: list[Path | None] = [average]
     if trainer.is_world_process_zero():
         numbers = {"last": recipe.average_last, "best": recipe.average_best}
@@ -63,7 +67,7 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
             if len(folders) > 1:
                 # The best is the last one.
                 best = [folders[-1]] if metric is not None else []
-                folders = [average_checkpoints(folders, average, overwrite=True), *best]
+                folders, is_written = [average_checkpoints(folders, average, overwrite=True), *best], True
         except Exception as error:
             # On any error: the trained weights are in no file yet, and the other processes wait for the broadcast.
             folders = [None]
@@ -78,7 +82,7 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     if folders[1] is not None and _is_worse(trainer, metric, step_of(folders[1])):
         load_whole_weights(trainer.model, folders[1])
     trainer.accelerator.wait_for_everyone()
-    if trainer.is_world_process_zero() and average.exists():
+    if is_written:
         # `save_model` writes the mean to the folder of the run.
         shutil.rmtree(average)
 

@@ -243,7 +243,7 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
         raise ValueError(
             f"`length_penalty` must come with `num_beams` above 1, got {options['length_penalty']} and {config.num_beams or 1}."
         )
-    _remove_ineffective_settings(config)
+    remove_ineffective_settings(config)
     try:
         config.validate(strict=True)
     except ValueError as error:
@@ -253,7 +253,8 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
         ) from error
 
 
-def _remove_ineffective_settings(config: GenerationConfig) -> None:
+def remove_ineffective_settings(config: GenerationConfig) -> None:
+    """Unset the settings that have no effect beside the others, with which transformers would not save the configuration."""
     values = {name: (getattr(config, name, None), neutral) for name, neutral in _ineffective_settings(config).items()}
     dropped = {name: value for name, (value, neutral) in values.items() if value not in (None, neutral)}
     for name in dropped:

@@ -19,6 +19,7 @@ from metaphrase.training.checkpointing.folders import (
     remove_folder,
     what_is_missing,
 )
+from metaphrase.training.recipe.checks import check_conflicts
 from metaphrase.training.recipe.fields import OWN_FIELDS, group_of
 from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, load_recipe
 
@@ -52,7 +53,10 @@ _SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_
 _SETTLED_TRAINING += ("seed", "data_seed")
 # Pairs of fields of which a run has one.
 _ALTERNATIVES = (("max_tokens_per_batch", "per_device_train_batch_size"), ("max_steps", "num_train_epochs"))
-_ALTERNATIVES += (("average_last", "average_best"),)
+_ALTERNATIVES += (("average_last", "average_best"), ("average_last", "exponential_average_decay"))
+_ALTERNATIVES += (("average_best", "exponential_average_decay"),)
+# Fields that a run chose for its last weights.
+_DECODING = ("num_beams", "length_penalty")
 # Fields that may become `skip` after a fault has ended a run.
 _FAULTS = ("malformed", "invalid_utf8")
 
@@ -118,6 +122,9 @@ def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None
         recipe: The recipe that was given.
         folder: Output folder of the run.
         names: The fields to take over; None for all.
+
+    Raises:
+        ValueError: If a field that was given contradicts one of the run.
     """
     resume = recipe.resume_from_checkpoint
     path = (folder if resume is True else Path(resume or "").resolve().parent) / RECIPE_NAME
@@ -125,10 +132,20 @@ def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None
         return recipe
     before = load_recipe(path, is_checked=False)
     answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
+    reasons = {name: reason for reason, name in _REASON.findall(path.read_text(encoding="utf-8"))}
+    if before.choose_decoding and "num_beams" in reasons:
+        # They are chosen again for the weights of the resumed run.
+        answered |= set(_DECODING)
     taken = [name for name in names or before.set_names if not recipe.is_set(name) and name not in answered]
-    reasons = {name: reason for reason, name in _REASON.findall(path.read_text(encoding="utf-8")) if name in taken}
+    reasons = {name: reason for name, reason in reasons.items() if name in taken}
+    changed = recipe.set_names
     recipe = recipe.replace(is_checked=False, **{name: getattr(before, name) for name in taken})
-    return dataclasses.replace(recipe, reasons=reasons | dict(recipe.reasons), is_checked=False)
+    check_conflicts(recipe, changed)
+    # The file keeps its order.
+    order = [name for name in before.set_names if recipe.is_set(name) and name not in answered]
+    set_names = tuple(dict.fromkeys((*order, *recipe.set_names)))
+    reasons |= recipe.reasons
+    return dataclasses.replace(recipe, set_names=set_names, reasons=reasons, is_checked=False)
 
 
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:

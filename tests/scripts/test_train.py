@@ -13,6 +13,7 @@ from metaphrase.inference import progress
 from metaphrase.scripts import train
 from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import run
+from metaphrase.training.early_end import EndOnInterrupt
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 
@@ -86,6 +87,16 @@ def test_an_interruption_names_the_checkpoint(words, tmp_path, monkeypatch, caps
     shutil.rmtree(tmp_path / "run")
     assert run(train.main, "train", [*words, "--save_strategy", "no"]) == 130
     assert "interrupted. There is no checkpoint yet to go on from." in capsys.readouterr().err
+
+
+def test_a_run_that_ctrl_c_has_ended_is_no_success(words, tmp_path, monkeypatch, capsys):
+    def end(callback, args, state, control, **kwargs):
+        callback.has_ended = control.should_training_stop = True
+
+    monkeypatch.setattr(EndOnInterrupt, "on_step_end", end)
+    assert run(train.main, "train", words) == 130
+    assert "interrupted. The model of this update is saved; --resume goes on" in capsys.readouterr().err
+    assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("objective", ["pairs", "span_corruption"])

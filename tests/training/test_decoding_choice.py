@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from small_experiments import make_recipe
+from tiny_generator import tiny_generator
 from transformers import GenerationConfig
 
 from metaphrase.evaluation.task_scores import TaskScores
@@ -13,6 +14,7 @@ from metaphrase.inference import Generator
 from metaphrase.training.decoding_choice import choose_decoding, fill_decoding, final_share
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.run_folder import with_fields_of_run
 
 GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
 SHORT, LONG = {**BEAMS, "length_penalty": 0.6}, {**BEAMS, "length_penalty": 1.5}
@@ -77,6 +79,27 @@ def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     assert metrics["generation"]["num_beams"] == expected["num_beams"]
     assert ("# as the test wants" in (run / "recipe.yaml").read_text(encoding="utf-8")) is not bool(given)
+
+
+def test_a_resumed_run_chooses_its_decoding_again(data, tmp_path, monkeypatch):
+    run, answers = tmp_path / "run", iter([GREEDY, SHORT])
+    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (next(answers), "as wanted"))
+    Experiment(make_recipe(data, run, choose_decoding=True, max_steps=2)).train()
+    resumed = Recipe.from_mapping({"output_dir": str(run), "resume_from_checkpoint": True, "max_steps": 3}, "the test")
+    merged = with_fields_of_run(resumed, run)
+    assert (merged.choose_decoding, merged.num_beams, merged.max_steps) == (True, None, 3)
+    # Beams that were given stay.
+    assert with_fields_of_run(resumed.replace(num_beams=2), run).num_beams == 2
+
+
+def test_greedy_search_leaves_settings_of_beams_out(tmp_path, monkeypatch):
+    generator = tiny_generator()
+    generator.model.generation_config.update(num_beams=4, length_penalty=2.0, early_stopping=True)
+    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (GREEDY, "as wanted"))
+    sample = SimpleNamespace(sources=SOURCES, references=SOURCES, scores=TaskScores(["bleu"]))
+    fill_decoding(Recipe(), generator, sample, time.time() + 60, 1, tmp_path)
+    config = GenerationConfig.from_pretrained(tmp_path)
+    assert config.num_beams == 1 and config.early_stopping in (None, False) and config.length_penalty in (None, 1.0)
 
 
 def test_it_needs_validation_pairs(data, tmp_path):

@@ -46,8 +46,12 @@ def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch,
 @pytest.mark.parametrize("choice", ["last", "best"])
 def test_the_finished_model_is_the_mean_of_checkpoints(data, tmp_path, choice):
     fields = {f"average_{choice}": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    # A mean that its owner has made stays.
+    own = tmp_path / "run" / "average" / "model.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"mine")
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert not (tmp_path / "run" / "average").exists()
+    assert own.read_bytes() == b"mine" and not (tmp_path / "run" / "_average").exists()
     assert_mean(tmp_path / "run", (6, 9))
 
 

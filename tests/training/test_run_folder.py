@@ -8,7 +8,8 @@ from small_experiments import ONE_STEP, make_recipe, train
 from transformers.integrations import integration_utils
 
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.recipe import load_recipe
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.run_folder import with_fields_of_run
 
 NO_FILES = dict.fromkeys(("train_file", "validation_file", "test_file"))
 
@@ -137,6 +138,18 @@ def test_a_resumed_run_may_begin_an_average(data, tmp_path, caplog):
     assert "checkpoint-1 holds no exponential average: it begins with the weights there." in caplog.text
     assert (tmp_path / "checkpoint-2" / "exponential_average.safetensors").is_file()
     assert load_recipe(tmp_path / "recipe.yaml").exponential_average_decay == 0.5
+
+
+def test_a_field_that_contradicts_the_run_is_refused(tmp_path):
+    stages = {"only": {"shares": {"a": 1}, "until": {"a": 1}}}
+    run = {"datasets": {"a": "a.tsv"}, "stages": stages, "max_tokens_per_batch": 99, "average_best": 3}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(run), encoding="utf-8")
+    resumed = {"resume_from_checkpoint": True, "num_train_epochs": 3.0}
+    with pytest.raises(ValueError, match="`stages` and `num_train_epochs` must not both be given"):
+        with_fields_of_run(Recipe.from_mapping(resumed, "the test"), tmp_path)
+    # Another average takes the place of that of the run.
+    resumed = {"resume_from_checkpoint": True, "exponential_average_decay": 0.9}
+    assert with_fields_of_run(Recipe.from_mapping(resumed, "the test"), tmp_path).average_best is None
 
 
 def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_path):

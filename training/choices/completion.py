@@ -10,6 +10,7 @@ import torch
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
 from metaphrase.data.profile import CorpusProfile
+from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.choices.dataset import choose_dataset
 from metaphrase.training.choices.finetuning import choose_finetuning, choose_limits
@@ -30,6 +31,7 @@ from metaphrase.training.choices.text_rules import choose_from_text
 from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
+from metaphrase.training.recipe.checks import VALIDATION_FIELDS
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -78,8 +80,10 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     """
     started = time.time() if started is None else started
     filled = OpenRecipe(recipe)
+    if filled.is_open(*BATCH_SIZES):
+        check_beside_budget(recipe, None)
     choose_dataset(filled)
-    first = Experiment(filled.recipe, is_dry_run)
+    first = Experiment(_without_evaluation(filled), is_dry_run)
     with first.arguments.main_process_first(desc="reading the corpus"):
         first.corpus.load()
     train = first.corpus.splits["train"]
@@ -124,6 +128,14 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     final = Experiment(_with_reasons(filled), is_dry_run, started)
     final.take_data(experiment)
     return final, filled.choices
+
+
+def _without_evaluation(filled: OpenRecipe) -> Recipe:
+    """Return a recipe that reads the pairs. Pairs to evaluate on are chosen later."""
+    if not filled.is_open(*VALIDATION_FIELDS):
+        return filled.recipe
+    fields = {"eval_strategy": "no", "load_best_model_at_end": False, "choose_decoding": False}
+    return filled.recipe.replace(is_checked=False, **fields)
 
 
 def _with_reasons(filled: OpenRecipe) -> Recipe:

@@ -23,7 +23,7 @@ from metaphrase.training.choices.rules import (
     tokens_of_batch,
     tokens_per_update,
 )
-from metaphrase.training.choices.text_rules import side_kind
+from metaphrase.training.choices.text_rules import bleu_tokenize, side_kind
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
 from metaphrase.training.planning.estimate import RunEstimate
@@ -114,7 +114,9 @@ def choose_limits(recipe: OpenRecipe, first: Experiment, profile: CorpusProfile)
             f"{50 * longer / len(sample):.1f} % of the texts have more than {most} tokens", too_long="truncate"
         )
     is_short = profile.source.mean_characters > _SUMMARY_RATIO * profile.target.mean_characters
-    if is_short and side_kind(profile.target, profile.source) == "byte_bpe":
+    # ROUGE finds no words in text without spaces.
+    has_words = bleu_tokenize(profile.target) is None
+    if is_short and has_words and side_kind(profile.target, profile.source) == "byte_bpe":
         recipe.choose("sources are much longer than targets, as in summaries", metrics=["rouge", "chrf"])
 
 
@@ -160,7 +162,7 @@ def choose_finetuning(
     recipe.choose(source, learning_rate=rate, lr_scheduler_type="cosine", warmup_steps=updates // 10)
     regularization = {"label_smoothing_factor": rule.label_smoothing, "weight_decay": rule.weight_decay}
     recipe.choose(f"usual for {family}", **regularization, adam_beta2=0.999, max_grad_norm=1.0)
-    if beams > 1:
+    if beams > 1 and not recipe.recipe.choose_decoding:
         recipe.choose("the base model has them", num_beams=beams)
     choose_evaluation(recipe, tokens, updates)
     return updates * pace

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.recipe.checks import VALIDATION_FIELDS, strategy_name
+from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes, saves_evaluated_weights, strategy_name
 from metaphrase.training.recipe.recipe import Recipe
 
 # Its design is that of the networks which are chosen.
@@ -251,14 +251,16 @@ def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) ->
         # A value below 1 is a share of the run.
         steps = getattr(recipe.recipe, names[0]) if names else usual
         every = {"eval_steps": steps, "save_steps": steps} if strategy == "steps" else {}
-        decoded = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
-        chosen = {**dict.fromkeys(_STRATEGIES, strategy), "max_decoded_samples": decoded, **every}
+        chosen = {**dict.fromkeys(_STRATEGIES, strategy), **every}
+        if decodes(recipe.recipe):
+            chosen["max_decoded_samples"] = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
         reason = f"evaluations as often as `{names[0]}` says" if names else f"{_EVALUATIONS} evaluations in the run"
         interval = steps if steps >= 1 else steps * updates
         if strategy == "epoch":
             reason, interval = "evaluations by epoch", tokens.both / tokens_per_update(recipe.recipe, tokens)
         recipe.choose(reason, **chosen, logging_steps=max(1, usual // 5), per_device_eval_batch_size=64)
-        choose_weights(recipe, updates / interval)
+        if strategies.get("save_strategy") == "best" or strategy == "epoch" or saves_evaluated_weights(recipe.recipe):
+            choose_weights(recipe, updates / interval)
     if recipe.is_open("num_beams", "length_penalty"):
         recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
 
@@ -269,11 +271,11 @@ def choose_weights(recipe: OpenRecipe, num_evaluations: float) -> None:
     if not recipe.is_open("average_last") or not (is_chosen or recipe.recipe.load_best_model_at_end):
         return
     # An error rate tells weights apart that are exactly right equally often.
-    metrics = recipe.recipe.metrics or ["bleu"]
+    metrics = recipe.recipe.metrics or ["bleu"] if decodes(recipe.recipe) else ["loss"]
     metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
     is_kept = recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED
-    # A checkpoint of an adapter holds no weights to average.
-    if is_kept and recipe.recipe.lora_rank is None and is_chosen:
+    # A checkpoint of an adapter, or of averaged weights, holds no weights to average.
+    if is_kept and is_chosen and recipe.is_open("lora_rank", "exponential_average_decay"):
         checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
     else:
         checkpoints = {"load_best_model_at_end": True}

@@ -53,7 +53,8 @@ def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
         kinds[1], ["bleu", "chrf", "exact_match"]
     )
     recipe.choose(f"targets are {_TEXT_NAMES[kinds[1]]}", metrics=scores)
-    if kinds[1] == "byte_bpe" and (tokenize := bleu_tokenize(target)):
+    has_bleu = "bleu" in recipe.recipe.metrics
+    if has_bleu and kinds[1] == "byte_bpe" and (tokenize := bleu_tokenize(target)):
         recipe.choose("targets have no spaces between words", bleu_tokenize=tokenize)
 
 

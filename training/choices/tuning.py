@@ -294,10 +294,9 @@ class Tuning:
         values = {name: best[name] for name, item in self.space.items() if best[name] != item.start}
         changed = {name.partition(".")[0]: f"{name} was {self.space[name].start}" for name in values}
         recipe = with_values(self.recipe, {**values, "output_dir": str(self.folder / BEST_NAME)})
-        dataclasses.replace(recipe, reasons={**recipe.reasons, **changed}, is_checked=False).save(path)
         head = f"# Trial {best['trial']}, the best of {len(rows)}: {self.metric} {best[self.metric]:.4g} on validation pairs"
         head += f" after {100 * self.share:.0f} % of the updates.\n"
-        path.write_text(head + path.read_text(encoding="utf-8"), encoding="utf-8")
+        dataclasses.replace(recipe, reasons={**recipe.reasons, **changed}, is_checked=False).save(path, head)
 
 
 def _import_optuna():

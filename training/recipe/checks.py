@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metaphrase.data.augmentation import AUGMENTATIONS
@@ -158,16 +158,7 @@ def check_recipe(recipe: "Recipe") -> None:
         ValueError: Naming the fields, what must hold and what was given.
     """
     _check_ranges(recipe)
-    for first, conflicting, reason in _CONFLICTS:
-        if not recipe.is_changed(first) or getattr(recipe, first) is False:
-            continue
-        for other in conflicting:
-            # `null` unsets a value of another recipe.
-            if recipe.is_set(other) and getattr(recipe, other) is not None:
-                raise ValueError(
-                    f"`{first}` and `{other}` must not both be given, because {reason}, "
-                    f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
-                )
+    check_conflicts(recipe)
     for name, needed in _NEEDS.items():
         if recipe.is_set(name) and not recipe.is_set(needed):
             raise ValueError(f"`{name}` must come with `{needed}`, got {getattr(recipe, name)!r} without.")
@@ -194,6 +185,25 @@ def check_recipe(recipe: "Recipe") -> None:
             f"`r_drop_start_step` must be below `max_steps` {recipe.max_steps}, got {recipe.r_drop_start_step}."
         )
     _warn_of_no_effect(recipe)
+
+
+def check_conflicts(recipe: "Recipe", names: Collection[str] | None = None) -> None:
+    """Refuse two fields that contradict each other, of which one is among `names`; None for all.
+
+    Raises:
+        ValueError: Naming both fields and the reason.
+    """
+    for first, conflicting, reason in _CONFLICTS:
+        if not recipe.is_changed(first) or getattr(recipe, first) is False:
+            continue
+        for other in conflicting:
+            # `null` unsets a value of another recipe.
+            is_given = names is None or first in names or other in names
+            if is_given and recipe.is_set(other) and getattr(recipe, other) is not None:
+                raise ValueError(
+                    f"`{first}` and `{other}` must not both be given, because {reason}, "
+                    f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
+                )
 
 
 def strategy_name(value: object) -> str:
@@ -357,7 +367,7 @@ def check_evaluated(recipe: "Recipe") -> None:
         raise ValueError(f"`eval_strategy` must come with {names}, got {strategy} and nothing to evaluate.")
 
 
-def _decodes(recipe: "Recipe") -> bool:
+def decodes(recipe: "Recipe") -> bool:
     """Return True if validation pairs are decoded during training."""
     return recipe.objective == "pairs" and bool(recipe.predict_with_generate) and not recipe.prediction_loss_only
 
@@ -368,7 +378,7 @@ def _check_best(recipe: "Recipe") -> None:
     if strategy_name(recipe.eval_strategy) == "no" or (metric is None and recipe.average_best is None):
         return
     evaluated = ["loss", "perplexity"]
-    if _decodes(recipe):
+    if decodes(recipe):
         names = recipe.metrics or DEFAULT_METRICS
         tasks = [task for task, fields in recipe.tasks.items() if any(fields.get(name) for name in VALIDATION_FIELDS)]
         evaluated += [*names, *(f"{task}_{name}" for task in tasks for name in names)]
@@ -405,16 +415,21 @@ def _check_scored_checkpoints(recipe: "Recipe", save: str, evaluate: str) -> Non
             f"`average_best` must come with a `save_strategy` that is best or the `eval_strategy`, got {save} and {evaluate}: "
             "a checkpoint that is not evaluated has no score."
         )
+    if save == "steps" and not saves_evaluated_weights(recipe):
+        raise ValueError(
+            f"`save_steps` must be a multiple of `eval_steps` with `average_best`, got {recipe.save_steps} and "
+            f"{recipe.eval_steps or recipe.logging_steps}: a checkpoint that is not evaluated has no score."
+        )
+
+
+def saves_evaluated_weights(recipe: "Recipe") -> bool:
+    """Return True if each step that saves a checkpoint also evaluates it."""
     # `eval_steps` is `logging_steps` by default. Both may be shares of the run.
     steps = recipe.eval_steps or recipe.logging_steps
-    if save != "steps" or not steps:
-        return
+    if not steps:
+        return True
     times = recipe.save_steps / steps
-    if (recipe.save_steps < 1) != (steps < 1) or abs(times - round(times)) > 1e-6:
-        raise ValueError(
-            f"`save_steps` must be a multiple of `eval_steps` with `average_best`, got {recipe.save_steps} and {steps}: a "
-            "checkpoint that is not evaluated has no score."
-        )
+    return (recipe.save_steps < 1) == (steps < 1) and abs(times - round(times)) <= 1e-6
 
 
 def _warn_of_no_effect(recipe: "Recipe") -> None:
@@ -424,7 +439,7 @@ def _warn_of_no_effect(recipe: "Recipe") -> None:
     if recipe.objective != "pairs":
         names = (*_NO_EFFECT_ON_TEXT, *_NO_EFFECT_ON_OBJECTIVE.get(recipe.objective, ()))
         ineffective |= dict.fromkeys(names, f"with `objective` {recipe.objective}")
-    elif not _decodes(recipe):
+    elif not decodes(recipe):
         ineffective["max_decoded_samples"] = "if nothing is decoded during training (`predict_with_generate`)"
     for split in ("validation", "test"):
         if getattr(recipe, f"num_{split}") > 0:

@@ -19,7 +19,7 @@ from transformers import SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.data.augmentation import TERM_TOKENS
 from metaphrase.modeling.compat import CHECKPOINTING
-from metaphrase.storage.folders import read_text
+from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.training.checkpointing.averaging import is_better_lower
 from metaphrase.training.recipe.checks import check_recipe
 from metaphrase.training.recipe.fields import (
@@ -204,17 +204,22 @@ class Recipe(OwnFields, TrainingFields):
                         group[name] = path.relative_to(folder).as_posix()
         return values
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, head: str = "") -> None:
         """Write the values that were set as YAML, from which `load_recipe` reads them and a run can resume.
 
         `data_dir`, an absolute `output_dir` and `hub_token` are left out. Data files below `data_dir` become relative. Other
         paths stay; cut them before publishing the file, as `metaphrase push` does.
+
+        Args:
+            path: The file. A file that exists stays whole until the new one is written.
+            head: Comment before the fields.
         """
         text = "".join(
             (f"\n# {self.reasons[name]}\n" if name in self.reasons else "") + dump_yaml({name: value})
             for name, value in self.to_dict().items()
         )
-        Path(path).write_text(text, encoding="utf-8")
+        with file_in_one_step(Path(path)) as file:
+            file.write_text(head + text, encoding="utf-8")
 
 
 _HINTS = typing.get_type_hints(Recipe)

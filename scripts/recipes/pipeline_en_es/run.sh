@@ -12,13 +12,15 @@ pairs=$1 out=$2 minutes=${3:-15}
 data=$out/data
 here=$(dirname "$0")
 
-# train NAME PAIRS MINUTES [OPTION ...]: train and score a model, unless it is finished.
+# train NAME PAIRS MINUTES [OPTION ...]: train and score a model, unless it is finished. Ctrl-C ends the script.
 train() {
     local name=$1 file=$2 time=$3 side=
     shift 3
     case $name in reverse) side=_reverse ;; esac
-    [ -f "$out/$name/metrics.json" ] || metaphrase train "$data/$file" --output_dir "$out/$name" --time_budget "${time}m" \
+    [ -f "$out/$name.done" ] && return
+    metaphrase train "$data/$file" --output_dir "$out/$name" --time_budget "${time}m" \
         --validation_file "$data/validation$side.tsv" --test_file "$data/test$side.tsv" --resume "$@"
+    touch "$out/$name.done"
 }
 
 # network WIDTH ENCODER_LAYERS DECODER_LAYERS DROPOUT: the options of a network.

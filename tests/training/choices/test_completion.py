@@ -130,6 +130,22 @@ def test_a_new_network_gets_its_learning_rate_when_pairs_are_not_read_beforehand
     assert completion.complete_optimizer(base) == (base, [])
 
 
+def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
+    words = ["--train_file", "pairs.tsv", "--output_dir", "run", *SMALL]
+    more = ["--eval_strategy", "steps", "--eval_steps", "2", "--choose_decoding"]
+    experiment, _ = completion.complete(load_recipe(None, [*words, *more]), is_dry_run=True)
+    recipe = experiment.recipe
+    assert (recipe.num_validation, recipe.eval_steps, recipe.average_best) == (50, 2, 3) and recipe.choose_decoding
+
+
+@pytest.mark.parametrize("words", [["--neftune_noise_alpha", "5"], ["--train_sampling_strategy", "sequential"]])
+def test_fields_that_need_batches_of_pairs_are_refused_at_once(words):
+    # The file is never read.
+    words = ["--train_file", "missing.tsv", "--output_dir", "run", *words]
+    with pytest.raises(ValueError, match=f"`{words[4][2:]}` .* got .*no `per_device_train_batch_size`"):
+        completion.complete(load_recipe(None, words), is_dry_run=True)
+
+
 def test_an_update_has_as_many_batches_as_the_recipe_says(folder):
     words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--gradient_accumulation_steps", "4", *SMALL]
     experiment, choices = completion.complete(load_recipe(None, words), is_dry_run=True)

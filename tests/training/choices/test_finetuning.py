@@ -80,6 +80,11 @@ def test_rates_follow_the_family_also_of_a_converted_model(family, smoothing, bo
         assert getattr(ours, name) == getattr(recipe, name), name
 
 
+def test_beams_of_the_base_are_compared_if_the_recipe_says_so(folder):
+    recipe, _ = completed(folder, save_base("marian", folder / "theirs", num_beams=3), choose_decoding=True)
+    assert recipe.choose_decoding and recipe.num_beams is None
+
+
 def test_given_fields_stay(folder):
     given = {"learning_rate": 1.0, "num_train_epochs": 2.0, "max_source_length": 40, "num_validation": 10}
     given |= {"per_device_train_batch_size": 4, "label_smoothing_factor": 0.3, "eval_strategy": "no"}

@@ -90,6 +90,12 @@ def test_text_without_spaces_is_scored_by_characters():
     assert chosen_from_text([(text[:3], text[:3][::-1]) for text in HAN]).tokenizer_kind == "char"
 
 
+def test_a_tokenizer_for_bleu_is_chosen_with_bleu_alone():
+    recipe = chosen_from_text(list(zip(SENTENCES, HAN, strict=True)), metrics=["chrf"])
+    assert recipe.bleu_tokenize is None
+    recipe.replace()
+
+
 def test_long_documents_are_cut():
     recipe = chosen_from_text([(" ".join(SENTENCES[row:] + SENTENCES[:row]), SENTENCES[row]) for row in range(20)])
     assert (recipe.too_long, recipe.max_source_length) == ("truncate", 1024)
@@ -202,6 +208,10 @@ def test_little_time_has_as_many_evaluations():
         ({"load_best_model_at_end": True}, {"eval_strategy": "steps", "average_best": None, "save_total_limit": 3}),
         ({"load_best_model_at_end": False}, {"average_best": None, "metric_for_best_model": None}),
         ({"average_last": 2}, {"eval_strategy": "steps", "average_best": None, "load_best_model_at_end": False}),
+        ({"exponential_average_decay": 0.9}, {"average_best": None, "load_best_model_at_end": True}),
+        ({"predict_with_generate": False}, {"metric_for_best_model": "loss", "max_decoded_samples": None}),
+        ({"eval_steps": 2, "save_steps": 1}, {"eval_strategy": "steps", "average_best": None}),
+        ({"eval_steps": 2, "save_steps": 6}, {"average_best": 3}),
         ({"preset": "student-tiny"}, {"model": {}, "learning_rate": 0.002}),
         ({"warmup_steps": 30}, {"learning_rate": 0.00336, "lr_scheduler_type": "cosine"}),
         ({"learning_rate": 0.5}, {"lr_scheduler_type": "cosine"}),
@@ -212,6 +222,8 @@ def test_one_given_field_leaves_the_others_to_be_chosen(fields, expected):
     chosen = evaluation_of(num_validation=50, metrics=["bleu", "chrf"], **fields)
     assert {name: getattr(chosen, name) for name in expected} == expected
     assert {name: getattr(chosen, name) for name in fields} == fields
+    # The recipe can be used.
+    chosen.replace()
 
 
 def test_limits_of_length_follow_from_a_given_size_of_the_vocabulary():

@@ -249,6 +249,21 @@ def test_saved_recipe_loads_as_what_was_set(tmp_path, recipe_file):
     assert yaml.safe_load(text) == recipe.to_dict()
 
 
+def test_a_file_stays_whole_until_the_new_one_is_written(tmp_path, monkeypatch):
+    path = tmp_path / "recipe.yaml"
+    Recipe(seed=3).save(path)
+    earlier = path.read_text(encoding="utf-8")
+
+    def fill_disk(file, text, **options):
+        file.write_bytes(b"see")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill_disk)
+    with pytest.raises(OSError, match="No space"):
+        Recipe(seed=4).save(path)
+    assert path.read_text(encoding="utf-8") == earlier and [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
 def test_relative_output_folder_is_saved(tmp_path):
     load_recipe(None, ["--output_dir", "runs/a"]).save(tmp_path / "saved.yaml")
     assert load_recipe(tmp_path / "saved.yaml").output_dir == "runs/a"
