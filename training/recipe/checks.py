@@ -198,8 +198,8 @@ def check_conflicts(recipe: "Recipe", names: Collection[str] | None = None) -> N
             continue
         for other in conflicting:
             # `null` unsets a value of another recipe.
-            is_given = names is None or first in names or other in names
-            if is_given and recipe.is_set(other) and getattr(recipe, other) is not None:
+            is_named = names is None or first in names or other in names
+            if is_named and recipe.is_set(other) and getattr(recipe, other) is not None:
                 raise ValueError(
                     f"`{first}` and `{other}` must not both be given, because {reason}, "
                     f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
@@ -399,8 +399,7 @@ def _check_averages(recipe: "Recipe") -> None:
         raise ValueError(f"`{name}` must be at most `save_total_limit`, got {getattr(recipe, name)} and {limit}.")
     if recipe.load_best_model_at_end:
         raise ValueError(f"`load_best_model_at_end` must be false with `{name}`, the finished model, got true.")
-    save = strategy_name(recipe.save_strategy)
-    if save == "no":
+    if (save := strategy_name(recipe.save_strategy)) == "no":
         raise ValueError(f"`{name}` must come with `save_strategy` steps, epoch or best, got no.")
     if name == "average_best":
         _check_scored_checkpoints(recipe, save, strategy_name(recipe.eval_strategy))
@@ -425,9 +424,7 @@ def _check_scored_checkpoints(recipe: "Recipe", save: str, evaluate: str) -> Non
 def saves_evaluated_weights(recipe: "Recipe") -> bool:
     """Return True if each step that saves a checkpoint also evaluates it."""
     # `eval_steps` is `logging_steps` by default. Both may be shares of the run.
-    steps = recipe.eval_steps or recipe.logging_steps
-    if not steps:
-        return True
+    steps = recipe.eval_steps or recipe.logging_steps or recipe.save_steps
     times = recipe.save_steps / steps
     return (recipe.save_steps < 1) == (steps < 1) and abs(times - round(times)) <= 1e-6
 
