@@ -59,9 +59,13 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cut
 
 
 def complete_sampling(options: dict) -> dict:
-    """Set `do_sample` if an option needs it and the caller has set neither it nor a loop."""
+    """Set `do_sample` if an option needs it and the caller has set neither it nor a loop, and then one beam if none are set.
+
+    A model may have beams of its own, and sampling within beams is another search.
+    """
     chosen = {name for name, value in options.items() if value is not None}
     names = [name for name in _SAMPLING if name != "top_k" or "penalty_alpha" not in chosen]
     if not chosen & {"do_sample", "custom_generate"} and chosen.intersection(names):
-        return {**options, "do_sample": True}
+        beams = {} if "num_beams" in chosen else {"num_beams": 1}
+        return {**options, "do_sample": True, **beams}
     return options

@@ -26,6 +26,7 @@ from metaphrase.scripts.parsers.options import (
     layer_or_mean,
     model_name,
     output_path,
+    port,
     recipe_fields,
     split_words,
 )
@@ -79,14 +80,17 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
     parser, overrides = make_parser(verb), []
     if verb == "demo":
         arguments, overrides = parser.parse_known_args(words)
+        if overrides and not overrides[0].startswith("--"):
+            raise ValueError(f"`metaphrase demo` makes its own pairs and takes no file, got {overrides[0]!r}.")
     else:
         if verb in RECIPE_VERBS:
-            words, overrides = split_words(words, parser)
+            words, overrides = split_words(parser.with_underscores(words), parser)
         arguments = parser.parse_args(words)
     for word in overrides:
         name = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")
         if word.startswith("--") and not {name, name.removeprefix("no_")} & set(recipe_fields()):
-            hint = nearest(name, recipe_fields()) or " Fields of the network go below `model`."
+            options = [option.removeprefix("--") for option in parser._option_string_actions]
+            hint = nearest(name, [*recipe_fields(), *options]) or " Fields of the network go below `model`."
             raise ValueError(f"Every field must be one that a recipe has, got `{name}` in the command line.{hint}")
     if verb in STREAM_VERBS and not arguments.overwrite and not arguments.resume:
         _refuse_existing(arguments)
@@ -314,7 +318,7 @@ def _serve(parser: VerbParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on [%(default)s]; 0.0.0.0 is all networks"
     )
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on [%(default)s]")
+    parser.add_argument("--port", type=port, default=8000, help="port to listen on [%(default)s]")
     text = "file with one key of a client on each line [METAPHRASE_API_KEYS, keys with commas between; else no keys]"
     parser.add_argument("--api_keys", type=input_file("api_keys"), metavar="FILE", help=text)
     text = "origins of web pages that may call the server; * is all"
@@ -357,13 +361,17 @@ def _push(parser: VerbParser) -> None:
 
 
 def _train(parser: VerbParser) -> None:
-    """Train a model by a recipe. Each field of the recipe is an option too: --field value."""
+    """Train a model by a recipe, or from files of pairs alone. Each field of a recipe is an option too: --field value.
+    The most used are --output_dir DIR [runs/NAME], --time_budget 20m, --validation_file, --test_file and
+    --model_name_or_path, a model to fine-tune."""
     parser.usage = "%(prog)s [recipe] [option ...] [--field value ...]"
     text = "a YAML file, the name of a recipe of the package, a file of pairs, two parallel files, or a data set: a "
     text += "folder or OWNER/NAME on the Hub; what a recipe leaves open is chosen from the pairs"
     parser.add_argument("recipe", nargs="*", help=text)
     parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
-    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the last checkpoint in output_dir, if there is one"
+    )
     parser.add_argument("--dry_run", action="store_true", help="print what the run needs, and do not train")
 
 

@@ -57,9 +57,19 @@ class VerbParser(argparse.ArgumentParser):
     """
 
     def error(self, message: str):
+        if message.startswith("the following arguments are required: ") and "--" not in message:
+            message += f". Write them first: {self.prog} {message.rpartition(': ')[2].replace(',', '')} [option ...]"
         self.exit(2, f"{self.prog}: {paint('error:', '31')} {message}\n")
 
+    def with_underscores(self, words: Sequence[str]) -> list[str]:
+        """Return the words with `-` in the names of known options written as `_`."""
+        names = {name: name[:2] + name[2:].replace("_", "-") for name in self._option_string_actions}
+        known = {hyphenated: name for name, hyphenated in names.items()}
+        parts = [word.partition("=") for word in words]
+        return ["".join((known.get(name, name), *rest)) for name, *rest in parts]
+
     def parse_args(self, args: Sequence[str], namespace=None):
+        args = self.with_underscores(args)
         # argparse would first complain of a required option, whose name may be mistyped.
         for word in itertools.takewhile(lambda word: word != "--", args):
             name = word.partition("=")[0]
@@ -93,8 +103,12 @@ class VerbParser(argparse.ArgumentParser):
     def _explain(self, groups: Sequence[argparse._ArgumentGroup]) -> str:
         formatter = self._get_formatter()
         required = [action for action in self._actions if action.required]
-        words = [(*action.option_strings[:1], formatter._format_args(action, action.dest)) for action in required]
-        formatter.add_usage(self.usage or " ".join(["%(prog)s [option ...]", *itertools.chain(*words)]), [], [])
+        # An option with several values would take a positional argument behind it.
+        required.sort(key=lambda action: bool(action.option_strings))
+        words = [[*action.option_strings[:1], formatter._format_args(action, action.dest)] for action in required]
+        first = next((number for number, action in enumerate(required) if action.option_strings), len(required))
+        words.insert(first, ["[option ...]"])
+        formatter.add_usage(self.usage or " ".join(["%(prog)s", *itertools.chain(*words)]), [], [])
         formatter.add_text(self.description)
         for group in groups:
             formatter.start_section(group.title)

@@ -17,6 +17,7 @@ from metaphrase.scripts.parsers.console import VerbParser
 
 ENGINES = ("auto", "torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
+_LAST_PORT = 65_535
 METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
 DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
 _LOADING_OPTIONS = {
@@ -68,6 +69,8 @@ def model_name(name: str) -> Callable[[str], str]:
         if not Path(word).exists() and (is_path or (rest and Path(owner).is_dir())):
             hint = "" if is_path else f" The folder {owner!r} here has no {rest[0]!r}."
             raise FileNotFoundError(f"`{name}` must be a folder that exists, or a name on the Hub, got {word!r}.{hint}")
+        if Path(word).is_file():
+            raise FileNotFoundError(f"`{name}` must be a folder, got the file {word!r}.")
         return word
 
     return check
@@ -76,13 +79,24 @@ def model_name(name: str) -> Callable[[str], str]:
 def output_path(word: str) -> str:
     """Parse the path of a file or folder to write."""
     if word == "-":
-        raise argparse.ArgumentTypeError("the value must be a path, got '-', which is standard output only in generate")
+        raise argparse.ArgumentTypeError("the value must be a path, got '-'")
     return word
 
 
 def layer_or_mean(word: str) -> int | None:
     """Parse a value of `layer`; `None` is the mean."""
-    return None if word == "mean" else int(word)
+    if word == "mean":
+        return None
+    if not word.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"the value must be a whole number or mean, got {word!r}")
+    return int(word)
+
+
+def port(word: str) -> int:
+    """Parse a port to listen on."""
+    if not word.isdecimal() or int(word) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"the value must be a whole number from 0 to {_LAST_PORT}, got {word!r}")
+    return int(word)
 
 
 def shard(word: str) -> tuple[int, int]:
@@ -182,7 +196,8 @@ def add_loading_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     group.add_argument("--device", help="device to run on [the accelerator if there is one]")
     text = "type of the weights [%(default)s: as saved]; int8 and float16 are faster on a CPU"
     group.add_argument("--dtype", default="auto", help=text)
-    text = "maximum tokens of a source, end of sequence included; longer sources are truncated and counted [no limit]"
+    text = "maximum tokens of a source, end of sequence included; longer sources are truncated and counted "
+    text += "[none: a source that the model cannot read is an error]"
     group.add_argument("--max_source_length", type=int, metavar="INT", help=text)
     text = "run code that comes with the model or its tokenizer"
     group.add_argument("--trust_remote_code", action="store_true", help=text)

@@ -1,6 +1,8 @@
 """The command line: finding verbs, their options and errors, and `metaphrase tokenize`."""
 
+import contextlib
 import gzip
+import importlib
 import io
 import sys
 from unittest.mock import Mock
@@ -183,6 +185,29 @@ def test_bars_of_weights_are_hidden_and_those_of_downloads_are_not(cli_model, tm
         assert "Loading weights" not in capsys.readouterr().err and not are_progress_bars_disabled()
     finally:
         transformers_logging.enable_progress_bar()
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "message"),
+    [
+        ("serve", ["x", "--port", "99999"], "must be a whole number from 0 to 65535, got '99999'"),
+        ("train", ["--verbos"], "Did you mean 'verbose'?"),
+        ("train", ["--num_train_epochs", "3", "pairs.tsv"], "must have one value, got 3 pairs.tsv"),
+        ("demo", ["pairs.tsv"], "makes its own pairs and takes no file, got 'pairs.tsv'"),
+        ("evaluate", ["--metrics", "bleu", "demo"], "Write them first: metaphrase evaluate model [option ...]"),
+        ("generate", ["model.bin", "--num-beams", "2"], "`model` must be a folder, got the file 'model.bin'"),
+        ("attention", ["x", "--layer", "last"], "must be a whole number or mean, got 'last'"),
+    ],
+    ids=str,
+)
+def test_frequent_mistakes_are_explained(verb, words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.bin").touch()
+    main = importlib.import_module(f"metaphrase.scripts.{verb}").main
+    with contextlib.suppress(SystemExit):
+        console.run(main, verb, words)
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
 
 
 def test_an_interruption_is_one_line(capsys):

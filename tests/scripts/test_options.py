@@ -70,6 +70,10 @@ def test_help_fits_a_screen_and_names_all_options(verb, monkeypatch):
         assert action.help is None or action.help.split("%")[0].split()[0] in full
 
 
+# The beams of the model are for search.
+SAMPLING = {"do_sample": True, "num_beams": 1}
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -83,8 +87,9 @@ def test_help_fits_a_screen_and_names_all_options(verb, monkeypatch):
         ("--early_stopping no", {"early_stopping": False}),
         ("--early_stopping never", {"early_stopping": "never"}),
         # An option of sampling turns it on, except against a clear word and for contrastive search.
-        *((f"--{name} 1", {name: 1, "do_sample": True}) for name in ("temperature", "top_p", "min_p", "typical_p")),
-        *((f"--{name} 1", {name: 1, "do_sample": True}) for name in ("top_k", "epsilon_cutoff", "eta_cutoff", "top_h")),
+        *((f"--{name} 1", {name: 1, **SAMPLING}) for name in ("temperature", "top_p", "min_p", "typical_p")),
+        *((f"--{name} 1", {name: 1, **SAMPLING}) for name in ("top_k", "epsilon_cutoff", "eta_cutoff", "top_h")),
+        ("--top_p 1 --num_beams 2", {"top_p": 1, "num_beams": 2, "do_sample": True}),
         ("--top_k 3 --do_sample no", {"top_k": 3, "do_sample": False}),
         ("--penalty_alpha 0.6 --top_k 4", {"penalty_alpha": 0.6, "top_k": 4}),
     ],

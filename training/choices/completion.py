@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from metaphrase.training.choices.finetuning import choose_finetuning, choose_lim
 from metaphrase.training.choices.rules import (
     BATCH_SIZES,
     SIZES,
+    STRATEGIES,
     Choice,
     OpenRecipe,
     Pace,
@@ -83,7 +85,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     if filled.is_open(*BATCH_SIZES):
         check_beside_budget(recipe, None)
     choose_dataset(filled)
-    first = Experiment(_without_evaluation(filled), is_dry_run)
+    first = Experiment(_before_evaluation(filled), is_dry_run)
     with first.arguments.main_process_first(desc="reading the corpus"):
         first.corpus.load()
     train = first.corpus.splits["train"]
@@ -97,7 +99,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         filled.correct(num_validation=size)
     if filled.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
         filled.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
-    experiment = Experiment(filled.recipe, is_dry_run, started)
+    experiment = Experiment(_before_evaluation(filled), is_dry_run, started)
     with experiment.arguments.main_process_first(desc="encoding the corpus"):
         _, encoded = experiment.prepare()
     lengths = np.stack([np.asarray(encoded["train"][side][:]) for side in LENGTH_COLUMNS], axis=1)
@@ -130,12 +132,14 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     return final, filled.choices
 
 
-def _without_evaluation(filled: OpenRecipe) -> Recipe:
-    """Return a recipe that reads the pairs. Pairs to evaluate on are chosen later."""
-    if not filled.is_open(*VALIDATION_FIELDS):
-        return filled.recipe
-    fields = {"eval_strategy": "no", "load_best_model_at_end": False, "choose_decoding": False}
-    return filled.recipe.replace(is_checked=False, **fields)
+def _before_evaluation(filled: OpenRecipe) -> Recipe:
+    """Return a recipe that reads the pairs before evaluation is chosen, without fields that need what is chosen then."""
+    fields: dict[str, Any] = {}
+    if filled.is_open(*VALIDATION_FIELDS):
+        fields = {"eval_strategy": "no", "choose_decoding": False}
+    if any(filled.is_open(name) for name in STRATEGIES) or fields:
+        fields["load_best_model_at_end"] = False
+    return dataclasses.replace(filled.recipe, is_checked=False, **fields)
 
 
 def _with_reasons(filled: OpenRecipe) -> Recipe:

@@ -15,7 +15,7 @@ from metaphrase.training.recipe.recipe import Recipe
 # Its design is that of the networks which are chosen.
 _PRESET = "metaphrase-tiny"
 BATCH_SIZES = ("max_tokens_per_batch", "per_device_train_batch_size")
-_STRATEGIES = ("eval_strategy", "save_strategy")
+STRATEGIES = ("eval_strategy", "save_strategy")
 _EVALUATIONS = 12
 # Evaluations without a better score. The learning rate falls until the end, so that a score may rest in the middle of a run.
 _PATIENCE = 6
@@ -240,18 +240,18 @@ def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) ->
         recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
         return
     strategies = {
-        name: strategy_name(getattr(recipe.recipe, name)) for name in _STRATEGIES if recipe.recipe.is_set(name)
+        name: strategy_name(getattr(recipe.recipe, name)) for name in STRATEGIES if recipe.recipe.is_set(name)
     }
     # Checkpoints that are better than all before are saved at any evaluation.
     strategy = next((value for value in strategies.values() if value != "best"), "steps")
     # With two strategies the user decides when to evaluate, and which weights stay.
-    if len(strategies) < len(_STRATEGIES) and strategy != "no":
+    if len(strategies) < len(STRATEGIES) and strategy != "no":
         usual = max(1, updates // _EVALUATIONS)
         names = [name for name in ("eval_steps", "save_steps") if recipe.recipe.is_set(name)]
         # A value below 1 is a share of the run.
         steps = getattr(recipe.recipe, names[0]) if names else usual
         every = {"eval_steps": steps, "save_steps": steps} if strategy == "steps" else {}
-        chosen = {**dict.fromkeys(_STRATEGIES, strategy), **every}
+        chosen = {**dict.fromkeys(STRATEGIES, strategy), **every}
         if decodes(recipe.recipe):
             chosen["max_decoded_samples"] = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
         reason = f"evaluations as often as `{names[0]}` says" if names else f"{_EVALUATIONS} evaluations in the run"

@@ -71,7 +71,7 @@ _MAX_FACTOR = 1000
 # Fields that become settings of `generate()`.
 _OF_GENERATION = {name: name for name in ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")}
 _OF_GENERATION |= {"generation_num_beams": "num_beams"}
-_LEFT_OUT = {
+LEFT_OUT = {
     "generation_config": "It would replace `num_beams`, `length_penalty`, `generation_max_length` and others. Set them instead.",
     "push_to_hub": "`metaphrase push` uploads a finished run.",
     "use_liger_kernel": "It has no kernels for encoder-decoder models.",
@@ -245,7 +245,7 @@ def _check_ranges(recipe: "Recipe") -> None:
         raise ValueError(
             f"`length_column_name` must not be one of {', '.join(_NO_LENGTHS)}, got {recipe.length_column_name}."
         )
-    for name, reason in _LEFT_OUT.items():
+    for name, reason in LEFT_OUT.items():
         if value := getattr(recipe, name):
             raise ValueError(f"`{name}` must be left out, got {value!r}. {reason}")
 

@@ -24,7 +24,14 @@ _SCALARS = {
 }
 # A short file with aliases of aliases may stand for a billion values.
 _MAX_VALUES = 100_000
-_TYPE_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", list: "list of texts", dict: "mapping"}
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "int",
+    float: "float",
+    str: "text",
+    list: "list of texts",
+    dict: "mapping",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -66,6 +73,9 @@ def load_yaml(text: str, where: str) -> Any:
     try:
         content = yaml.load(text, Loader=_Loader)
         num_values = _count_values(content, {})
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark and where else ""
+        raise ValueError(f"{where} must be valid YAML, got{line}: {error.problem}.") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{where} must be valid YAML: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -190,6 +200,10 @@ def fit_words(field: str, words: list[str], value_type: ValueType, where: str) -
     Raises:
         ValueError: If they do not fit.
     """
+    if len(words) > 1 and not value_type.kinds & {list, dict}:
+        raise ValueError(
+            f"`{field}` must have one value, got {' '.join(words)} ({where}). A recipe or file stands before all options."
+        )
     if len(words) != 1:
         parts = [part for word in words for part in _split(word)]
         return fit_value(field, parts if words else True, value_type, where)

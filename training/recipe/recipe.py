@@ -21,7 +21,7 @@ from metaphrase.data.augmentation import TERM_TOKENS
 from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.training.checkpointing.averaging import is_better_lower
-from metaphrase.training.recipe.checks import check_recipe
+from metaphrase.training.recipe.checks import LEFT_OUT, check_recipe
 from metaphrase.training.recipe.fields import (
     OWN_FIELDS,
     TRAINING_DEFAULTS,
@@ -40,6 +40,8 @@ RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 # Uploads are done by `metaphrase push`, not by a run.
 _UPLOAD_PREFIXES = ("push_to_hub", "hub_")
+# Nothing reads them: transformers' own scripts do.
+_WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
 # The keys of these mappings are names of model parts or of fields, which have dots.
 _DOTTED_PREFIXES = ("learning_rate_factors.", "search.")
 
@@ -308,14 +310,16 @@ def _resolve_negation(name: str, values: list[str]) -> tuple[str, list[str]]:
 def describe_fields() -> str:
     """Return a list of all fields by group, with type, default and help text."""
     groups: dict[str, list[str]] = {}
+    head = "Fields that you leave open are chosen from your pairs and this machine; --dry_run shows them. A value in [ ] holds\n"
+    head += "where nothing is chosen."
     for name, item in OWN_FIELDS.items():
         groups.setdefault(item.metadata["group"], []).append(_describe(name, item.metadata["help"]))
     title = "training (fields of transformers.Seq2SeqTrainingArguments)"
     for name, item in TRAINING_FIELDS.items():
-        if not name.startswith(_UPLOAD_PREFIXES):
+        if not name.startswith(_UPLOAD_PREFIXES) and name not in (*_WITHOUT_EFFECT, *LEFT_OUT):
             text = " ".join(str(item.metadata.get("help", "")).split())
             groups.setdefault(title, []).append(_describe(name, text.partition(". ")[0].removesuffix(".") + "."))
-    return "\n\n".join(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
+    return "\n\n".join([head, *(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())])
 
 
 def _describe(name: str, text: str) -> str:

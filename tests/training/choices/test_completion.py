@@ -130,6 +130,14 @@ def test_a_new_network_gets_its_learning_rate_when_pairs_are_not_read_beforehand
     assert completion.complete_optimizer(base) == (base, [])
 
 
+@pytest.mark.parametrize("validation", [[], ["--validation_file", "pairs.tsv"]], ids=["open", "given"])
+def test_the_best_checkpoint_may_be_asked_for_alone(folder, validation):
+    words = ["--train_file", "pairs.tsv", "--output_dir", "run", *SMALL, *validation, "--load_best_model_at_end"]
+    recipe = completion.complete(load_recipe(None, words), is_dry_run=True)[0].recipe
+    assert recipe.load_best_model_at_end and recipe.eval_strategy == recipe.save_strategy == "steps"
+    assert recipe.average_best is None
+
+
 def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
     words = ["--train_file", "pairs.tsv", "--output_dir", "run", *SMALL]
     more = ["--eval_strategy", "steps", "--eval_steps", "2", "--choose_decoding"]

@@ -60,11 +60,15 @@ def test_defaults_are_ours_over_those_of_transformers(recipe_file):
     assert set(TRAINING_DEFAULTS) <= set(defaults)
 
 
+HIDDEN = ("sortish_sampler", "generation_config", "use_liger_kernel")
+
+
 def test_every_training_argument_is_a_field():
     for item in dataclasses.fields(Seq2SeqTrainingArguments):
         getattr(Recipe(), item.name)
-        # What `metaphrase push` does is not offered.
-        assert (f"--{item.name} " in describe_fields()) is not item.name.startswith(("push_to_hub", "hub_"))
+        # What `metaphrase push` does is not offered, nor what is refused or has no effect.
+        is_left_out = item.name.startswith(("push_to_hub", "hub_", "do_")) or item.name in HIDDEN
+        assert (f"--{item.name} " in describe_fields()) is not is_left_out
         assert item.name not in OWN_FIELDS
     assert all(f"--{name}" in describe_fields() for name in OWN_FIELDS)
 
@@ -109,6 +113,10 @@ def test_an_empty_field_of_our_own_is_not_set(recipe_file):
         ("1: 2", "a key must be a name"),
         ("- seed", "must be a mapping"),
         ("seed: [", r"recipe\.yaml must be valid YAML"),
+        (
+            "model:\n\tdropout: 0.1",
+            r"recipe\.yaml must be valid YAML, got in line 2: found character .* cannot start any token.$",
+        ),
         ("seed: '1'", r"`seed` must be int, got '1' \(str\) in .*recipe\.yaml"),
         ("seed: 1.5", "`seed` must be int, got 1.5"),
         ("seed: true", "`seed` must be int, got True"),
@@ -143,7 +151,7 @@ def test_parts_of_a_model_keep_the_dots_of_their_names():
         (["--no_such"], "`no_such` in the command line"),
         (["seed", "1"], "got 'seed'"),
         (["--seed"], "`seed` must be int"),
-        (["--seed", "1", "2"], r"`seed` must be int, got \['1', '2'\]"),
+        (["--seed", "1", "2"], "`seed` must have one value, got 1 2 .* A recipe or file stands before all options"),
         (["--seed", "1.5"], "`seed` must be int"),
         (["--no_seed"], "`seed` must be int"),
         (["--bf16", "maybe"], "`bf16` must be true or false"),
