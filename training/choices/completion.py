@@ -58,11 +58,13 @@ def complete_optimizer(recipe: Recipe) -> tuple[Recipe, list[Choice]]:
 
     Streams, tasks, stages and plain texts are not read beforehand. A base model and a resumed run keep what they have.
     """
+    if recipe.is_set("model_name_or_path") or recipe.resume_from_checkpoint:
+        return recipe, []
     filled = OpenRecipe(recipe)
-    if filled.is_open("model_name_or_path") and not recipe.resume_from_checkpoint:
-        if filled.is_open(*BATCH_SIZES):
-            filled.choose("usual for Transformers", max_tokens_per_batch=_TOKENS_PER_BATCH)
-        choose_optimizer(filled, warmup_steps=0.1)
+    if filled.is_open(*BATCH_SIZES):
+        check_beside_budget(recipe, None)
+        filled.choose("usual for Transformers", max_tokens_per_batch=_TOKENS_PER_BATCH)
+    choose_optimizer(filled, warmup_steps=0.1)
     return _with_reasons(filled), filled.choices
 
 

@@ -136,7 +136,9 @@ class Size:
 
     def within(self, model: Mapping[str, Any]) -> "Size":
         """Return this size with the width of a network whose other fields are open."""
-        return replace(self, width=model.get("hidden_size", self.width))
+        width = model.get("hidden_size")
+        # The configuration refuses any other value.
+        return replace(self, width=width) if isinstance(width, int) and width > 0 else self
 
 
 SIZES = (Size(128, 2, 60_000), Size(256, 3, 2_000_000), Size(384, 4, 10_000_000), Size(512, 6, math.inf))

@@ -146,6 +146,13 @@ def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
     assert (recipe.num_validation, recipe.eval_steps, recipe.average_best) == (50, 2, 3) and recipe.choose_decoding
 
 
+@pytest.mark.parametrize("value", ["wide", "-8", "0", "1.5", "7"])
+def test_a_width_that_no_network_has_is_refused(folder, value):
+    words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--model.hidden_size", value]
+    with pytest.raises(ValueError, match=r"hidden_size.*, got|got.*hidden_size"):
+        completion.complete(load_recipe(None, words), is_dry_run=True)
+
+
 @pytest.mark.parametrize("words", [["--neftune_noise_alpha", "5"], ["--train_sampling_strategy", "sequential"]])
 def test_fields_that_need_batches_of_pairs_are_refused_at_once(words):
     # The file is never read.
