@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py runs/pipeline --output benchmarks/results/pipeline_en_es.json
 
 Scores are those of `metaphrase compare` in the folder. Speeds are lines per second of `metaphrase generate` on the test sources,
-without loading, by torch on one thread, in turns.
+without loading, by torch and by CTranslate2 on one thread, in turns.
 """
 
 import argparse
@@ -52,24 +52,42 @@ def read_training(folder: Path) -> dict:
 
 def decode(words: list[str], source: Path, target: Path) -> float:
     """Decode the sources and return the lines per second."""
-    command = [*GENERATE, *words, "--input", str(source), "--output", str(target), "--overwrite", "--engine", "torch"]
+    command = [*GENERATE, *words, "--input", str(source), "--output", str(target), "--overwrite"]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return float(re.search(r"([\d.]+) lines per second", log)[1])
 
 
-def measure_speed(folder: Path, teacher: str, student: str, num_beams: int) -> dict:
+def folder_for(engine: str, model: Path) -> str:
+    """Return the folder of a model for an engine, and export the model if needed."""
+    if engine == "torch":
+        return str(model)
+    export = model.with_name(f"{model.name}_ctranslate2")
+    if not export.is_dir():
+        words = ["export", str(model), str(export), "--format", "ctranslate2"]
+        subprocess.run([sys.executable, "-m", "metaphrase", *words], check=True)
+    return str(export)
+
+
+def measure_speed(folder: Path, engine: str, teacher: str, student: str, num_beams: int) -> dict:
     """Return the speeds of a teacher, of its student, and of the student with its list of permitted tokens."""
-    source, small = folder / "data/test.en", str(folder / student)
-    systems = {"teacher": [str(folder / teacher)], "student": [small], "shortlist": [small, "--use_vmap"]}
+    source, small = folder / "data/test.en", folder_for(engine, folder / student)
+    systems = {
+        "teacher": [folder_for(engine, folder / teacher)],
+        "student": [small],
+        "shortlist": [small, "--use_vmap"],
+    }
+    # CTranslate2 knows no other end of beams.
+    ending = ["--early_stopping"] if engine == "ctranslate2" and num_beams > 1 else []
     speeds: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(NUM_TURNS):
         for name, words in systems.items():
-            words = [*words, "--num_beams", str(num_beams)]
+            words = [*words, "--engine", engine, "--num_beams", str(num_beams), *ending]
             speeds[name].append(decode(words, source, folder / f"{name}_speed.es"))
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     targets = [(folder / f"{name}_speed.es").read_text("utf-8").split("\n")[:-1] for name in ("student", "shortlist")]
     same = sum(first == second for first, second in zip(*targets, strict=True)) / len(targets[0])
     return {
+        "engine": engine,
         "teacher": teacher,
         "student": student,
         "num_beams": num_beams,
@@ -90,7 +108,12 @@ def main() -> None:
     report = {
         "trainings": {path.parent.name: read_training(path.parent) for path in sorted(folder.glob("*/metrics.json"))},
         "comparisons": {path.stem: read_comparison(path) for path in sorted(folder.glob("*-*.json"))},
-        "speed": [measure_speed(folder, *couple, num_beams) for couple in COUPLES for num_beams in (4, 1)],
+        "speed": [
+            measure_speed(folder, engine, *couple, num_beams)
+            for engine in ("torch", "ctranslate2")
+            for couple in COUPLES
+            for num_beams in (4, 1)
+        ],
         "machine": describe_machine(1),
     }
     text = json.dumps(report, indent=2)
