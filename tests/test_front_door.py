@@ -63,8 +63,7 @@ def test_a_second_call_of_install_changes_nothing():
 @pytest.mark.parametrize(
     "room",
     [
-        *(pytest.param(room, marks=pytest.mark.slow) for room in ("ops", "modeling", "tokenization")),
-        "decoding",
+        *(pytest.param(room, marks=pytest.mark.slow) for room in ("ops", "modeling", "tokenization", "decoding")),
         "inference",
     ],
 )

@@ -145,6 +145,7 @@ def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
     stream.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(OSError, match="no_model"):
         GeneratorPool(str(tmp_path / "no_model"), num_processes=1, device="cpu")

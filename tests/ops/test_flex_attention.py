@@ -78,7 +78,10 @@ def test_blocks_are_those_that_torch_finds_by_looking_at_each_pair(kind, rows):
             assert found.equal(wanted), (indices, number)
 
 
-@pytest.mark.parametrize("design", ["relative", "relative_per_layer", "alibi", "rotary"])
+@pytest.mark.parametrize(
+    "design",
+    ["relative", "alibi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("relative_per_layer", "rotary"))],
+)
 def test_gradients_are_those_of_eager_attention(design, trainable_flex):
     model = tiny_model(attn_implementation="eager", **DESIGNS[design] | {"initializer_range": 0.2})
     expected, expected_gradients = gradients(model, packed(model.config))

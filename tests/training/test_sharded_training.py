@@ -140,7 +140,7 @@ def assert_same(actual, expected):
         # The third step of an epoch has one pair, so that one process has none of its own.
         pytest.param({"max_train_samples": 17}, id="pairs", marks=pytest.mark.slow),
         # One process takes all pairs at once, and each of two takes half of the pairs, not of the tokens.
-        pytest.param({"max_tokens_per_batch": 10_000}, id="tokens"),
+        pytest.param({"max_tokens_per_batch": 10_000}, id="tokens", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_as_one(fields, data, tmp_path):
