@@ -150,7 +150,8 @@ def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, v
     early_stopping = options.get("early_stopping", config.early_stopping)
     if (options.get("num_beams", config.num_beams) or 1) > 1 and early_stopping is not True:
         # CTranslate2 stops as for True, or not before the longest length.
-        raise ValueError(f"CTranslate2 ends beams as with `--early_stopping`, and it is {early_stopping} here")
+        shown = "not set" if early_stopping is None else early_stopping
+        raise ValueError(f"CTranslate2 ends beams as with `--early_stopping`, which is {shown}")
     search = translate_options(config, options, vocab_size=vocab_size)
     has_beams = search.options["beam_size"] > 1
     differences = {
