@@ -38,7 +38,7 @@ def check_beside_budget(arguments: Any, max_tokens_per_batch: int | None) -> Non
     """
     budget = max_tokens_per_batch
     if budget is None:
-        budget = "no `per_device_train_batch_size`, without which a budget is chosen"
+        budget = "no `per_device_train_batch_size`. Give it, or a budget is chosen"
     strategy = getattr(arguments.train_sampling_strategy, "value", arguments.train_sampling_strategy)
     if strategy in ("sequential", "batch_rebalance"):
         raise ValueError(

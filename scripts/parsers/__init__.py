@@ -78,13 +78,15 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
         OSError: If an input file does not exist.
     """
     parser, overrides = make_parser(verb), []
+    if verb in RECIPE_VERBS:
+        words = parser.with_underscores(words)
     if verb == "demo":
         arguments, overrides = parser.parse_known_args(words)
         if overrides and not overrides[0].startswith("--"):
             raise ValueError(f"`metaphrase demo` makes its own pairs and takes no file, got {overrides[0]!r}.")
     else:
         if verb in RECIPE_VERBS:
-            words, overrides = split_words(parser.with_underscores(words), parser)
+            words, overrides = split_words(words, parser)
         arguments = parser.parse_args(words)
     for word in overrides:
         name = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")
@@ -343,7 +345,7 @@ def _push(parser: VerbParser) -> None:
     parser.add_argument("repo_id", help="user/name or organization/name; created if it does not exist")
     text = "create a private repository; an existing public one is an error"
     parser.add_argument("--private", action="store_true", help=text)
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only list what would be uploaded, offline")
+    parser.add_argument("--dry_run", action="store_true", help="only list what would be uploaded, offline")
     parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
     parser.add_argument("--token", help="access token [HF_TOKEN, or that of `hf auth login`]")
@@ -386,6 +388,6 @@ def _tune(parser: VerbParser) -> None:
 def _demo(parser: VerbParser) -> None:
     """Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2."""
     text = "new folder for the run, or that of an earlier demo, which is replaced [%(default)s]"
-    parser.add_argument("--output_dir", "--output-dir", default="runs/demo", help=text)
+    parser.add_argument("--output_dir", default="runs/demo", help=text)
     parser.add_argument("--num_train", type=int, default=30000, help="number of training pairs [%(default)s]")
     parser.add_argument("--resume", action="store_true", help="resume a stopped run from its last checkpoint")

@@ -63,10 +63,9 @@ class VerbParser(argparse.ArgumentParser):
 
     def with_underscores(self, words: Sequence[str]) -> list[str]:
         """Return the words with `-` in the names of known options written as `_`."""
-        names = {name: name[:2] + name[2:].replace("_", "-") for name in self._option_string_actions}
-        known = {hyphenated: name for name, hyphenated in names.items()}
+        names = {name[:2] + name[2:].replace("_", "-"): name for name in self._option_string_actions}
         parts = [word.partition("=") for word in words]
-        return ["".join((known.get(name, name), *rest)) for name, *rest in parts]
+        return ["".join((names.get(name, name), *rest)) for name, *rest in parts]
 
     def parse_args(self, args: Sequence[str], namespace=None):
         args = self.with_underscores(args)

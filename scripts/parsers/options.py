@@ -17,9 +17,9 @@ from metaphrase.scripts.parsers.console import VerbParser
 
 ENGINES = ("auto", "torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
-_LAST_PORT = 65_535
 METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
 DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
+_LAST_PORT = 65_535
 _LOADING_OPTIONS = {
     *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
     *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine", "use_vmap"),

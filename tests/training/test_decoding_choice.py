@@ -82,8 +82,8 @@ def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch
 
 
 def test_a_resumed_run_chooses_its_decoding_again(data, tmp_path, monkeypatch):
-    run, answers = tmp_path / "run", iter([GREEDY, SHORT])
-    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (next(answers), "as wanted"))
+    run = tmp_path / "run"
+    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (GREEDY, "as wanted"))
     Experiment(make_recipe(data, run, choose_decoding=True, max_steps=2)).train()
     resumed = Recipe.from_mapping({"output_dir": str(run), "resume_from_checkpoint": True, "max_steps": 3}, "the test")
     merged = with_fields_of_run(resumed, run)

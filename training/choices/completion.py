@@ -135,7 +135,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
 
 
 def _before_evaluation(filled: OpenRecipe) -> Recipe:
-    """Return a recipe that reads the pairs before evaluation is chosen, without fields that need what is chosen then."""
+    """Return the recipe without fields of evaluation that need other fields, which are chosen after the pairs are read."""
     fields: dict[str, Any] = {}
     if filled.is_open(*VALIDATION_FIELDS):
         fields = {"eval_strategy": "no", "choose_decoding": False}
@@ -157,7 +157,7 @@ def _measure(experiment: Experiment, size: Size, tokens: TokenProfile) -> Pace:
         is_given = not sized.is_open(*BATCH_SIZES, "gradient_accumulation_steps")
         is_smallest = is_given or budget // (2 * batches) < tokens.longest
         if sized.is_open("preset"):
-            sized.choose_network("", size.within(sized.recipe.model).fields)
+            sized.choose_network("", size.with_width_of(sized.recipe.model).fields)
         sized.choose("", max_tokens_per_batch=tokens_of_batch(tokens, budget, batches))
         timed = Experiment(sized.recipe, is_dry_run=True)
         timed.take_data(experiment)

@@ -134,8 +134,8 @@ class Size:
         stacks = {f"{stack}_{name}": value for stack in ("encoder", "decoder") for name, value in fields.items()}
         return {"hidden_size": self.width, **stacks}
 
-    def within(self, model: Mapping[str, Any]) -> "Size":
-        """Return this size with the width of a network whose other fields are open."""
+    def with_width_of(self, model: Mapping[str, Any]) -> "Size":
+        """Return this size with the width that the fields of a network give, if they give one."""
         width = model.get("hidden_size")
         # The configuration refuses any other value.
         return replace(self, width=width) if isinstance(width, int) and width > 0 else self
@@ -206,10 +206,10 @@ def choose_from_tokens(
     reached = max(1, int(min(updates, in_time)))
     if recipe.is_open("preset"):
         is_sampled = recipe.recipe.subword_sampling is not None
-        share = dropout(reached * budget / tokens.both, is_sampled)
+        rate = dropout(reached * budget / tokens.both, is_sampled)
         is_largest = tokens.target <= size.max_target_tokens
         reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
-        fields = {**size.within(recipe.recipe.model).fields, "dropout": share}
+        fields = {**size.with_width_of(recipe.recipe.model).fields, "dropout": rate}
         recipe.choose_network(f"{reason} {tokens.target:,} target tokens", fields)
     choose_optimizer(recipe, updates // 10)
     choose_evaluation(recipe, tokens, reached)

@@ -67,25 +67,23 @@ def choose_tokenizers(recipe: OpenRecipe, profile: CorpusProfile, kinds: tuple[s
         kinds: The kinds that suit sources and targets.
     """
     settings = recipe.recipe
-    # One vocabulary holds the marks of terms, and its pieces serve any text. Only pieces can be sampled.
-    is_one = settings.joint_vocabulary or "terms" in settings.augmentation
+    # The marks of terms are tokens of one vocabulary, and its pieces serve any text.
+    must_join = settings.joint_vocabulary or "terms" in settings.augmentation
     reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
-    if settings.subword_sampling is not None or (is_one and kinds[0] != kinds[1]):
-        kinds = ("byte_bpe", "byte_bpe")
-        reason = (
-            "only pieces can be sampled" if settings.subword_sampling is not None else "both sides have one vocabulary"
-        )
+    if settings.subword_sampling is not None:
+        kinds, reason = ("byte_bpe", "byte_bpe"), "only pieces can be sampled"
+    elif must_join and kinds[0] != kinds[1]:
+        kinds, reason = ("byte_bpe", "byte_bpe"), "both sides have one vocabulary"
     if settings.tokenizer_kind is not None:
         kinds = (settings.tokenizer_kind, settings.target_tokenizer_kind or settings.tokenizer_kind)
         reason = "the kind is given"
     elif settings.target_tokenizer_kind is not None:
         kinds = (kinds[0], settings.target_tokenizer_kind)
-    is_two = (
-        settings.target_tokenizer_kind is not None or settings.target_vocab_size is not None or kinds[0] != kinds[1]
-    )
+    has_own_target = settings.target_tokenizer_kind is not None or settings.target_vocab_size is not None
+    must_separate = has_own_target or kinds[0] != kinds[1]
     has_one_script = kinds[0] != "word" and profile.shared_characters >= _SHARED_SCRIPT
     values: dict[str, Any] = {"tokenizer_kind": kinds[0]}
-    values["joint_vocabulary"] = bool(is_one or (has_one_script and not is_two))
+    values["joint_vocabulary"] = bool(must_join or (has_one_script and not must_separate))
     if kinds[0] != kinds[1]:
         values["target_tokenizer_kind"] = kinds[1]
     if any(kind in KINDS_THAT_FILL_A_VOCABULARY for kind in kinds):

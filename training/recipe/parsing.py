@@ -24,14 +24,7 @@ _SCALARS = {
 }
 # A short file with aliases of aliases may stand for a billion values.
 _MAX_VALUES = 100_000
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "int",
-    float: "float",
-    str: "text",
-    list: "list of texts",
-    dict: "mapping",
-}
+_TYPE_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", list: "list of texts", dict: "mapping"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -75,7 +68,7 @@ def load_yaml(text: str, where: str) -> Any:
         num_values = _count_values(content, {})
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark and where else ""
-        raise ValueError(f"{where} must be valid YAML, got{line}: {error.problem}.") from error
+        raise ValueError(f"{where} must be valid YAML, got an error{line}: {error.problem}.") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{where} must be valid YAML: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:

@@ -66,7 +66,7 @@ HIDDEN = ("sortish_sampler", "generation_config", "use_liger_kernel")
 def test_every_training_argument_is_a_field():
     for item in dataclasses.fields(Seq2SeqTrainingArguments):
         getattr(Recipe(), item.name)
-        # What `metaphrase push` does is not offered, nor what is refused or has no effect.
+        # Not offered: fields of `metaphrase push`, fields that are refused, and fields without effect.
         is_left_out = item.name.startswith(("push_to_hub", "hub_", "do_")) or item.name in HIDDEN
         assert (f"--{item.name} " in describe_fields()) is not is_left_out
         assert item.name not in OWN_FIELDS
@@ -115,7 +115,7 @@ def test_an_empty_field_of_our_own_is_not_set(recipe_file):
         ("seed: [", r"recipe\.yaml must be valid YAML"),
         (
             "model:\n\tdropout: 0.1",
-            r"recipe\.yaml must be valid YAML, got in line 2: found character .* cannot start any token.$",
+            r"recipe\.yaml must be valid YAML, got an error in line 2: found character .* cannot start any token.$",
         ),
         ("seed: '1'", r"`seed` must be int, got '1' \(str\) in .*recipe\.yaml"),
         ("seed: 1.5", "`seed` must be int, got 1.5"),
