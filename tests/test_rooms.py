@@ -8,7 +8,7 @@ from pathlib import Path
 
 from source_files import SOURCES
 
-MAX_FILES_PER_FOLDER, MAX_LINES_PER_FILE = 20, 450
+MAX_FILES_PER_FOLDER, MAX_LINES_PER_FILE = 20, 900
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
 # A sub-room without a row belongs to its parent: `data.denoising` to `data`.
 MAY_IMPORT = {
