@@ -49,12 +49,12 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 # Options of the command line.
 GENERATION_OPTIONS = (
-    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "length_penalty", "num_beam_groups"),
-    *("diversity_penalty", "early_stopping", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),
-    *("epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha", "repetition_penalty", "no_repeat_ngram_size"),
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "length_penalty"),
+    *("early_stopping", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "top_h", "repetition_penalty", "no_repeat_ngram_size"),
     *("renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences"),
 )
-# Options that turn sampling on. With `penalty_alpha`, `top_k` belongs to contrastive search.
+# Options that turn sampling on.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
@@ -64,8 +64,7 @@ def complete_sampling(options: dict) -> dict:
     A model may have beams of its own, and sampling within beams is another search.
     """
     chosen = {name for name, value in options.items() if value is not None}
-    names = [name for name in _SAMPLING if name != "top_k" or "penalty_alpha" not in chosen]
-    if not chosen & {"do_sample", "custom_generate"} and chosen.intersection(names):
+    if not chosen & {"do_sample", "custom_generate"} and chosen.intersection(_SAMPLING):
         beams = {} if "num_beams" in chosen else {"num_beams": 1}
         return {**options, "do_sample": True, **beams}
     return options

@@ -3,8 +3,6 @@
 from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.decoding.quantization import QUANTIZATIONS, quantize
 from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
-from metaphrase.decoding.searches.contrastive_search import contrastive_search
-from metaphrase.decoding.searches.diverse_beam_search import diverse_beam_search
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.alignment import (
@@ -38,6 +36,6 @@ __all__ += [
     "TranslationPipeline",
     "alignment_error_rate",
 ]
-__all__ += ["complete_sampling", "constrained_beam_search", "contrastive_search", "cross_attention"]
-__all__ += ["cross_attentions", "decode", "diverse_beam_search", "expected_utilities", "format_pharaoh", "quantize"]
+__all__ += ["complete_sampling", "constrained_beam_search", "cross_attention"]
+__all__ += ["cross_attentions", "decode", "expected_utilities", "format_pharaoh", "quantize"]
 __all__ += ["explain", "word_alignment", "word_weights"]

@@ -12,7 +12,7 @@ from transformers.generation import GenerationMode
 from metaphrase.decoding import fast_generation
 from metaphrase.decoding.fast_generation import SequenceScores, is_metaphrase, totals_of_steps
 from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
-from metaphrase.decoding.searches.choose import choose_search
+from metaphrase.decoding.searches.constrained_beam_search import add_beams, constrained_beam_search
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.progress import progress_bar
@@ -55,8 +55,7 @@ def decode(
 ) -> list[list[Hypothesis]]:
     """Run `model.generate()`, or an engine, over all sources.
 
-    Options beside those of `generate()`, for searches of this package: `num_beam_groups` with `diversity_penalty`,
-    `penalty_alpha` with `top_k`, and `force_words_ids`. A length option overrides any length of the model's generation config.
+    `force_words_ids` are phrases that each target contains. A length option overrides any length of the generation config.
     `decoder_input_ids` has a row for each source or one for all; hypotheses begin with it, scores leave it out.
     `prefix_allowed_tokens_fn` is called with the index of the source.
 
@@ -122,11 +121,11 @@ def _searching(
     generation_kwargs: dict,
 ) -> Iterator[BatchSearch]:
     """Put the models into evaluation mode inside this context. Yields the search for one batch."""
-    chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)
-    if joint_search is not None and chosen_search is not None:
-        raise ValueError(
-            f"Several models must decode greedily, by beams or by sampling, got arguments of {chosen_search.__name__}."
-        )
+    chosen_search = None
+    if generation_kwargs.get("force_words_ids") is not None:
+        if joint_search is not None:
+            raise ValueError("Required phrases need a single model, got several.")
+        chosen_search, generation_kwargs = constrained_beam_search, add_beams(models[0], generation_kwargs)
 
     def search_batch(*sources: list[Sequence[int]], **batch_options) -> list[list[Hypothesis]]:
         inputs, *partner_inputs = map(pad_sources, sources, models)

@@ -96,16 +96,15 @@ def _table(*groups: tuple[Rule, str]) -> dict[str, Rule]:
 _GENERATION_RULES = _table(
     # A larger length or beam would fill the memory.
     (_whole(0, 2**20), "max_length max_new_tokens min_length min_new_tokens"),
-    (_whole(1, 10_000), "num_beams num_beam_groups num_return_sequences"),
+    (_whole(1, 10_000), "num_beams num_return_sequences"),
     (_whole(0), "top_k no_repeat_ngram_size encoder_no_repeat_ngram_size"),
     # Beyond these bounds, scores of float32 overflow or become equal.
     (_number(" from 1e-9 to 1e9", lambda x: 1e-9 <= x <= 1e9), "temperature"),
     (_number(" from 0.001 to 1000", lambda x: 1e-3 <= x <= 1e3), "repetition_penalty encoder_repetition_penalty"),
     (_number(" from -10 to 10", lambda x: -10 <= x <= 10), "length_penalty"),
-    (_number(" from 0 to 1e6", lambda x: 0 <= x <= 1e6), "diversity_penalty"),
     (_number(" above 0 and at most 1", lambda x: 0 < x <= 1), "top_p typical_p"),
     (_number(" of at least 0 and below 1", lambda x: 0 <= x < 1), "epsilon_cutoff eta_cutoff"),
-    (_number(" from 0 to 1", lambda x: 0 <= x <= 1), "min_p top_h penalty_alpha"),
+    (_number(" from 0 to 1", lambda x: 0 <= x <= 1), "min_p top_h"),
     (_number(), "guidance_scale max_time"),
     (_FLAG, "do_sample use_cache renormalize_logits remove_invalid_values is_encoder_decoder return_dict_in_generate"),
     (_FLAG, "output_scores output_logits output_attentions output_hidden_states"),

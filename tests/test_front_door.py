@@ -105,7 +105,10 @@ print("loaded:", *sys.modules)
     ("line", "expected"),
     [
         ("metaphrase gen", ["generate"]),
-        ("metaphrase generate --num_bea", ["--num_beams", "--num_beam_groups"]),
+        (
+            "metaphrase generate --num_",
+            ["--num_assistant_tokens", "--num_beams", "--num_processes", "--num_return_sequences"],
+        ),
         ("metaphrase train demo --learning_rate_f", ["--learning_rate_factors"]),
         ("metaphrase export model out --format o", ["onnx"]),
     ],

@@ -19,10 +19,13 @@ from transformers import (
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.beam_search import WORST, Beams, Candidates, Selection, beam_search
-from metaphrase.decoding.searches.any_model import search_inputs, search_output
+from metaphrase.decoding.beam_state import BeamState
+from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepared_projections
 from metaphrase.decoding.searches.phrase_automaton import START, Phrase, PhraseAutomaton
 from metaphrase.decoding.supported_processors import are_ends
 from metaphrase.tokenization import encode_phrase
+
+DEFAULT_NUM_BEAMS = 10
 
 
 def constrained_beam_search(
@@ -41,7 +44,7 @@ def constrained_beam_search(
     Phrases may overlap, and a phrase in the prompt counts. Use `bad_words_ids` for tokens that must not occur.
 
     Args:
-        model: Any encoder-decoder.
+        model: A Metaphrase model.
         input_ids: From `generate()`, like the next three arguments and `model_kwargs`.
         logits_processor: Applied before the constraints: a forbidden token is never forced.
         stopping_criteria: Length and end of sequence only.
@@ -58,19 +61,27 @@ def constrained_beam_search(
 
     Raises:
         ValueError: If constraints are malformed, contradict each other or do not fit, other options leave a source without
-            such a target, or this search does not support an option.
+            such a target, or the fast decoder does not support the model or an option.
     """
     if force_words_ids is None:
         force_words_ids = generation_config.force_words_ids
-    config, vocab_size = generation_config, model.config.get_text_config(decoder=True).vocab_size
+    config = generation_config
+    if not is_metaphrase(model):
+        name = type(model).__name__
+        raise ValueError(
+            f"Required phrases need a Metaphrase model, got a {name}. Convert it with `metaphrase convert`."
+        )
+    if reason := obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs):
+        raise ValueError(f"Required phrases need the fast decoder, which does not support {reason}.")
+    vocab_size = model.config.decoder_vocab_size
     constraints = _read_constraints(force_words_ids, first_words_ids, vocab_size, config)
     special = [getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")]
     special_ids = {*special_ids, config.forced_bos_token_id} - {None}
     special_ids.update(token for tensor in special if tensor is not None for token in tensor.flatten().tolist())
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
-    state, project, _, prompt = search_inputs(
-        model, input_ids, logits_processor, stopping_criteria, config, model_kwargs
-    )
+    prompt = input_ids[:: max(config.num_beams, config.num_return_sequences)]
+    encoder_output, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
+    state, (project, _) = BeamState(model.get_decoder(), encoder_output, mask), prepared_projections(model)
     selection = ConstrainedSelection(config, automaton, prompt)
     # A first token is forced only behind the start token.
     forced = [config.forced_eos_token_id, config.forced_bos_token_id if prompt.shape[1] == 1 else None]
@@ -88,7 +99,16 @@ def constrained_beam_search(
             f"{int(is_lacking.sum())} of {len(is_lacking)} sources: other settings, such as `bad_words_ids`, rule them out, or "
             f"`num_beams` ({config.num_beams}) is too small."
         )
-    return search_output(ids, scores, config)
+    if not config.return_dict_in_generate:
+        return ids
+    return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+
+
+def add_beams(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a search with required phrases: beams, and no sampling unless the caller asks for it."""
+    own = model.generation_config.num_beams or 1
+    num_beams = options.get("num_beams") or (own if own > 1 else DEFAULT_NUM_BEAMS)
+    return {"do_sample": False} | dict(options) | {"num_beams": num_beams}
 
 
 def _read_constraints(

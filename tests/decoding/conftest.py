@@ -7,7 +7,6 @@ from transformers.utils import logging as transformers_logging
 
 from metaphrase.decoding import fast_generation
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.searches import any_model
 
 
 @pytest.fixture
@@ -36,13 +35,3 @@ def warned():
     logger.addHandler(handler)
     yield records
     logger.removeHandler(handler)
-
-
-@pytest.fixture
-def states(monkeypatch):
-    """Names of the states that searches open."""
-    opened = []
-    for name in ("BeamState", "CachedState"):
-        kind = getattr(any_model, name)
-        monkeypatch.setattr(any_model, name, lambda *a, n=name, k=kind, **o: opened.append(n) or k(*a, **o))
-    return opened

@@ -21,8 +21,8 @@ DEVICES = ["meta", "cuda", "cuda:0", "cuda:99", "cuda:-1", "mps", "xpu", "npu", 
 # Numbers as other programs write them, infinities, and numbers beyond those of a float.
 ODD = ["-inf", "1e400", "1e-320", "-1e-320", "1e-9", "1000", "0x10", "1_0", "\u0661", "1,5", " 1", "+1", "1.0", "nan%"]
 # Options that give others an effect.
-SEARCHES = [[], ["--num_beams", "3"], ["--do_sample", "1"], ["--num_beams", "4", "--num_beam_groups", "2"]]
-SEARCHES += [["--num_beams", "3", "--num_return_sequences", "2"], ["--penalty_alpha", "0.5", "--top_k", "4"]]
+SEARCHES = [[], ["--num_beams", "3"], ["--do_sample", "1"]]
+SEARCHES += [["--num_beams", "3", "--num_return_sequences", "2"]]
 SEARCHES += [["--engine", "ctranslate2", "--num_beams", "2"], ["--num_beams", "2", "--do_sample", "1"]]
 
 

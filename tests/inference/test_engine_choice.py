@@ -89,8 +89,6 @@ IN_TORCH = {
     "must_contain": {"must_contain": ["a"], "num_beams": 3},
     "decoder_input_ids": {"decoder_input_ids": [[1, 5]]},
     "decoder_start_token_id": {"decoder_start_token_id": 7},
-    "diverse beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "contrastive search": {"penalty_alpha": 0.6, "top_k": 3},
 }
 
 

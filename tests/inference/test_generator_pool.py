@@ -107,8 +107,8 @@ def test_what_generators_count_is_added_up(pool):
 
 
 def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
-    with pytest.raises(ValueError, match="`num_beams` must be a multiple of `num_beam_groups`, got 4 and 3"):
-        list(pool.generate_stream(SOURCES, num_beams=4, num_beam_groups=3))
+    with pytest.raises(ValueError, match="`num_beams` must be at least 2"):
+        list(pool.generate_stream(SOURCES, num_beams=1, must_contain=["Hund"]))
     with pytest.raises(ValueError, match="`chunk_size` must be at least 1, got 0"):
         list(pool.generate_stream(SOURCES, chunk_size=0))
     with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got -1"):

@@ -114,8 +114,6 @@ def test_what_was_joined_of_other_kinds_has_limits_too(kind, limits):
 SEARCHES = {
     "greedy": {},
     "beams": {"num_beams": 3},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
     "phrases": {"force_words_ids": [[7, 8]]},
     "samples": {"do_sample": True},
 }

@@ -64,17 +64,12 @@ def test_generate_n_best(cli_model, tmp_path, monkeypatch):
     assert len(run_generate(folder, b"the cat\n\na cat\n", monkeypatch, "--n_best")) == 6
 
 
-def test_generate_takes_phrases_and_the_searches_that_transformers_dropped(cli_model, monkeypatch):
+def test_generate_takes_phrases(cli_model, monkeypatch):
     text = ("\n".join(SOURCES) + "\n").encode()
     for words, options in (
         (
             ["--must_contain", "ab", "cd", "--never_contain", "e", "g", "--must_contain", "f"],
             {"must_contain": [["ab", "cd"], ["f"]], "never_contain": ["e", "g"]},
-        ),
-        (["--penalty_alpha", "0.6", "--top_k", "4"], {"penalty_alpha": 0.6, "top_k": 4}),
-        (
-            ["--num_beams", "4", "--num_beam_groups", "2", "--diversity_penalty", "1"],
-            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
         ),
     ):
         assert run_generate(cli_model, text, monkeypatch, *words) == as_lines(targets_of(SOURCES, **options))
@@ -204,7 +199,6 @@ def test_an_interruption_names_resume_if_there_is_an_output(num_lines, cli_model
     [
         ["--num_beams", "2", "--num_return_sequences", "4"],
         ["--mbr_candidates", "4", "--num_return_sequences", "3"],
-        ["--num_beams", "4", "--diversity_penalty", "0.5"],
         ["--must_contain", ""],
         ["--num_beams", "0"],
         ["--num_return_sequences", "0"],

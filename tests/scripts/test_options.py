@@ -86,12 +86,11 @@ SAMPLING = {"do_sample": True, "num_beams": 1}
         ("--early_stopping", {"early_stopping": True}),
         ("--early_stopping no", {"early_stopping": False}),
         ("--early_stopping never", {"early_stopping": "never"}),
-        # An option of sampling turns it on, except against a clear word and for contrastive search.
+        # An option of sampling turns it on, except against a clear word.
         *((f"--{name} 1", {name: 1, **SAMPLING}) for name in ("temperature", "top_p", "min_p", "typical_p")),
         *((f"--{name} 1", {name: 1, **SAMPLING}) for name in ("top_k", "epsilon_cutoff", "eta_cutoff", "top_h")),
         ("--top_p 1 --num_beams 2", {"top_p": 1, "num_beams": 2, "do_sample": True}),
         ("--top_k 3 --do_sample no", {"top_k": 3, "do_sample": False}),
-        ("--penalty_alpha 0.6 --top_k 4", {"penalty_alpha": 0.6, "top_k": 4}),
     ],
 )
 def test_only_what_was_given_is_chosen(words, expected):
@@ -111,7 +110,3 @@ def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs(capsys
         with pytest.raises(SystemExit):
             make_parser(verb).parse_args(words.split())
         assert "the value must be a path, got '-'" in capsys.readouterr().err
-
-
-def test_contrastive_search_with_an_option_of_sampling_samples():
-    assert complete_sampling({"penalty_alpha": 0.6, "top_k": 4, "top_p": 0.5})["do_sample"] is True

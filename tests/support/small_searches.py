@@ -10,11 +10,7 @@ from transformers import (
     BartForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
-    NllbMoeConfig,
-    NllbMoeForConditionalGeneration,
     PreTrainedModel,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -33,20 +29,13 @@ MODELS = {
     "marian": (MarianMTModel, MarianConfig(**_BART, forced_eos_token_id=None)),
     "t5": (T5ForConditionalGeneration, T5Config(**_T5, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)),
 }
-# Mixtures of experts, whose encoders also say which expert had which token.
-_SWITCH = _T5 | {"num_experts": 2, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
-_EXPERTS = {"num_experts": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64}
-MODELS_OF_EXPERTS = {
-    "switch": (SwitchTransformersForConditionalGeneration, SwitchTransformersConfig(**_SWITCH)),
-    "nllb-moe": (NllbMoeForConditionalGeneration, NllbMoeConfig(**_BART, **_EXPERTS, forced_eos_token_id=None)),
-}
 OURS = ["sinusoidal", "relative"]
 
 
 @functools.cache
-def search_model(name: str, is_reference: bool = False) -> PreTrainedModel:
-    """A model that is not to be changed, with no settings of its own; references are other copies, whose layers get hooks."""
-    made = (MODELS | MODELS_OF_EXPERTS)[name]
+def search_model(name: str) -> PreTrainedModel:
+    """A model that is not to be changed, with no settings of its own."""
+    made = MODELS[name]
     if isinstance(made, dict):
         dtype = made.get("dtype")
         model = tiny_model(**{key: value for key, value in made.items() if key != "dtype"})
@@ -70,14 +59,7 @@ def one_of(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]
 
 def log_probabilities(model: PreTrainedModel, source: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities of the next token of each target (targets, V), without a cache."""
-    return last_step(model, source, targets)[0]
-
-
-def last_step(
-    model: PreTrainedModel, source: dict[str, torch.Tensor], targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of each next token `(targets, vocab)`, and the decoder's outputs so far `(targets, length, hidden)`."""
     source = {name: tensor.expand(len(targets), -1) for name, tensor in source.items()}
     with torch.inference_mode():
-        outputs = model(**source, decoder_input_ids=targets, output_hidden_states=True, use_cache=False)
-    return outputs.logits[:, -1].float().log_softmax(-1), outputs.decoder_hidden_states[-1].float()
+        outputs = model(**source, decoder_input_ids=targets, use_cache=False)
+    return outputs.logits[:, -1].float().log_softmax(-1)

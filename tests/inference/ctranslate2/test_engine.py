@@ -179,7 +179,6 @@ REFUSED = {
     "`begin_suppress_tokens` \\[3\\]": {"begin_suppress_tokens": [3]},
     "`sequence_bias`": {"sequence_bias": [[[3], 1.0]]},
     "`guidance_scale` 2": {"guidance_scale": 2.0},
-    "`penalty_alpha` 0.6": {"penalty_alpha": 0.6},
     "`num_beam_groups` 2": {"num_beams": 2, "num_beam_groups": 2},
     "`max_time` 1": {"max_time": 1.0},
     "`stop_strings` 'a'": {"stop_strings": "a"},

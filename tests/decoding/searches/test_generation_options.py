@@ -1,78 +1,19 @@
-"""Tests of the choice of a search: arguments of transformers 4 keep their meaning, without code from the Hub."""
+"""Tests of options of generation: their bounds, and phrases that targets contain or not."""
 
 import warnings
 
 import numpy as np
 import pytest
-import torch
 from tiny_generator import SOURCES, tiny_generator
 
-from metaphrase.decoding.searches.choose import DEFAULT_CONSTRAINED_BEAMS, choose_search
-from metaphrase.inference import constrained_beam_search, contrastive_search, diverse_beam_search
+from metaphrase.decoding.searches.constrained_beam_search import DEFAULT_NUM_BEAMS, add_beams
 from metaphrase.inference.batches import decode
 
-DIVERSE = {"num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 0.5}
-CONTRASTIVE = {"penalty_alpha": 0.6, "top_k": 4}
 
-
-@pytest.mark.parametrize(
-    ("own", "options", "expected"),
-    [
-        ({}, DIVERSE, diverse_beam_search),
-        ({}, CONTRASTIVE, contrastive_search),
-        ({}, {"force_words_ids": [[7]]}, constrained_beam_search),
-        ({}, {"num_beams": 4, "num_beam_groups": 1}, None),
-        ({}, {"num_beams": 4}, None),
-        ({}, {"custom_generate": print, **CONTRASTIVE}, None),
-        (DIVERSE, {}, diverse_beam_search),
-        (DIVERSE, {"num_beams": 1}, None),
-        (DIVERSE, CONTRASTIVE, contrastive_search),
-        (CONTRASTIVE, {}, contrastive_search),
-        (CONTRASTIVE, {"num_beams": 4}, None),
-        (CONTRASTIVE, {"do_sample": True}, None),
-        ({"force_words_ids": [[7]]}, {}, constrained_beam_search),
-        ({"force_words_ids": [[7]]}, DIVERSE, diverse_beam_search),
-    ],
-)
-def test_arguments_choose_and_else_the_models_own_settings(own, options, expected, generator):
-    generator.model.generation_config.update(**own)
-    assert choose_search(generator.model, options)[0] is expected
-
-
-def test_what_a_search_needs_is_filled_in(generator):
-    assert choose_search(generator.model, {"force_words_ids": [[7]]})[1]["num_beams"] == DEFAULT_CONSTRAINED_BEAMS
-    generator.model.generation_config.num_beams = 3
-    assert choose_search(generator.model, {"force_words_ids": [[7]]})[1]["num_beams"] == 3
-    assert choose_search(generator.model, CONTRASTIVE)[1] == CONTRASTIVE | {"num_beams": 1, "do_sample": False}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 0}, "`num_beams` must be a whole number from 1 to 10000, got 0"),
-        ({"do_sample": True, "top_p": 0.0}, "`top_p` must be a finite number above 0 and at most 1, got 0.0"),
-        ({"do_sample": True, "typical_p": 1.5}, "`typical_p` must be a finite number above 0 and at most 1, got 1.5"),
-        (
-            {"do_sample": True, "epsilon_cutoff": 3.0},
-            "`epsilon_cutoff` must be a finite number of at least 0 and below 1, got 3.0",
-        ),
-        (
-            {"do_sample": True, "eta_cutoff": -0.1},
-            "`eta_cutoff` must be a finite number of at least 0 and below 1, got -0.1",
-        ),
-        (DIVERSE | CONTRASTIVE, "choose one search, got `penalty_alpha` and `num_beam_groups`"),
-        (DIVERSE | {"force_words_ids": [[7]]}, "choose one search, got `force_words_ids` and `num_beam_groups`"),
-        ({"diversity_penalty": 0.5, "num_beams": 4}, "`num_beam_groups` must be above 1 .* got None and 0.5"),
-        ({"penalty_alpha": 0.6}, "`top_k` must be set with `penalty_alpha`"),
-        (CONTRASTIVE | {"num_beams": 4}, "`num_beams` must be 1 where `penalty_alpha` is given, got 4"),
-        ({"constraints": ["a"]}, "`constraints` must be None"),
-        ({"first_words_ids": [[7]]}, "`first_words_ids` must come with `force_words_ids`"),
-        ({"num_beams": 4, "num_beam_groups": 3}, "`num_beams` must be a multiple of `num_beam_groups`, got 4 and 3"),
-    ],
-)
-def test_arguments_that_contradict_each_other_are_refused(options, message, generator):
-    with pytest.raises(ValueError, match=message):
-        generator.generate(SOURCES, **options)
+def test_required_phrases_bring_beams(generator):
+    for own, options, expected in ((1, {}, DEFAULT_NUM_BEAMS), (3, {}, 3), (3, {"num_beams": 4}, 4)):
+        generator.model.generation_config.num_beams = own
+        assert add_beams(generator.model, options) == {"do_sample": False, "num_beams": expected}
 
 
 @pytest.mark.parametrize(
@@ -89,14 +30,12 @@ def test_arguments_that_contradict_each_other_are_refused(options, message, gene
         ("repetition_penalty", float("inf"), "a finite number from 0.001 to 1000"),
         ("temperature", 1e-320, "a finite number from 1e-9 to 1e9"),
         ("temperature", np.float32("inf"), "a finite number from 1e-9 to 1e9"),
-        ("diversity_penalty", float("inf"), "a finite number from 0 to 1e6"),
         ("min_p", float("nan"), "a finite number from 0 to 1"),
     ],
 )
 def test_numbers_that_overflow_scores_are_refused(name, value, rule, generator):
-    groups = {"num_beams": 4, "num_beam_groups": 2} if name == "diversity_penalty" else {"num_beams": 3}
     with pytest.raises(ValueError, match=rf"^`{name}` must be {rule}, got {value}\.$"):
-        generator.generate(SOURCES, **groups | {name: value})
+        generator.generate(SOURCES, **{"num_beams": 3, name: value})
     with pytest.raises(ValueError, match=rf"^`{name}` must be {rule}"):
         generator.num_targets(**{name: value})
 
@@ -109,8 +48,8 @@ def test_numbers_at_their_bounds_are_accepted(generator):
     assert any(generator.generate(SOURCES, temperature=1e-9))
 
 
-@pytest.mark.parametrize("options", [DIVERSE, CONTRASTIVE, {"force_words_ids": [[7, 8]]}], ids=str)
-def test_transformers_gives_no_warning(options, generator, sources, warned):
+def test_transformers_gives_no_warning(generator, sources, warned):
+    options = {"force_words_ids": [[7, 8]]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = decode(generator.model, sources, return_scores=True, **options)
@@ -136,7 +75,7 @@ def test_texts_contain_the_phrases_and_never_others(kind):
 
 def test_what_never_occurs_is_added_to_the_models_own(generator):
     generator.model.generation_config.bad_words_ids = [[9]]
-    for options in ({}, {"num_beams": 3}, CONTRASTIVE):
+    for options in ({}, {"num_beams": 3}):
         free = generator.generate(SOURCES, **options)
         letter = next(character for text in free for character in text if character.isalpha())
         texts = generator.generate(SOURCES, never_contain=[letter], **options)
@@ -169,11 +108,3 @@ def test_no_targets_at_all_are_refused(count, generator):
         generator.generate_n_best(SOURCES, num_return_sequences=count)
     with pytest.raises(ValueError, match=f"`num_return_sequences` must be a whole number from 1 to 10000, got {count}"):
         generator.num_targets(num_return_sequences=count)
-
-
-@pytest.mark.parametrize("options", [DIVERSE, CONTRASTIVE, {"force_words_ids": [[7]], "num_beams": 3}], ids=str)
-def test_several_prompts_of_one_source_are_refused(options, generator):
-    search, options = choose_search(generator.model, options)
-    options |= {"decoder_input_ids": torch.tensor([[1, 5], [1, 6]]), "max_new_tokens": 4}
-    with pytest.raises(ValueError, match="`decoder_input_ids` must have a row for each source"):
-        generator.model.generate(torch.tensor(generator.encode(SOURCES[:1])), **options, custom_generate=search)
