@@ -3,15 +3,17 @@
 # PYTHON_ARGCOMPLETE_OK
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 import metaphrase
 from metaphrase.scripts.parsers import RECIPE_VERBS, make_parser, parse
-from metaphrase.scripts.parsers.console import hide_weight_bars, nearest, paint, run
+from metaphrase.scripts.parsers.console import nearest, paint
 from metaphrase.scripts.parsers.options import recipe_fields
 
 VERBS = {
@@ -34,6 +36,8 @@ VERBS = {
     "serve": "serve models by HTTP",
     "push": "upload a model to the Hub",
 }
+# Their messages tell users of the command nothing.
+_CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "sacrebleu", "fsspec", "absl")
 
 
 def usage() -> str:
@@ -64,14 +68,78 @@ def main() -> int:
         print(f"metaphrase: {paint('error:', '31')} {text}", file=sys.stderr)
         return 2
 
-    def run_verb(words: Sequence[str]) -> None:
-        # Help, and an error in the command line, must not wait for the imports of the verb.
-        parse(verb, words)
+    return run(verb, rest)
+
+
+class LinesBetweenBars(logging.StreamHandler):
+    """Handler whose lines do not end up behind a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Without the library there is no bar.
+        library = sys.modules.get("tqdm")
+        with library.tqdm.external_write_mode(self.stream) if library else contextlib.nullcontext():
+            super().emit(record)
+
+
+def run(verb: str, words: Sequence[str]) -> int:
+    """Run a verb. Progress goes to standard error. An expected error is printed as one line without traceback.
+
+    Args:
+        verb: Name of the verb.
+        words: Words of the command line after it.
+
+    Returns:
+        The exit status: 0, 2 after an error, or 130 after an interruption.
+    """
+    if "--quiet" in words or not sys.stderr.isatty():
+        # For libraries that are not imported yet. Our own progress is lines of the log.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    is_verbose = "--verbose" in words or bool(os.environ.get("METAPHRASE_DEBUG"))
+    level = logging.WARNING if "--quiet" in words else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", handlers=[LinesBetweenBars(sys.stderr)])
+    # This library prints its messages itself.
+    logging.getLogger("huggingface_hub").propagate = False
+    for name in () if is_verbose else _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        # Help, and an error in the command line, do not wait for the imports of the verb.
+        arguments = parse(verb, words)
         module = importlib.import_module(f"metaphrase.scripts.{verb}")
         hide_weight_bars()
-        module.main(words)
+        module.main(arguments)
+    except BrokenPipeError:
+        # The reader of standard output, such as `head`, has closed it.
+        sys.stderr.close()
+    except KeyboardInterrupt as interrupt:
+        # A verb that can be resumed says how.
+        print(" ".join([f"\nmetaphrase {verb}: interrupted.", *interrupt.args]), file=sys.stderr)
+        if is_verbose:
+            raise
+        return 130
+    except Exception as error:
+        # A damaged file of weights, or a field of the wrong type in a configuration. EOFError: a truncated .gz file.
+        names = {kind.__name__ for kind in type(error).__mro__} & {"SafetensorError", "StrictDataclassError"}
+        if not names and not isinstance(error, ValueError | OSError | ImportError | EOFError):
+            raise
+        # Errors of the Hub and of configurations have many lines.
+        text = error if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
+        print(f"metaphrase {verb}: {paint('error:', '31')} {text}", file=sys.stderr)
+        if is_verbose:
+            raise
+        return 2
+    return 0
 
-    return run(run_verb, verb, rest)
+
+def hide_weight_bars() -> None:
+    """Hide transformers' bars for loading and saving weights. Those for downloads stay, which take long."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    shows_downloads = not are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()
+    if shows_downloads:
+        # transformers switches them off, too.
+        enable_progress_bars()
 
 
 def complete() -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import set_seed
@@ -11,7 +10,6 @@ from metaphrase.hub_card import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.line_files import check_files, open_output, read_lines
 from metaphrase.inference.source_limits import numbering
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
@@ -64,8 +62,7 @@ def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | No
     return sources, targets
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("attention", words)
+def main(arguments: argparse.Namespace) -> None:
     form = choose_format(arguments.output, arguments.format)
     output = arguments.output or DEFAULT_OUTPUTS[form]
     inputs = given_options(arguments, ("input", "target_input"))

@@ -1,16 +1,14 @@
 """`metaphrase average RUN_OR_CHECKPOINTS --output DIR`: average the weights of several checkpoints."""
 
+import argparse
 import logging
-from collections.abc import Sequence
 
-from metaphrase.scripts.parsers import parse
 from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
 
 logger = logging.getLogger(__name__)
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("average", words)
+def main(arguments: argparse.Namespace) -> None:
     folders = arguments.folders
     if len(folders) == 1:
         folders = select_checkpoints(folders[0], last=arguments.last, best=arguments.best, metric=arguments.metric)

@@ -1,16 +1,15 @@
 """`metaphrase backtranslate MODEL`: write pairs of a synthetic source and a real target."""
 
+import argparse
 from collections.abc import Sequence
 
 from metaphrase.data.pair_files import pair_formatter
 from metaphrase.inference.line_files import num_lines, read_lines
 from metaphrase.inference.run import ScoredText
 from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
-from metaphrase.scripts.parsers import parse
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("backtranslate", words)
+def main(arguments: argparse.Namespace) -> None:
     # A model that writes the source language reads the targets of the pairs.
     options = {"num_return_sequences": 1} | prepare(arguments, {"input": arguments.input})
     format_pair = pair_formatter(arguments.output)

@@ -21,7 +21,6 @@ from metaphrase.hub_card.comparison_page import (
 )
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
 from metaphrase.inference.line_files import check_files, read_lines
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import check_dependents
 from metaphrase.scripts.parsers.options import METRICS, given_options
 
@@ -31,8 +30,7 @@ logger = logging.getLogger(__name__)
 NUM_PRINTED_SENTENCES = 3
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("compare", words)
+def main(arguments: argparse.Namespace) -> None:
     arguments.metrics = list(dict.fromkeys(arguments.metrics))
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)

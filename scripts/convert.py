@@ -1,16 +1,14 @@
 """`metaphrase convert SOURCE OUTPUT [--to FAMILY]`: convert T5, BART, Marian and others to Metaphrase, or back."""
 
+import argparse
 import logging
-from collections.abc import Sequence
 
 from metaphrase.conversion import convert
-from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("convert", words)
+def main(arguments: argparse.Namespace) -> None:
     written = convert(
         arguments.source,
         arguments.output,

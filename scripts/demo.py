@@ -14,7 +14,6 @@ from transformers import set_seed
 from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
 from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.train import RECIPES, limit_bars, naming_checkpoint, next_steps
 from metaphrase.training.checkpointing.folders import checkpoints_in, discard_checkpoint, last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
@@ -36,18 +35,17 @@ MARKER_NAME = "made_by_demo.txt"
 MARKER_TEXT = "`metaphrase demo` made this folder. It replaces data, checkpoints and model in it whenever it runs.\n"
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     if "WORLD_SIZE" not in os.environ:
         # Several GPUs gain nothing with a model of this size.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    arguments, overrides = parse("demo", words)
     folder = Path(arguments.output_dir)
     data = folder / "data"
     is_resumed = arguments.resume and last_whole_checkpoint(folder) is not None
     # A run with a checkpoint has its corpus and its recipe, too.
     source = folder / "recipe.yaml" if is_resumed else RECIPES / "demo.yaml"
-    fields = ["--data_dir", str(data), "--output_dir", str(folder), *overrides]
+    fields = ["--data_dir", str(data), "--output_dir", str(folder), *arguments.fields]
     if arguments.resume:
         fields += ["--resume_from_checkpoint", "true"]
     if not is_resumed:

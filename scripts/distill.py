@@ -9,13 +9,11 @@ from metaphrase.inference import expected_utilities
 from metaphrase.inference.line_files import num_lines, read_lines
 from metaphrase.inference.run import ScoredText
 from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import check_dependents
 from metaphrase.scripts.parsers.options import given_options
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("distill", words)
+def main(arguments: argparse.Namespace) -> None:
     arguments.model, *more = arguments.teachers
     arguments.ensemble = more or None
     check_dependents(arguments, target="input")

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from metaphrase.hub_card.sections import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
@@ -117,8 +115,7 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) 
     return {"data": data, "inference": inference}
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("evaluate", words)
+def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, source_column="file", target_column="file", ensemble_mean="ensemble")
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     score_options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)

@@ -1,7 +1,8 @@
 """`metaphrase explain MODEL`: show what each stage of a model computes for a pair, as a page or as text."""
 
+import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ from metaphrase.hub_card.explanation_page import check_pairs
 from metaphrase.hub_card.figures import spell_out
 from metaphrase.inference import Explanation, Generator, explain
 from metaphrase.inference.line_files import check_files
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
@@ -27,8 +27,7 @@ MAX_ROWS, MAX_COLUMNS = 24, 100
 _CUT = f"; the first {MAX_ROWS} rows and {MAX_COLUMNS} columns"
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("explain", words)
+def main(arguments: argparse.Namespace) -> None:
     targets = arguments.target or [None] * len(arguments.source)
     if len(targets) != len(arguments.source):
         raise ValueError(f"`source` and `target` must be equally many, got {len(arguments.source)} and {len(targets)}.")

@@ -1,17 +1,14 @@
 """`metaphrase export MODEL DIR --format ctranslate2` or `onnx`: export a model."""
 
+import argparse
 import logging
-from collections.abc import Sequence
-
-from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 
 FORMATS = ("ctranslate2", "onnx")
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("export", words)
+def main(arguments: argparse.Namespace) -> None:
     # The imports need extras, which --help must not.
     if arguments.format == "onnx":
         if arguments.quantization is not None:

@@ -15,7 +15,6 @@ from metaphrase.filtering.work_folder import partial_path
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import dual_scores
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.options import given_options
 
 logger = logging.getLogger(__name__)
@@ -24,8 +23,7 @@ logger = logging.getLogger(__name__)
 _NOTABLE_SHARE = 0.2
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("filter", words)
+def main(arguments: argparse.Namespace) -> None:
     names = ("file", "source_column", "target_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
     origins = tuple(path is not None for path in (arguments.file, arguments.source, arguments.target))

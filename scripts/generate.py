@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from transformers import set_seed
 
@@ -25,7 +25,6 @@ from metaphrase.inference.line_files import (
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.texts.terms import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
@@ -54,8 +53,7 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | G
     yield Generator.from_pretrained(names, **loading)
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("generate", words)
+def main(arguments: argparse.Namespace) -> None:
     needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
     check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
     glossary = {} if arguments.glossary is None else {"glossary": arguments.glossary}

@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
 from metaphrase.hub_card.deployment import endpoint_files, space_files, upload_space
 from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.options import given_options
 
 logger = logging.getLogger(__name__)
@@ -90,8 +89,7 @@ def rehearse(
         print(f"Space {space[0]}: {', '.join(space[1])}")
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("push", words)
+def main(arguments: argparse.Namespace) -> None:
     validate_repo_id(arguments.repo_id)
     if not arguments.commit_message.strip():
         raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")

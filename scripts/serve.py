@@ -3,14 +3,13 @@
 import argparse
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.texts.terms import Terms, read_glossary
-from metaphrase.scripts.parsers import LIMITS, parse
+from metaphrase.scripts.parsers import LIMITS
 from metaphrase.scripts.parsers.options import chosen_generation_options, chosen_loading_options
 
 try:
@@ -32,8 +31,7 @@ logger = logging.getLogger(__name__)
 _MAX_BATCHES = 4
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("serve", words)
+def main(arguments: argparse.Namespace) -> None:
     num_batches = divide_threads(arguments.device)
     limits = Limits(**{name: getattr(arguments, name) for name, *_ in LIMITS})
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}

@@ -1,13 +1,12 @@
 """`metaphrase shortlist MODEL PAIRS`: write the vocabulary map of a model, for --use_vmap."""
 
+import argparse
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.data.pairs import PairSource
 from metaphrase.filtering.lexicon import MAX_PAIRS, make_vocabulary_map
 from metaphrase.filtering.run import check_sample, sample_pairs
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.parsers.options import given_options
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.storage.model_files import check_model_folder
@@ -17,8 +16,7 @@ from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 logger = logging.getLogger(__name__)
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("shortlist", words)
+def main(arguments: argparse.Namespace) -> None:
     path, files = Path(arguments.model, VOCABULARY_MAP_NAME), arguments.pairs
     if not path.parent.is_dir():
         raise ValueError(f"`model` must be a folder, to write {path.name} into, got {arguments.model!r}.")

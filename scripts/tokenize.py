@@ -1,5 +1,6 @@
 """`metaphrase tokenize --files F ... --output DIR`: train a tokenizer, or one for each side."""
 
+import argparse
 import collections
 import functools
 import logging
@@ -7,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.inference.line_files import check_files
-from metaphrase.scripts.parsers import parse
 from metaphrase.storage.folders import folder_in_one_step, remove_leftovers
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 
@@ -38,8 +38,7 @@ def check_output(output: Path, files: Sequence[str], overwrite: bool) -> None:
         raise ValueError(f"`output` must not hold a tokenizer, got {output}. Pass --overwrite to replace it.")
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, _ = parse("tokenize", words)
+def main(arguments: argparse.Namespace) -> None:
     has_files = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
     is_separate = has_files == [False, True, True]
     if not is_separate and has_files != [True, False, False]:

@@ -5,6 +5,7 @@ import sys
 if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
     sys.path.pop(0)
 
+import argparse
 import contextlib
 import logging
 import re
@@ -22,8 +23,7 @@ from metaphrase.data.pairs import READERS
 from metaphrase.hub_card import renew_model_card
 from metaphrase.hub_card.sections import with_interval
 from metaphrase.inference.progress import has_bar
-from metaphrase.scripts.parsers import parse
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
 from metaphrase.training.choices.completion import complete, complete_optimizer, is_completable
 from metaphrase.training.choices.rules import Choice
@@ -138,19 +138,18 @@ def next_steps(folder: Path, objective: str = "pairs") -> str:
     return "\n  ".join(["Next:", *commands, f"metaphrase push {name} USER/NAME"])
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, overrides = parse("train", words)
+def main(arguments: argparse.Namespace) -> None:
     if arguments.help_fields:
         print(describe_fields())
         return
     if arguments.resume:
-        overrides += ["--resume_from_checkpoint", "true"]
-    if not words:
+        arguments.fields += ["--resume_from_checkpoint", "true"]
+    if not arguments.recipe and not arguments.fields:
         raise ValueError(
             "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
         )
     path, fields = find_data(arguments.recipe)
-    recipe = load_recipe(path, [*fields, *overrides])
+    recipe = load_recipe(path, [*fields, *arguments.fields])
     if recipe.output_dir is None:
         name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
         recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
@@ -197,4 +196,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, "train"))
+    sys.exit(run("train", sys.argv[1:]))

@@ -1,13 +1,12 @@
 """`metaphrase tune RECIPE.yaml --field value ...`: search for better values of a recipe's fields."""
 
+import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from metaphrase.hub_card.figures import draw_trials
-from metaphrase.scripts.parsers import parse
 from metaphrase.scripts.train import find_data, limit_bars
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.choices.tuning import BEST_NAME, Tuning
@@ -17,10 +16,9 @@ from metaphrase.training.recipe.recipe import load_recipe
 _SHOWN_ROWS = 5
 
 
-def main(words: Sequence[str]) -> None:
-    arguments, overrides = parse("tune", words)
+def main(arguments: argparse.Namespace) -> None:
     path, fields = find_data(arguments.recipe)
-    recipe = load_recipe(path, [*fields, *overrides])
+    recipe = load_recipe(path, [*fields, *arguments.fields])
     name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
     defaults = {"output_dir": f"runs/{name}_tune", "time_budget": "30m"}
     defaults = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}

@@ -27,6 +27,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from verbs import execute
 
 from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
@@ -183,7 +184,7 @@ def test_command_runs(command, project, monkeypatch, capsys):
     if verb == "distill":
         # Another command trains on what this one writes.
         (project / "distilled.tsv").unlink(missing_ok=True)
-    importlib.import_module(f"metaphrase.scripts.{verb}").main(rest)
+    execute(importlib.import_module(f"metaphrase.scripts.{verb}"), rest)
     if target:
         # The untrained model may write other ends of lines.
         assert capsys.readouterr().out.count("\n") == 2
@@ -211,7 +212,7 @@ def test_new_language_becomes_a_model_that_writes_it(project, capsys):
     convert("models/nllb-tyv", "runs/nllb-tyv")
     words = "tuvan.tsv --model_name_or_path runs/nllb-tyv --source_lang rus_Cyrl --target_lang tyv_Cyrl --use_cpu"
     words += " --output_dir runs/trained --max_steps 2 --learning_rate 0.1 --per_device_train_batch_size 4"
-    importlib.import_module("metaphrase.scripts.train").main(words.split())
+    execute(importlib.import_module("metaphrase.scripts.train"), words.split())
     generator = Generator.from_pretrained("runs/trained", device="cpu")
     assert generator.model.generation_config.forced_bos_token_id == new
     assert not generator.model.get_input_embeddings().weight[new].equal(rows[new])
@@ -236,14 +237,14 @@ def test_training_command_parses(command, project, monkeypatch):
     for name in ("Experiment", "complete", "Tuning"):
         monkeypatch.setattr(module, name, stop, raising=False)
     with pytest.raises(Parsed, match="runs/"):
-        module.main(words)
+        execute(module, words)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] == "serve"])
 def test_server_of_a_page_starts(command, project, monkeypatch):
     started = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda server: started.append(server.config.port))
-    serve.main(shlex.split(command)[2:])
+    execute(serve, shlex.split(command)[2:])
     assert len(started) == 1
 
 
@@ -265,7 +266,7 @@ def test_packaged_recipes_load_and_name_no_folder(path):
 def test_every_verb_prints_its_help(capsys):
     for verb in VERBS:
         with pytest.raises(SystemExit) as stop:
-            importlib.import_module(f"metaphrase.scripts.{verb}").main(["--help"])
+            execute(importlib.import_module(f"metaphrase.scripts.{verb}"), ["--help"])
         assert stop.value.code == 0
         assert f"metaphrase {verb}" in capsys.readouterr().out
 

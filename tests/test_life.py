@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from source_files import ROOT
+from verbs import execute
 
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.scripts import demo
@@ -50,7 +51,7 @@ def trained(tmp_path_factory):
     if "METAPHRASE_DEMO" in os.environ:
         (folder / "runs" / "demo").symlink_to(Path(os.environ["METAPHRASE_DEMO"]).resolve())
     else:
-        demo.main(["--output_dir", str(folder / "runs" / "demo")])
+        execute(demo, ["--output_dir", str(folder / "runs" / "demo")])
     return folder
 
 

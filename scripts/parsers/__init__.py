@@ -62,7 +62,7 @@ def make_parser(verb: str) -> VerbParser:
     return parser
 
 
-def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line of a verb.
 
     Args:
@@ -70,7 +70,7 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
         words: Words after the verb.
 
     Returns:
-        Options of the verb, and the words that set fields of a recipe.
+        Options of the verb. Those of a verb with a recipe have `fields`, the words that set fields of the recipe.
 
     Raises:
         SystemExit: After an error in the options of the verb, or its help.
@@ -100,7 +100,8 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
         _refuse_missing_pairs(arguments.recipe)
     if verb == "push" and "/" not in arguments.repo_id:
         raise ValueError(f"`repo_id` must be user/name or organization/name, got {arguments.repo_id!r}.")
-    return arguments, overrides
+    arguments.fields = overrides
+    return arguments
 
 
 def _refuse_existing(arguments: argparse.Namespace) -> None:

@@ -1,10 +1,9 @@
-"""Run a verb from a terminal: parsers that answer in one line or one screen, logging, errors, exit status.
+"""Parsers that answer in one line or one screen.
 
 Help and errors must come at once, so that this file imports no other room and no heavy library at its top.
 """
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import logging
@@ -12,7 +11,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 MAX_HELP_LINES = 40
 _COMMON_GROUP = "options of all verbs"
-# Their messages tell users of the command nothing.
-_CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "sacrebleu", "fsspec", "absl")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -129,82 +126,6 @@ def verb_parser(verb: str, description: str, **options) -> VerbParser:
     text = "print messages of libraries, and tracebacks of errors; METAPHRASE_DEBUG=1 does the same"
     group.add_argument("--verbose", action="store_true", help=text)
     return parser
-
-
-class LinesBetweenBars(logging.StreamHandler):
-    """Handler whose lines do not end up behind a progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # Without the library there is no bar.
-        library = sys.modules.get("tqdm")
-        with library.tqdm.external_write_mode(self.stream) if library else contextlib.nullcontext():
-            super().emit(record)
-
-
-def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
-    """Run a verb. Progress goes to standard error. An expected error is printed as one line without traceback.
-
-    Args:
-        main: The verb's function of the words after its name.
-        verb: Name of the verb, for messages.
-        words: Words of the command line; by default those of this process.
-
-    Returns:
-        The exit status: 0, 2 after an error, or 130 after an interruption.
-    """
-    words = sys.argv[1:] if words is None else words
-    if "--quiet" in words or not sys.stderr.isatty():
-        # For libraries that are not imported yet. Our own progress is lines of the log.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    is_verbose = "--verbose" in words or bool(os.environ.get("METAPHRASE_DEBUG"))
-    level = logging.WARNING if "--quiet" in words else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s", handlers=[LinesBetweenBars(sys.stderr)])
-    # This library prints its messages itself.
-    logging.getLogger("huggingface_hub").propagate = False
-    for name in () if is_verbose else _CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        main(words)
-    except BrokenPipeError:
-        # The reader of standard output, such as `head`, has closed it.
-        sys.stderr.close()
-    except KeyboardInterrupt as interrupt:
-        # A verb that can be resumed says how.
-        print(" ".join([f"\nmetaphrase {verb}: interrupted.", *interrupt.args]), file=sys.stderr)
-        if is_verbose:
-            raise
-        return 130
-    except Exception as error:
-        if not _is_expected(error):
-            raise
-        # OSError: also a missing model and errors of the Hub, with messages of many lines. Other errors of many lines come from
-        # the configuration, for a field of the wrong type.
-        text = error if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
-        print(f"metaphrase {verb}: {paint('error:', '31')} {text}", file=sys.stderr)
-        if is_verbose:
-            raise
-        return 2
-    return 0
-
-
-def _is_expected(error: Exception) -> bool:
-    """Return True for an error that a user can cause. EOFError: a truncated .gz file."""
-    # By name, because importing the classes of other libraries takes time.
-    names = {kind.__name__ for kind in type(error).__mro__}
-    is_builtin = isinstance(error, ValueError | OSError | ImportError | EOFError)
-    return is_builtin or not names.isdisjoint(("SafetensorError", "StrictDataclassError"))
-
-
-def hide_weight_bars() -> None:
-    """Hide transformers' bars for loading and saving weights. Those for downloads stay, which take long."""
-    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
-    shows_downloads = not are_progress_bars_disabled()
-    transformers_logging.disable_progress_bar()
-    if shows_downloads:
-        # transformers switches them off, too.
-        enable_progress_bars()
 
 
 def check_dependents(arguments: argparse.Namespace, **needs: str) -> None:

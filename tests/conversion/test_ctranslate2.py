@@ -13,6 +13,7 @@ from ctranslate2.converters.transformers import TransformersConverter
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM, T5Config
+from verbs import execute
 
 from metaphrase.conversion.ctranslate2.export import (
     QUANTIZATIONS,
@@ -272,7 +273,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("is_joint", [True, False])
 def test_export_by_command_line(is_joint, models, tmp_path):
     output = tmp_path / "exported"
-    export.main([str(models[is_joint]), str(output), "--format", "ctranslate2"])
+    execute(export, [str(models[is_joint]), str(output), "--format", "ctranslate2"])
     names = {"shared_vocabulary.json"} if is_joint else {"source_vocabulary.json", "target_vocabulary.json"}
     assert names | {"model.bin", "config.json", "export.json", "generation_config.json"} <= {
         path.name for path in output.iterdir()

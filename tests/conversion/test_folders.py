@@ -21,8 +21,7 @@ from transformers import (
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.scripts import convert as verb
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 TINY = {"vocab_size": 37, "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 TINY |= {f"{stack}_{field}": 4 for stack in ("encoder", "decoder") for field in ("layers", "attention_heads")}
@@ -382,7 +381,7 @@ def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
         ([folder, tmp_path / "a", "--max_shard_size", "0.5GB"], "such as 500MB, got '0.5GB'"),
         ([folder, tmp_path / "a", "--revision", "main"], "`revision` must be left out for a folder"),
     ):
-        assert run(verb.main, "convert", [str(word) for word in words]) == 2
+        assert run("convert", [str(word) for word in words]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -391,7 +390,7 @@ def test_conversion_may_be_overwritten(bart, tmp_path):
     convert(folder, tmp_path / "ours")
     (tmp_path / "ours" / "model.safetensors").unlink()
     (tmp_path / "ours" / "README.md").write_text("A card of my own.")
-    assert run(verb.main, "convert", [str(folder), str(tmp_path / "ours"), "--overwrite"]) == 0
+    assert run("convert", [str(folder), str(tmp_path / "ours"), "--overwrite"]) == 0
     assert (tmp_path / "ours" / "model.safetensors").is_file()
     assert (tmp_path / "ours" / "README.md").read_text() == "A card of my own."
 

@@ -12,9 +12,10 @@ from converted_models import bart_like, draw
 from hub_stand_in import QuietHandler
 from huggingface_hub import constants
 from safetensors.torch import load_file
+from verbs import execute
 
 from metaphrase.scripts import convert as verb
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 COMMIT = "a" * 40
 
@@ -75,7 +76,7 @@ def test_checkpoint_on_the_hub_is_converted(hub, tmp_path, options):
     hub.files["pytorch_model.bin"] = b"a pickle"
     hub.files["tf_model.h5"] = b"another"
     hub.files["checkpoint-10/model.safetensors"] = b"of a run"
-    verb.main(["somebody/bart", str(tmp_path / "ours"), *options])
+    execute(verb, ["somebody/bart", str(tmp_path / "ours"), *options])
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert torch.equal(written["model.encoder.embed_tokens.weight"], theirs.get_input_embeddings().weight)
     provenance = json.loads((tmp_path / "ours" / "conversion.json").read_text(encoding="utf-8"))
@@ -86,7 +87,7 @@ def test_checkpoint_on_the_hub_is_converted(hub, tmp_path, options):
 
 
 def test_checkpoint_that_is_not_there_is_one_line(hub, tmp_path, capsys):
-    assert run(verb.main, "convert", ["somebody/else", str(tmp_path / "ours")]) == 2
+    assert run("convert", ["somebody/else", str(tmp_path / "ours")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("metaphrase convert: error: ") and "somebody/else" in said and "Traceback" not in said
     assert not (tmp_path / "ours").exists()
@@ -95,6 +96,6 @@ def test_checkpoint_that_is_not_there_is_one_line(hub, tmp_path, capsys):
 def test_without_a_hub_and_without_a_folder_the_error_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert run(verb.main, "convert", ["no/such/folder", str(tmp_path / "ours")]) == 2
+    assert run("convert", ["no/such/folder", str(tmp_path / "ours")]) == 2
     said = capsys.readouterr().err
     assert "`source` must be a folder that exists, or a name on the Hub, got 'no/such/folder'" in said

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from metaphrase.conversion import convert
 from metaphrase.conversion.folders import _tokenizer_class
-from metaphrase.scripts import convert as verb
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -97,7 +96,7 @@ def test_a_full_disk_is_told_in_a_line(bart, tmp_path, monkeypatch, capsys):
         raise SafetensorError("Error while serializing: No space left on device")
 
     monkeypatch.setattr("metaphrase.storage.weight_files.save_file", fail)
-    assert run(verb.main, "convert", [str(bart[0]), str(tmp_path / "ours")]) == 2
+    assert run("convert", [str(bart[0]), str(tmp_path / "ours")]) == 2
     assert "model.safetensors could not be written: Error while serializing: No space" in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
 

@@ -13,6 +13,7 @@ pytest.importorskip("ctranslate2")
 import torch
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
+from verbs import execute
 
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.inference import Generator, GeneratorPool, cross_attention
@@ -138,7 +139,7 @@ def test_evaluation_by_command_line_is_without_a_loss(folders, tmp_path):
     words = ["--source", str(source), "--target", str(target), "--output", str(output), "--num_beams", "3"]
     results = []
     for more in ([], ["--engine", "ctranslate2", "--dtype", "float32"]):
-        evaluate.main([str(folders[True][0]), "--device", "cpu", "--early_stopping", *words, *more])
+        execute(evaluate, [str(folders[True][0]), "--device", "cpu", "--early_stopping", *words, *more])
         results.append(json.loads(output.read_text(encoding="utf-8")))
     ours, theirs = results
     assert ours["loss"] > 0 and "loss" not in theirs
@@ -175,7 +176,7 @@ def test_without_the_package_the_error_says_what_to_install(folders, monkeypatch
 
     for call in (
         lambda: Generator.from_pretrained(folders[True][0], engine="ctranslate2"),
-        lambda: export.main([str(folders[True][0]), "out", "--format", "ctranslate2"]),
+        lambda: execute(export, [str(folders[True][0]), "out", "--format", "ctranslate2"]),
     ):
         with pytest.raises(ImportError, match=r"pip install metaphrase\[ctranslate2\]"):
             call()

@@ -14,10 +14,11 @@ import torch
 from converted_models import bart_like
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
+from verbs import execute
 
 from metaphrase.inference import Generator, GeneratorPool, engine_choice
 from metaphrase.inference.engine_choice import EngineChoice, is_faster
-from metaphrase.scripts.generate import main as generate
+from metaphrase.scripts import generate
 
 pytest.importorskip("ctranslate2")
 
@@ -284,8 +285,9 @@ def test_the_command_says_which_engine_runs(folder, tmp_path, lines):
     source, output = tmp_path / "source", tmp_path / "output"
     source.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     for words in ([], ["--engine", "torch"], ["--format", "html"]):
-        generate(
-            [str(folder), "--device", "cpu", "--input", str(source), "--output", str(output), "--overwrite", *words]
+        execute(
+            generate,
+            [str(folder), "--device", "cpu", "--input", str(source), "--output", str(output), "--overwrite", *words],
         )
         expected = [] if "torch" in words else ["Engine: CTranslate2 (faster for this model and search)"]
         assert lines() == expected

@@ -12,11 +12,12 @@ import pytest
 from cli_texts import contents
 from killed_outputs import Server
 from tiny_generator import SOURCES, save_generator, tiny_generator
+from verbs import execute, name_of
 
 from metaphrase.inference import ScoredText, line_files
 from metaphrase.inference.line_files import NewFile, OutputStream, ResumedFile, format_targets, standard_output
 from metaphrase.scripts import attention, evaluate, explain, generate
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 NUM_LINES = 23
 LINES = [f"{SOURCES[index % 5]} {SOURCES[index % 3]}" if index % 7 != 3 else "" for index in range(NUM_LINES)]
@@ -48,7 +49,7 @@ def words(model, tmp_path):
 
 
 def whole_output(words, path):
-    generate.main([*words, "--output", str(path), "--overwrite"])
+    execute(generate, [*words, "--output", str(path), "--overwrite"])
     return path.read_bytes()
 
 
@@ -99,7 +100,7 @@ def test_a_whole_output_stays_as_it_is_and_an_output_with_overwrite_begins_anew(
     whole = whole_output(words, output)
     before = output.stat().st_mtime_ns
     caplog.set_level("INFO")
-    generate.main([*words, "--output", str(output), "--resume"])
+    execute(generate, [*words, "--output", str(output), "--resume"])
     assert output.read_bytes() == whole and output.stat().st_mtime_ns == before
     assert "at line 21" in caplog.text and "3 lines in" in caplog.text
     output.write_bytes(whole[: len(whole) // 2])
@@ -128,7 +129,7 @@ def test_an_output_of_another_command_is_refused_and_stays(words, tmp_path, befo
     content = whole_output([*words, *before.split()], output)
     (tmp_path / "in").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        generate.main([*words, *after.split(), "--output", str(output), "--resume"])
+        execute(generate, [*words, *after.split(), "--output", str(output), "--resume"])
     assert output.read_bytes() == content
 
 
@@ -138,7 +139,7 @@ def test_a_file_without_a_line_feed_is_not_taken_for_an_unfinished_line(words, t
     output = tmp_path / "notes"
     output.write_bytes(notes)
     with pytest.raises(ValueError, match=r"source 0 has '.*' instead of '.*'"):
-        generate.main([*words, *SEARCHES[search], "--output", str(output), "--resume"])
+        execute(generate, [*words, *SEARCHES[search], "--output", str(output), "--resume"])
     assert output.read_bytes() == notes
 
 
@@ -165,11 +166,11 @@ def test_lines_may_differ_in_the_last_digits_of_a_score_alone(tmp_path):
 
 def test_resuming_needs_a_file(words, tmp_path):
     with pytest.raises(ValueError, match="`output` must be given with `resume`, got None and True"):
-        generate.main([*words, "--resume"])
+        execute(generate, [*words, "--resume"])
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(ValueError, match="`output` must be a regular file with `resume`"):
-            generate.main([*words, "--output", str(path), "--resume"])
+            execute(generate, [*words, "--output", str(path), "--resume"])
 
 
 @pytest.mark.parametrize("num_targets", [1, 2])
@@ -263,7 +264,7 @@ def test_no_output_lies_on_a_file_that_is_read(words, folder, case, monkeypatch,
     monkeypatch.chdir(folder)
     before = contents(folder)
     verb, more = ON_WHAT_IS_READ[case]
-    assert run(verb.main, "verb", ["demo", "--device", "cpu", *more]) == 2
+    assert run(name_of(verb), ["demo", "--device", "cpu", *more]) == 2
     assert re.search(
         r"must be (no file that the model is read from|another file than `glossary`)", capsys.readouterr().err
     )
@@ -273,7 +274,7 @@ def test_no_output_lies_on_a_file_that_is_read(words, folder, case, monkeypatch,
 def test_results_may_lie_beside_the_model(words, folder, monkeypatch):
     monkeypatch.chdir(folder)
     for _ in range(2):
-        generate.main(["demo", "--device", "cpu", "--input", "in", "--output", "demo/out.txt", "--overwrite"])
+        execute(generate, ["demo", "--device", "cpu", "--input", "in", "--output", "demo/out.txt", "--overwrite"])
     assert (folder / "demo" / "out.txt").read_bytes().count(b"\n") == NUM_LINES
 
 
@@ -286,7 +287,7 @@ def test_standard_input_is_not_written_to(words, folder, options, monkeypatch, c
         monkeypatch.setattr(sys, "stdin", source)
         if not options:
             monkeypatch.setattr(sys, "stdout", target)
-        assert run(generate.main, "generate", ["demo", "--device", "cpu", *options]) == 2
+        assert run("generate", ["demo", "--device", "cpu", *options]) == 2
     assert re.search(r"`output` must be another file than `input`, got .* for both", capsys.readouterr().err)
     assert contents(folder) == before
 

@@ -17,6 +17,7 @@ from transformers import (
     RobertaConfig,
     pipeline,
 )
+from verbs import execute, name_of
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions, source_limits
@@ -24,7 +25,7 @@ from metaphrase.inference.batches import decode
 from metaphrase.inference.source_limits import TooLongError, check_source_length
 from metaphrase.modeling.pipeline_support import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair, shorten
 
 LONG = "a dog " * 30
@@ -165,7 +166,7 @@ def test_the_command_names_the_line_among_empty_ones(generator, tmp_path, capsys
     output.write_text("older\n", encoding="utf-8")
     words = [folder, "--device", "cpu", "--input", str(source), "--output", str(output)]
     for verb, more in ((generate, ["--overwrite"]), (attention, ["--format", "pharaoh"])):
-        assert run(verb.main, "verb", [*words, *more]) == 2
+        assert run(name_of(verb), [*words, *more]) == 2
         assert "got 181 in number 5 (in a file: line 5)" in capsys.readouterr().err
     assert output.read_text(encoding="utf-8") == "older\n"
 
@@ -260,10 +261,10 @@ def test_the_command_line_cuts_as_well(generator, files, tmp_path, caplog):
     source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
     words = [folder, "--device", "cpu", "--max_source_length", "6"]
     with caplog.at_level("WARNING"):
-        generate.main([*words, "--input", str(source), "--output", str(tmp_path / "out")])
+        execute(generate, [*words, "--input", str(source), "--output", str(tmp_path / "out")])
     assert (tmp_path / "out").read_text(encoding="utf-8") == "".join(f"{text}\n" for text in expected)
     assert "4 of 6 sources had more than max_source_length tokens and were truncated" in caplog.text
-    evaluate.main([*words, "--source", files[0], "--target", files[1], "--output", str(tmp_path / "m.json")])
+    execute(evaluate, [*words, "--source", files[0], "--target", files[1], "--output", str(tmp_path / "m.json")])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     assert result["num_truncated"] == 4 and result["inference"]["max_source_length"] == 6
     assert "num_truncated_references" not in result

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from verbs import execute
 
 from metaphrase.inference import Generator, engine_choice
 from metaphrase.scripts import generate, shortlist
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
 BEAMS = {"num_beams": 4, "early_stopping": True}
@@ -21,7 +22,7 @@ def folder(request, tmp_path_factory):
     path = save_generator(tiny_generator(request.param, kind="byte_bpe"), tmp_path_factory.mktemp("map") / "model")
     pairs = path.parent / "pairs.tsv"
     pairs.write_text("".join(f"{source}\t{target}\n" for source, target in PAIRS), encoding="utf-8")
-    shortlist.main([str(path), str(pairs), "--num_per_token", "3", "--num_frequent", "5"])
+    execute(shortlist, [str(path), str(pairs), "--num_per_token", "3", "--num_frequent", "5"])
     return path
 
 
@@ -89,7 +90,9 @@ def test_quantized_models_have_lists_too(folder, monkeypatch):
 def test_command_line(folder, tmp_path, capsys):
     sources, output = tmp_path / "sources.txt", tmp_path / "targets.txt"
     sources.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
-    generate.main([str(folder), "--input", str(sources), "--output", str(output), "--engine", "torch", "--use_vmap"])
+    execute(
+        generate, [str(folder), "--input", str(sources), "--output", str(output), "--engine", "torch", "--use_vmap"]
+    )
     expected = Generator.from_pretrained(folder, engine="torch", use_vmap=True).generate(SOURCES)
     assert output.read_text(encoding="utf-8").split("\n")[:-1] == expected
     made = (folder / VOCABULARY_MAP_NAME).read_bytes()
@@ -97,15 +100,15 @@ def test_command_line(folder, tmp_path, capsys):
     for path, texts in zip(sides, zip(*PAIRS, strict=True), strict=True):
         path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     words = [str(folder), *map(str, sides), "--num_per_token", "3", "--num_frequent", "5"]
-    assert run(shortlist.main, "shortlist", words) == 2
+    assert run("shortlist", words) == 2
     assert "`model` must have no vmap.txt" in capsys.readouterr().err
-    shortlist.main([*words, "--overwrite"])
+    execute(shortlist, [*words, "--overwrite"])
     assert (folder / VOCABULARY_MAP_NAME).read_bytes() == made
     records = tmp_path / "records.jsonl"
     lines = [json.dumps({"en": source, "de": target}) + "\n" for source, target in PAIRS]
     records.write_text("".join(lines), encoding="utf-8")
     columns = ["--source_column", "en", "--target_column", "de"]
-    shortlist.main([str(folder), str(records), *words[3:], *columns, "--overwrite"])
+    execute(shortlist, [str(folder), str(records), *words[3:], *columns, "--overwrite"])
     assert (folder / VOCABULARY_MAP_NAME).read_bytes() == made
     for mistake, message in (
         ([str(folder), str(records)], "must hold at least one pair, got none in"),
@@ -114,7 +117,7 @@ def test_command_line(folder, tmp_path, capsys):
         ([str(folder), *map(str, [*sides, *sides])], "`pairs` must be one file, or two parallel files, got 4."),
         ([*words[:3], "--num_per_token", "0"], "`num_per_token` must be at least 1, got 0."),
     ):
-        assert run(shortlist.main, "shortlist", [*mistake, "--overwrite"]) == 2
+        assert run("shortlist", [*mistake, "--overwrite"]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="`use_vmap` must be left out for an ensemble, got 2 models"):
         Generator.from_pretrained([folder, folder], use_vmap=True)

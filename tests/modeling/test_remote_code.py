@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
-from metaphrase.scripts import generate, train
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts import generate
+from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
 ROOT = Path(generate.__file__).parents[1]
@@ -59,7 +59,7 @@ def folder(request, tmp_path, ran):
 def test_lines_are_never_answers(is_trusted, folder, ran, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(["y", *SOURCES]).encode())))
     words = [str(folder), "--device", "cpu", "--max_new_tokens", "3"]
-    status = run(generate.main, "generate", words + ["--trust_remote_code"] * is_trusted)
+    status = run("generate", words + ["--trust_remote_code"] * is_trusted)
     said = capsys.readouterr()
     if is_trusted:
         assert status == 0 and ran.exists() and len(said.out.splitlines()) == 1 + len(SOURCES)
@@ -88,7 +88,7 @@ def test_recipe_refuses_a_base_model_of_own_code_without_a_question(tmp_path, ra
     (tmp_path / "train.tsv").write_text("a\tb\n", encoding="utf-8")
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
     words = ["--train_file", str(tmp_path / "train.tsv"), "--model_name_or_path", str(base)]
-    assert run(train.main, "train", [*words, "--output_dir", str(tmp_path / "run"), "--use_cpu"]) == 2
+    assert run("train", [*words, "--output_dir", str(tmp_path / "run"), "--use_cpu"]) == 2
     assert "contains custom code" in capsys.readouterr().err and not ran.exists()
 
 

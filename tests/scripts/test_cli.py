@@ -2,7 +2,6 @@
 
 import contextlib
 import gzip
-import importlib
 import io
 import sys
 from unittest.mock import Mock
@@ -13,10 +12,11 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from transformers.utils import logging as transformers_logging
+from verbs import execute
 
 import metaphrase
 from metaphrase.scripts import __main__ as command_line
-from metaphrase.scripts import attention, evaluate, generate, tokenize
+from metaphrase.scripts import attention, evaluate, generate, tokenize, train
 from metaphrase.scripts.parsers import console, parse
 from metaphrase.scripts.parsers.options import model_name
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
@@ -24,7 +24,7 @@ from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokeni
 
 def test_tokenize_trains_one_tokenizer(files, tmp_path):
     options = ["--vocab_size", "300", "--kind", "byte_bpe", "--additional_special_tokens", "<2de>"]
-    tokenize.main(["--files", *files, "--output", str(tmp_path / "t"), *options])
+    execute(tokenize, ["--files", *files, "--output", str(tmp_path / "t"), *options])
     pair = TokenizerPair.from_pretrained(tmp_path / "t")
     expected = train_tokenizer(
         SOURCES + TARGETS, vocab_size=300, additional_special_tokens=["<2de>"], show_progress=False
@@ -44,12 +44,12 @@ def test_tokenize_trains_one_for_each_side(files, tmp_path):
         "--target_kind",
         "word",
     ]
-    tokenize.main([*words, "--output", str(tmp_path / "t")])
+    execute(tokenize, [*words, "--output", str(tmp_path / "t")])
     pair = TokenizerPair.from_pretrained(tmp_path / "t")
     assert not pair.is_joint and len(pair.source) == 260
     assert pair.target.tokenize("Hund läuft") == ["Ġhund", "ĠlÃ¤uft"]
     with pytest.raises(ValueError, match="`target_kind` must be left out when `joint` is true, got 'word'"):
-        tokenize.main(["--files", *files, "--target_kind", "word", "--output", str(tmp_path / "joint")])
+        execute(tokenize, ["--files", *files, "--target_kind", "word", "--output", str(tmp_path / "joint")])
 
 
 @pytest.mark.parametrize("sides", [(), ("source",), ("target",), ("files", "source"), ("files", "source", "target")])
@@ -57,7 +57,7 @@ def test_tokenize_wants_one_way_of_naming_files(sides, files, tmp_path):
     named = {"files": "--files", "source": "--source_files", "target": "--target_files"}
     words = [word for side in sides for word in (named[side], files[0])]
     with pytest.raises(ValueError, match="Either `--files`, or both"):
-        tokenize.main([*words, "--output", str(tmp_path / "t")])
+        execute(tokenize, [*words, "--output", str(tmp_path / "t")])
     assert not (tmp_path / "t").exists()
 
 
@@ -72,7 +72,7 @@ def test_tokenize_refuses_what_is_no_text_whatever_the_kind(sides, kind, files, 
     rest = ["--output", str(tmp_path / "t"), "--kind", kind, *(["--target_files", files[1]] * (sides != "--files"))]
     for name, error in {**wrong, "": IsADirectoryError}.items():
         with pytest.raises(error):
-            tokenize.main([sides, files[0], str(tmp_path / name), *rest])
+            execute(tokenize, [sides, files[0], str(tmp_path / name), *rest])
         assert not (tmp_path / "t").exists()
 
 
@@ -81,7 +81,7 @@ def test_tokenize_leaves_a_model_with_its_tokenizer(words, files, tmp_path):
     folder = save_generator(tiny_generator(), tmp_path / "model")
     before = contents(folder)
     with pytest.raises(ValueError, match=r"`output` must be a new folder, or hold a tokenizer alone, got .*model with"):
-        tokenize.main(["--files", *files, "--kind", "char", "--output", str(folder), *words])
+        execute(tokenize, ["--files", *files, "--kind", "char", "--output", str(folder), *words])
     assert contents(folder) == before
 
 
@@ -89,20 +89,20 @@ def test_tokenize_replaces_a_tokenizer_only_where_it_may(files, tmp_path):
     folder = tmp_path / "t"
     folder.mkdir()
     separate = ["--source_files", files[0], "--target_files", files[1]]
-    tokenize.main([*separate, "--kind", "char", "--output", str(folder)])
+    execute(tokenize, [*separate, "--kind", "char", "--output", str(folder)])
     before = contents(folder)
     words = ["--files", *files, "--kind", "char", "--output", str(folder)]
     with pytest.raises(
         ValueError, match=r"`output` must not hold a tokenizer, got .*t. Pass --overwrite to replace it"
     ):
-        tokenize.main(words)
+        execute(tokenize, words)
     assert contents(folder) == before
     # A joint tokenizer leaves nothing of a separate pair behind.
-    tokenize.main([*words, "--overwrite"])
+    execute(tokenize, [*words, "--overwrite"])
     assert TokenizerPair.from_pretrained(folder).is_joint and not (folder / "target_tokenizer").exists()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="`output` must be a folder, got the file"):
-        tokenize.main([*words[:-1], str(tmp_path / "file")])
+        execute(tokenize, [*words[:-1], str(tmp_path / "file")])
 
 
 def run_command(monkeypatch, *words):
@@ -150,7 +150,7 @@ def test_plain_mistakes_load_nothing(words, said, monkeypatch, tmp_path, capsys)
 
 
 def test_pairs_below_a_folder_of_data_are_left_to_the_recipe():
-    assert parse("train", ["none.tsv", "--data_dir", "corpus"])[0].recipe == ["none.tsv"]
+    assert parse("train", ["none.tsv", "--data_dir", "corpus"]).recipe == ["none.tsv"]
 
 
 @pytest.mark.parametrize(
@@ -203,21 +203,17 @@ def test_bars_of_weights_are_hidden_and_those_of_downloads_are_not(cli_model, tm
 def test_frequent_mistakes_are_explained(verb, words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.bin").touch()
-    main = importlib.import_module(f"metaphrase.scripts.{verb}").main
     with contextlib.suppress(SystemExit):
-        console.run(main, verb, words)
+        command_line.run(verb, words)
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 
 
-def test_an_interruption_is_one_line(capsys):
-    def interrupted(words):
-        raise KeyboardInterrupt(*words)
-
-    assert console.run(interrupted, "train", ["Use --resume."]) == 130
-    assert capsys.readouterr().err.strip() == "metaphrase train: interrupted. Use --resume."
-    assert console.run(interrupted, "generate", []) == 130
-    assert capsys.readouterr().err.strip() == "metaphrase generate: interrupted."
+def test_an_interruption_is_one_line(monkeypatch, capsys):
+    for hints in (["Use --resume."], []):
+        monkeypatch.setattr(train, "main", Mock(side_effect=KeyboardInterrupt(*hints)))
+        assert command_line.run("train", []) == 130
+        assert capsys.readouterr().err.strip() == " ".join(["metaphrase train: interrupted.", *hints])
 
 
 def test_color_is_for_terminals_of_users_who_want_it(monkeypatch):
@@ -234,19 +230,17 @@ def test_color_is_for_terminals_of_users_who_want_it(monkeypatch):
 
 @pytest.mark.parametrize(("words", "level"), [([], "INFO"), (["--quiet"], "WARNING"), (["--verbose"], "INFO")])
 def test_quiet_and_verbose(words, level, monkeypatch, capsys):
-    def fail(words):
-        raise ValueError("`x` must be y.")
-
+    monkeypatch.setattr(train, "main", Mock(side_effect=ValueError("`x` must be y.")))
     levels = []
-    monkeypatch.setattr(console.logging, "basicConfig", lambda level, **options: levels.append(level))
+    monkeypatch.setattr(command_line.logging, "basicConfig", lambda level, **options: levels.append(level))
     if "--verbose" in words:
         # Then the traceback follows.
         with pytest.raises(ValueError):
-            console.run(fail, "train", words)
+            command_line.run("train", words)
     else:
-        assert console.run(fail, "train", words) == 2
+        assert command_line.run("train", words) == 2
     assert capsys.readouterr().err == "metaphrase train: error: `x` must be y.\n"
-    assert levels == [getattr(console.logging, level)]
+    assert levels == [getattr(command_line.logging, level)]
 
 
 def test_unknown_verbs_and_no_verb(monkeypatch, capsys):
@@ -267,7 +261,7 @@ def test_unknown_and_shortened_options_are_refused(script, capsys):
     verb = script.__name__.rpartition(".")[2]
     for words, hint in ((["model", "--xyzzy"], f" See `metaphrase {verb} --help`."), (["--outpu", "x"], None)):
         with pytest.raises(SystemExit) as stopped:
-            script.main(words)
+            execute(script, words)
         assert stopped.value.code == 2
         hint = hint or " Did you mean '--output'?"
         name = next(word for word in words if word.startswith("--"))

@@ -8,10 +8,11 @@ import pytest
 from cli_texts import contents, targets_of
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
+from verbs import execute
 
 from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.scripts import attention
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 
 def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
@@ -20,7 +21,7 @@ def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
     for name, words in {"all": ["--layer", "mean"], "last": [], "head": ["--layer", "0", "--head", "1"]}.items():
         path = tmp_path / f"{name}.png"
         words += ["--source", "the cat", "--target", "die $x$", "--output", str(path)]
-        attention.main([cli_model, "--device", "cpu", *words])
+        execute(attention, [cli_model, "--device", "cpu", *words])
         pictures[name] = path.read_bytes()
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values()) and len(set(pictures.values())) == 3
     assert "Target: die $x$" in caplog.text
@@ -29,7 +30,7 @@ def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
 def test_attention_generates_a_target(cli_model, tmp_path, caplog):
     caplog.set_level("INFO")
     words = [cli_model, "--device", "cpu", "--source", SOURCES[0], "--output", str(tmp_path / "a.png")]
-    attention.main([*words, "--max_new_tokens", "3"])
+    execute(attention, [*words, "--max_new_tokens", "3"])
     assert f"Target: {targets_of(SOURCES[:1], max_new_tokens=3)[0]}" in caplog.text
     assert "are unfinished at the length limit" in caplog.text
 
@@ -41,7 +42,7 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     # The last layer is the default.
     words = [cli_model, "--device", "cpu", "--target_input", str(tmp_path / "target")]
-    attention.main([*words, "--input", str(tmp_path / "source"), "--output", str(tmp_path / "words.align")])
+    execute(attention, [*words, "--input", str(tmp_path / "source"), "--output", str(tmp_path / "words.align")])
     maps = cross_attentions(
         tiny_generator(kind="byte"), *([*side[:2], side[2]] for side in (SOURCES, TARGETS)), layer=-1
     )
@@ -53,9 +54,9 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
     # The same from standard input to standard output, in small parts.
     monkeypatch.setattr(attention, "SENTENCES_AT_A_TIME", 2)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "source").read_bytes())))
-    attention.main([*words, "--format", "pharaoh"])
+    execute(attention, [*words, "--format", "pharaoh"])
     assert capsys.readouterr().out.splitlines() == expected
-    attention.main([cli_model, "--device", "cpu", "--source", "a", "--source", "the", "--format", "pharaoh"])
+    execute(attention, [cli_model, "--device", "cpu", "--source", "a", "--source", "the", "--format", "pharaoh"])
     assert len(capsys.readouterr().out.splitlines()) == caplog.text.count("Target: ") == 2
 
 
@@ -80,7 +81,7 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
 def test_attention_refuses(cli_model, words, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "in.txt").write_text("the cat\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert run(attention.main, "attention", [cli_model, "--device", "cpu", *words]) == 2
+    assert run("attention", [cli_model, "--device", "cpu", *words]) == 2
     assert f"metaphrase attention: error: {message}" in capsys.readouterr().err
     assert contents(tmp_path) == {"in.txt": b"the cat\n"}
 
@@ -99,7 +100,7 @@ def test_a_choice_that_does_not_fit_leaves_the_links_of_an_older_run(cli_model, 
     written = tmp_path / "words.align"
     written.write_text("0-0\n", encoding="utf-8")
     words = [cli_model, "--device", "cpu", "--source", "a", "--output", str(written), *words]
-    assert run(attention.main, "attention", words) == 2
+    assert run("attention", words) == 2
     assert written.read_text(encoding="utf-8") == "0-0\n"
 
 
@@ -111,5 +112,5 @@ def test_a_target_that_is_too_long_is_named_by_its_line(tmp_path, capsys):
     (tmp_path / "out.txt").write_text(f"a\nb\nc\n{'ab' * 9}\n", encoding="utf-8")
     files = ["--input", str(tmp_path / "in.txt"), "--target_input", str(tmp_path / "out.txt")]
     words = [str(folder), "--device", "cpu", *files, "--format", "pharaoh"]
-    assert run(attention.main, "attention", words) == 2
+    assert run("attention", words) == 2
     assert "A target must not have more tokens" in (said := capsys.readouterr().err) and "line 4)" in said

@@ -9,9 +9,10 @@ from averages import all_weights, mean_by_hand
 from small_trainers import make_trainer, small_pairs
 from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
+from verbs import execute
 
 from metaphrase.scripts import average as script
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_command_averages_checkpoints_of_a_run(trained, tmp_path):
         ([str(trained / "checkpoint-1"), str(trained / "checkpoint-3")], (1, 3)),
     ):
         output = tmp_path / "-".join(Path(word).name for word in words)
-        script.main([*words, "--output", str(output)])
+        execute(script, [*words, "--output", str(output)])
         expected = mean_by_hand([checkpoints[step] for step in steps])
         averaged = all_weights(output)
         assert all(torch.equal(averaged[name], expected[name].float()) for name in expected)
@@ -51,6 +52,6 @@ def test_mistakes_of_the_command_are_one_line(trained, tmp_path, capsys):
         ([str(trained), "--last", "2", "--output", str(tmp_path)], "Pass --overwrite"),
     ):
         given = words if "--output" in words else [*words, "--output", str(tmp_path / "mean")]
-        assert run(script.main, "average", given) == 2
+        assert run("average", given) == 2
         said = capsys.readouterr().err
         assert said.startswith("metaphrase average: error: ") and message in said and said.count("\n") == 1

@@ -9,9 +9,10 @@ import sys
 import pytest
 from chromium import chromium, one, texts
 from tiny_generator import SOURCES, TARGETS
+from verbs import execute
 
 from metaphrase.scripts import compare
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 EVIL = """</td><script>window.hacked=1</script><b id="x">& 'q' שלום \u202e \x1b[31m"""
 FEW = ["--paired_bs_n", "20", "--paired_ar_n", "30"]
@@ -27,7 +28,7 @@ def systems(files, tmp_path, monkeypatch):
 
 
 def test_figures_are_those_of_the_command_sacrebleu(systems, tmp_path, capsys):
-    compare.main([*systems, "--metrics", "bleu", "chrf", "ter", "--output", "new/r.json"])
+    execute(compare, [*systems, "--metrics", "bleu", "chrf", "ter", "--output", "new/r.json"])
     scores = json.loads((tmp_path / "new" / "r.json").read_text(encoding="utf-8"))["scores"]
     words = [sys.executable, "-m", "sacrebleu", "test.de", "-i", "a.txt", "b.txt", "-m", "bleu", "chrf", "ter"]
     words += ["--paired-ar", "--paired-ar-n", "30", "-f", "json"]
@@ -51,7 +52,7 @@ def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
     for name, values in {"a": "1 2 3 4 5", "b": "1 2 3 4 6"}.items():
         (tmp_path / f"{name}.metricx").write_text(values.replace(" ", "\n") + "\n", encoding="utf-8")
     words = [*systems, "--names", "old", "new", "--scores", "a.metricx", "b.metricx", "--scores_name", "MetricX"]
-    compare.main([*words, "--scores_lower_is_better", "--train_target_file", "a.txt", "--output", "r.json"])
+    execute(compare, [*words, "--scores_lower_is_better", "--train_target_file", "a.txt", "--output", "r.json"])
     report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert report["systems"] == ["old", "new"] and report["words_counted_in"] == "training targets"
     assert [row["score"] for row in report["scores"]["MetricX"]["systems"]] == [3.0, 3.2]
@@ -105,7 +106,7 @@ def test_mistakes_are_found_before_any_work(words, message, systems, tmp_path, m
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "link.json").symlink_to("b.txt")
     words = words if words[0] == "a.txt" else [*systems, *words]
-    assert run(compare.main, "compare", words) == 2
+    assert run("compare", words) == 2
     assert f"metaphrase compare: error: {message}" in capsys.readouterr().err
     assert (tmp_path / "b.txt").stat().st_size
 
@@ -113,7 +114,7 @@ def test_mistakes_are_found_before_any_work(words, message, systems, tmp_path, m
 def test_files_of_one_name_are_named_by_their_paths(systems, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a.txt").write_bytes((tmp_path / "b.txt").read_bytes())
-    compare.main(["a.txt", "run/a.txt", "b.txt", "run/../a.txt", *systems[2:]])
+    execute(compare, ["a.txt", "run/a.txt", "b.txt", "run/../a.txt", *systems[2:]])
     text = capsys.readouterr().out
     assert "run/a.txt IS BETTER THAN a.txt" in text and "b.txt IS BETTER THAN a.txt" in text
     # sacreBLEU calls no difference significant.
@@ -125,7 +126,7 @@ def test_files_of_one_name_are_named_by_their_paths(systems, tmp_path, capsys):
 def page(systems, tmp_path, capsys):
     (tmp_path / "b.txt").write_text("\n".join([EVIL, *TARGETS[1:4], "Katze " * 60]) + "\n", encoding="utf-8")
     (tmp_path / "test.en").write_text("\n".join([EVIL, *SOURCES[1:]]) + "\n", encoding="utf-8")
-    compare.main([*systems, "--names", "a<b", "system_" * 9, "--output", "r.html"])
+    execute(compare, [*systems, "--names", "a<b", "system_" * 9, "--output", "r.html"])
     assert "\x1b" not in capsys.readouterr().out
     return tmp_path / "r.html"
 

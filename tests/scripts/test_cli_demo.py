@@ -7,7 +7,7 @@ from cli_texts import contents
 from small_runs import SMALL
 
 from metaphrase.scripts import demo
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.training.checkpointing.folders import checkpoints_in
 
 SPLITS = ("train", "validation", "test")
@@ -30,7 +30,7 @@ def few_pairs(monkeypatch):
 
 
 def call(folder, *words, num_train=2000):
-    return run(demo.main, "demo", ["--output_dir", str(folder), "--num_train", str(num_train), *WORDS, *words])
+    return run("demo", ["--output_dir", str(folder), "--num_train", str(num_train), *WORDS, *words])
 
 
 @pytest.fixture(scope="module")

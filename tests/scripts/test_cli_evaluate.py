@@ -10,18 +10,19 @@ import pytest
 from cli_texts import as_lines, targets_of
 from sacrebleu.metrics import BLEU
 from tiny_generator import PIECES, SOURCES, TARGETS, diverged_generator, save_generator, tiny_generator
+from verbs import execute
 
 from metaphrase.evaluation import evaluate as evaluation
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 
 def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, capsys):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
     words += ["--max_source_length", "5", "--source_prefix", "the small cat: ", "--output", str(tmp_path / "m.json")]
-    assert run(evaluate.main, "evaluate", words) == 2
+    assert run("evaluate", words) == 2
     assert "`max_source_length` must be above" in capsys.readouterr().err
     assert not (tmp_path / "m.json").exists()
 
@@ -29,7 +30,7 @@ def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, 
 def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, caplog):
     caplog.set_level("INFO")
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--num_beams", "2"]
-    evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
+    execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
     predictions = (tmp_path / "p.txt").read_text(encoding="utf-8").split("\n")[:-1]
     assert predictions == as_lines(targets_of(SOURCES, num_beams=2))
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
@@ -42,14 +43,14 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, capl
     assert (shown["confidence_var"], shown["bs"], shown["seed"]) == (expected._ci, 1000, "12345")
     limits = [shown["confidence_mean"] + sign * shown["confidence_var"] for sign in (-1, 1)]
     assert f"bleu: {shown['score']:.2f} (95 % interval {limits[0]:.2f} to {limits[1]:.2f})  nrefs:1" in caplog.text
-    evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--confidence_n", "0"])
+    execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--confidence_n", "0"])
     assert "confidence_var" not in json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))["scores"]["bleu"]
     assert result["data"]["name"] == "test.en"
 
 
 def test_a_prefix_stands_before_each_source_once(cli_model, files, tmp_path):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--source_prefix", "the "]
-    evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
+    execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
     once, twice = ([prefix + text for text in SOURCES] for prefix in ("the ", "the the "))
     assert targets_of(once) != targets_of(twice)
     predictions = (tmp_path / "p.txt").read_text(encoding="utf-8").split("\n")[:-1]
@@ -58,7 +59,7 @@ def test_a_prefix_stands_before_each_source_once(cli_model, files, tmp_path):
 
 def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
-    evaluate.main([*words, "--ensemble", other_cli_model, "--output", str(tmp_path / "m.json")])
+    execute(evaluate, [*words, "--ensemble", other_cli_model, "--output", str(tmp_path / "m.json")])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     together = Generator.from_pretrained([cli_model, other_cli_model], device="cpu").generate(SOURCES)
     assert result["scores"]["bleu"]["score"] == pytest.approx(BLEU().corpus_score(together, [TARGETS]).score)
@@ -75,7 +76,7 @@ def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words
     (folder / "vmap.txt").write_text("\t" + " ".join(tokens) + "\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     words = [str(folder) if word == "MODEL" else word for word in words]
-    evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words])
+    execute(evaluate, [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words])
     assert not (folder / "metrics.json").exists()
     assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
 
@@ -87,7 +88,7 @@ def scored_folder(files, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     words = [str(folder), "--device", "cpu", "--metrics", "chrf", "--source", files[0], "--target"]
-    evaluate.main([*words, files[1]])
+    execute(evaluate, [*words, files[1]])
     return folder, [*words, files[1]]
 
 
@@ -95,7 +96,7 @@ def test_evaluate_again_replaces_what_it_measured(scored_folder):
     folder, words = scored_folder
     earlier = (folder / "metrics.json").read_text(encoding="utf-8")
     assert json.loads(earlier)["scores"].keys() == {"chrf"}
-    evaluate.main([*words, "--metrics", "bleu", "chrf", "--bleu_tokenize", "none", "--lowercase"])
+    execute(evaluate, [*words, "--metrics", "bleu", "chrf", "--bleu_tokenize", "none", "--lowercase"])
     scores = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["scores"]
     assert scores.keys() == {"bleu", "chrf"}
     assert "case:lc" in scores["bleu"]["signature"] and "tok:none" in scores["bleu"]["signature"]
@@ -112,14 +113,14 @@ def test_scores_of_other_pairs_or_settings_stay_in_the_folder(words, scored_fold
     turned = tmp_path / "other" / "test.de"
     turned.write_text("\n".join(reversed(TARGETS)), encoding="utf-8")
     words = [str(turned) if word == "TURNED" else word for word in words]
-    evaluate.main([*same, *words])
+    execute(evaluate, [*same, *words])
     assert (folder / "metrics.json").read_text(encoding="utf-8") == earlier
     assert json.loads(Path("metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
     assert (
         f"{folder}/metrics.json has scores of the training run, or of other pairs or settings, and is kept"
         in caplog.text
     )
-    evaluate.main([*same, *words, "--output", str(folder)])
+    execute(evaluate, [*same, *words, "--output", str(folder)])
     assert (folder / "metrics.json").read_text(encoding="utf-8") != earlier
 
 
@@ -130,7 +131,7 @@ def test_scores_of_the_training_run_stay_in_the_folder(change, scored_folder):
     own = json.loads(path.read_text(encoding="utf-8"))
     earlier = "no JSON" if change is None else json.dumps(own | change)
     path.write_text(earlier, encoding="utf-8")
-    evaluate.main(words)
+    execute(evaluate, words)
     assert path.read_text(encoding="utf-8") == earlier
     assert json.loads(Path("metrics.json").read_text(encoding="utf-8")) == own
 
@@ -141,7 +142,7 @@ def test_scores_that_are_not_the_models_do_not_become_so_from_within_its_folder(
     monkeypatch.chdir(folder)
     for more in (["--num_beams", "2"], ["--dtype", "bfloat16"]):
         with pytest.raises(ValueError, match="`output` must be given in a model's folder, got None"):
-            evaluate.main([*words, *more])
+            execute(evaluate, [*words, *more])
     assert (folder / "metrics.json").read_text(encoding="utf-8") == earlier
 
 
@@ -149,7 +150,7 @@ def test_settings_that_cannot_be_written_are_found_before_decoding(cli_model, fi
     monkeypatch.setattr(Generator, "generate", refuse)
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
     with pytest.raises(ValueError, match="`metrics` must hold finite numbers"):
-        evaluate.main([*words, "--length_penalty", "inf"])
+        execute(evaluate, [*words, "--length_penalty", "inf"])
 
 
 def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
@@ -159,7 +160,7 @@ def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
     results, output = [], tmp_path / "m.json"
     words_of_all = [str(folder), "--device", "cpu", "--source", files[0], "--metrics", "chrf", "--output", str(output)]
     for words in (["--target", files[1]], ["--target", str(pieces), "--joiner", "@@"], ["--target", str(pieces)]):
-        evaluate.main([*words_of_all, *words])
+        execute(evaluate, [*words_of_all, *words])
         results.append(json.loads(output.read_text(encoding="utf-8")))
     assert results[0]["scores"] == results[1]["scores"] and results[0]["loss"] == results[1]["loss"]
     assert results[2]["loss"] != results[0]["loss"]
@@ -171,7 +172,7 @@ def test_loss_of_a_pretokenized_model_is_of_its_pieces(words, files, tmp_path):
     folder = save_generator(generator, tmp_path / "model")
     pieces = tmp_path / "pieces.de"
     pieces.write_text("\n".join(PIECES), encoding="utf-8")
-    evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", str(pieces), *words])
+    execute(evaluate, [str(folder), "--device", "cpu", "--source", files[0], "--target", str(pieces), *words])
     result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     expected, _ = evaluate_generator(generator, SOURCES, PIECES, metrics=["bleu", "chrf"])
     assert result["loss"] == pytest.approx(expected["loss"]) and result["scores"] == expected["scores"]
@@ -179,7 +180,7 @@ def test_loss_of_a_pretokenized_model_is_of_its_pieces(words, files, tmp_path):
 
 def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsys):
     words = [cli_model, "--device", "cpu", "--metrics", "chrf", "--output", str(tmp_path / "m.json")]
-    evaluate.main([*words, "--source", files[0], "--target", files[1]])
+    execute(evaluate, [*words, "--source", files[0], "--target", files[1]])
     expected = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     rows = [
         f"{number}\t{target}\t{source}" for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True))
@@ -187,13 +188,13 @@ def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsy
     numbered, named = tmp_path / "numbered.tsv", tmp_path / "named.tsv"
     numbered.write_text("\n".join(rows), encoding="utf-8")
     named.write_text("\n".join(["id\tde\ten", *rows, "no pair"]), encoding="utf-8")
-    evaluate.main([*words, "--file", str(numbered), "--source_column", "2", "--target_column", "1"])
+    execute(evaluate, [*words, "--file", str(numbered), "--source_column", "2", "--target_column", "1"])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     assert result == expected | {"data": expected["data"] | {"name": "numbered.tsv"}}
     words += ["--file", str(named), "--source_column", "en", "--target_column", "de"]
-    assert run(evaluate.main, "evaluate", words) == 2
+    assert run("evaluate", words) == 2
     assert "3 tab-separated columns, got 1 in line 7. `malformed: skip`" in capsys.readouterr().err
-    evaluate.main([*words, "--malformed", "skip"])
+    execute(evaluate, [*words, "--malformed", "skip"])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     assert result == expected | {"data": expected["data"] | {"name": "named.tsv", "malformed": 1}}
 
@@ -229,7 +230,7 @@ def test_evaluate_finds_mistakes_before_any_work(words, said, cli_model, files, 
     (tmp_path / "taken" / "metrics.json").mkdir(parents=True)
     words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     with pytest.raises(ValueError, match=said):
-        evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+        execute(evaluate, [cli_model, "--source", files[0], "--target", files[1], *words])
 
 
 @pytest.mark.parametrize(
@@ -248,10 +249,10 @@ def test_evaluate_writes_over_nothing_that_it_reads(words, said, cli_model, file
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("test.de")
     with pytest.raises(ValueError, match=said):
-        evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+        execute(evaluate, [cli_model, "--source", files[0], "--target", files[1], *words])
     (tmp_path / "test.tsv").write_text("a cat\teine Katze\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"`predictions` must be another file than `file`, got 'test.tsv' for both"):
-        evaluate.main([cli_model, "--file", "test.tsv", "--output", "m.json", "--predictions", "test.tsv"])
+        execute(evaluate, [cli_model, "--file", "test.tsv", "--output", "m.json", "--predictions", "test.tsv"])
     assert [Path(path).read_text(encoding="utf-8").splitlines() for path in files] == [SOURCES, TARGETS]
 
 
@@ -266,11 +267,11 @@ def test_evaluate_finds_a_folder_that_it_cannot_write_to_before_any_work(files, 
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse_there)
     words = [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], "--metrics", "chrf"]
-    evaluate.main([*words, "--output", str(tmp_path)])
+    execute(evaluate, [*words, "--output", str(tmp_path)])
     assert (tmp_path / "metrics.json").is_file()
     monkeypatch.setattr(Generator, "from_pretrained", refuse)
     with pytest.raises(ValueError, match=r"`output` must be in a folder .*, got .*model/metrics.json: .*Read-only"):
-        evaluate.main(words)
+        execute(evaluate, words)
 
 
 def test_evaluate_keeps_predictions_when_it_cannot_decode_or_score(cli_model, files, tmp_path, monkeypatch):
@@ -280,14 +281,14 @@ def test_evaluate_keeps_predictions_when_it_cannot_decode_or_score(cli_model, fi
     for place, name, expected in ((Generator, "generate", older), (evaluation, "compute_metrics", None)):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(place, name, lambda *_, **__: 1 / 0)
-            evaluate.main([*words, "--predictions", str(predictions)])
+            execute(evaluate, [*words, "--predictions", str(predictions)])
         assert predictions.read_text(encoding="utf-8").split("\n")[:-1] == (expected or as_lines(targets_of(SOURCES)))
 
 
 def test_scores_of_a_model_that_diverged_are_written(files, tmp_path, caplog):
     folder = save_generator(diverged_generator(), tmp_path / "model")
     with caplog.at_level("INFO"):
-        evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1]])
+        execute(evaluate, [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1]])
     result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     assert result["loss"] is None and result["perplexity"] is None and result["scores"].keys() == {"bleu", "chrf"}
     assert "The loss must be a finite number, got nan. It is written as null." in caplog.text
@@ -297,8 +298,8 @@ def test_scores_of_a_model_that_diverged_are_written(files, tmp_path, caplog):
 def test_evaluate_makes_the_folder_of_predictions_before_any_work(cli_model, files, tmp_path, monkeypatch):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
     words += ["--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "new" / "place" / "p.txt")]
-    evaluate.main(words)
+    execute(evaluate, words)
     assert len((tmp_path / "new" / "place" / "p.txt").read_text(encoding="utf-8").splitlines()) >= len(SOURCES)
     monkeypatch.setattr(Generator, "from_pretrained", refuse)
     with pytest.raises(OSError, match=r"m.json"):
-        evaluate.main([*words[:-1], str(tmp_path / "m.json" / "p.txt")])
+        execute(evaluate, [*words[:-1], str(tmp_path / "m.json" / "p.txt")])

@@ -5,11 +5,12 @@ import json
 import logging
 
 import pytest
+from verbs import execute
 
 from metaphrase.inference import Generator
 from metaphrase.inference.scoring import dual_scores
 from metaphrase.scripts import filter as script
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 SKIPPED = ["--skip_rules", "encoding"]
 
@@ -32,8 +33,8 @@ def pairs(tmp_path, monkeypatch):
 
 def test_one_file_and_two_files_give_the_same_pairs(pairs, caplog):
     caplog.set_level(logging.INFO)
-    script.main(["pairs.tsv", "--output", "clean.tsv", *SKIPPED])
-    script.main(["--source", "pairs.en", "--target", "pairs.es", "--output", "clean.en", "clean.es", *SKIPPED])
+    execute(script, ["pairs.tsv", "--output", "clean.tsv", *SKIPPED])
+    execute(script, ["--source", "pairs.en", "--target", "pairs.es", "--output", "clean.en", "clean.es", *SKIPPED])
     assert (pairs / "clean.tsv").read_text(encoding="utf-8") == "A dog sleeps.\tUn perro duerme.\n"
     assert (pairs / "clean.en").read_text(encoding="utf-8") == "A dog sleeps.\n"
     assert (pairs / "clean.es").read_text(encoding="utf-8") == "Un perro duerme.\n"
@@ -41,43 +42,43 @@ def test_one_file_and_two_files_give_the_same_pairs(pairs, caplog):
 
 
 def test_rules_can_be_chosen(pairs):
-    script.main(["pairs.tsv", "--output", "clean.tsv", "--rules", "copy"])
+    execute(script, ["pairs.tsv", "--output", "clean.tsv", "--rules", "copy"])
     assert len((pairs / "clean.tsv").read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
     words = ["pairs.tsv", "--output", "clean.tsv", *SKIPPED]
-    script.main(words)
+    execute(script, words)
     (pairs / "clean.tsv").write_text("mine\n", encoding="utf-8")
-    script.main([*words, "--resume"])
-    assert run(script.main, "filter", words) == 2
+    execute(script, [*words, "--resume"])
+    assert run("filter", words) == 2
     assert "`output` must be a new file, got 'clean.tsv'" in capsys.readouterr().err
     assert (pairs / "clean.tsv").read_text(encoding="utf-8") == "mine\n"
-    script.main([*words, "--overwrite"])
+    execute(script, [*words, "--overwrite"])
     assert (pairs / "clean.tsv").read_text(encoding="utf-8") != "mine\n"
     (pairs / "clean.tsv.partial").mkdir()
-    assert run(script.main, "filter", words) == 2
+    assert run("filter", words) == 2
     assert "Pass --resume to go on with the run" in capsys.readouterr().err
 
 
 def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):
     words = ["pairs.tsv", "--output", "clean.tsv", *SKIPPED, "--resume"]
-    script.main(words)
-    assert run(script.main, "filter", [*words, "--report", "report.json"]) == 2
+    execute(script, words)
+    assert run("filter", [*words, "--report", "report.json"]) == 2
     (pairs / "pairs.tsv").touch()
-    assert run(script.main, "filter", words) == 2
+    assert run("filter", words) == 2
     assert capsys.readouterr().err.count("`output` must be a new file, got 'clean.tsv'") == 2
 
 
 def test_many_records_without_a_pair_are_warned_of(pairs, caplog):
     (pairs / "some.jsonl").write_text('{"source": "a", "target": "b"}\n{"en": "a"}\n', encoding="utf-8")
-    script.main(["some.jsonl", "--output", "clean.tsv", "--rules", "empty"])
+    execute(script, ["some.jsonl", "--output", "clean.tsv", "--rules", "empty"])
     assert "`malformed` dropped 50 % of the pairs. See the examples of --report." in caplog.messages
 
 
 def test_names_in_gz_are_of_compressed_files(pairs):
     words = ["pairs.tsv", "--output", "clean.tsv.gz", "--rejected", "rejected.tsv.gz", "--report", "report.json.gz"]
-    script.main([*words, "--rules", "letters"])
+    execute(script, [*words, "--rules", "letters"])
     texts = {name: gzip.decompress((pairs / name).read_bytes()) for name in words[2::2]}
     assert texts["rejected.tsv.gz"] == b"" and texts["clean.tsv.gz"].count(b"\n") == 4
     assert json.loads(texts["report.json.gz"])["kept"] == 4
@@ -112,7 +113,7 @@ def test_names_in_gz_are_of_compressed_files(pairs):
 def test_mistakes_are_refused_before_any_work(pairs, capsys, words, message):
     (pairs / "keys.jsonl").write_text('{"en": "a", "es": "b"}\n' * 2, encoding="utf-8")
     before = {path.name for path in pairs.iterdir()}
-    assert run(script.main, "filter", words) == 2
+    assert run("filter", words) == 2
     assert message in capsys.readouterr().err
     assert {path.name for path in pairs.iterdir()} == before
 
@@ -125,7 +126,7 @@ def test_pairs_that_two_models_do_not_expect_are_dropped(pairs, cli_model, other
     words = ["pairs.tsv", "--output", "clean.tsv", "--rules", "duplicate", "dual_cross_entropy", "--device", "cpu"]
     words += ["--forward_model", cli_model, "--backward_model", other_cli_model, "--min_dual_score", str(least - 1e-9)]
     caplog.set_level(logging.INFO)
-    script.main([*words, "--rejected", "rejected.tsv"])
+    execute(script, [*words, "--rejected", "rejected.tsv"])
     lines = {name: (pairs / name).read_text(encoding="utf-8").splitlines() for name in ("clean.tsv", "rejected.tsv")}
     assert lines["clean.tsv"] == ["\t".join(row) for row, score in zip(rows, scores, strict=True) if score >= least]
     assert sorted(line.split("\t")[0] for line in lines["rejected.tsv"]) == ["dual_cross_entropy", "duplicate"]

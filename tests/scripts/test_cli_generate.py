@@ -12,10 +12,11 @@ import pytest
 import torch
 from cli_texts import ODD_LINES, as_lines, targets_of
 from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_generator
+from verbs import execute
 
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.scripts import generate
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 
 def run_generate(folder, text, monkeypatch, *options):
@@ -23,7 +24,7 @@ def run_generate(folder, text, monkeypatch, *options):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        generate.main([folder, "--device", "cpu", *options])
+        execute(generate, [folder, "--device", "cpu", *options])
     assert output.getvalue() == "" or output.getvalue().endswith("\n")
     return output.getvalue().split("\n")[:-1]
 
@@ -40,7 +41,7 @@ def test_generate_writes_a_line_for_each_line(cli_model, monkeypatch, chunk_size
 def test_generate_reads_and_writes_files(cli_model, tmp_path, monkeypatch):
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes("\n".join(ODD_LINES).encode())
-    generate.main([cli_model, "--device", "cpu", "--input", str(source), "--output", str(target)])
+    execute(generate, [cli_model, "--device", "cpu", "--input", str(source), "--output", str(target)])
     written = target.read_bytes().decode().split("\n")
     assert written == [*as_lines(targets_of(ODD_LINES)), ""]
     assert run_generate(cli_model, source.read_bytes(), monkeypatch) == written[:-1]
@@ -145,7 +146,7 @@ def test_minimum_bayes_risk_writes_what_its_generator_does(cli_model, monkeypatc
 )
 def test_options_that_need_another_are_refused_without_it(cli_model, words, message):
     with pytest.raises(ValueError, match=message):
-        generate.main([cli_model, *words])
+        execute(generate, [cli_model, *words])
 
 
 @pytest.mark.parametrize("by_file", [True, False])
@@ -153,7 +154,7 @@ def test_bytes_that_are_no_text_are_named_by_their_line(cli_model, tmp_path, mon
     (tmp_path / "in").write_bytes(b"a cat\nthe d\xffog\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "in").read_bytes())))
     words = [cli_model, "--device", "cpu", *(["--input", str(tmp_path / "in")] if by_file else [])]
-    assert run(generate.main, "generate", words) == 2
+    assert run("generate", words) == 2
     assert "must be UTF-8, but line 2" in capsys.readouterr().err
 
 
@@ -161,14 +162,14 @@ def test_mistakes_do_not_empty_the_output(cli_model, tmp_path):
     written = tmp_path / "out"
     written.write_text("a cat\n", encoding="utf-8")
     with pytest.raises(ValueError, match="`output` must be another file than `input`"):
-        generate.main([cli_model, "--input", str(written), "--output", str(written)])
+        execute(generate, [cli_model, "--input", str(written), "--output", str(written)])
     with pytest.raises(FileNotFoundError, match="`input` must be a file that exists, got"):
-        generate.main([cli_model, "--input", str(tmp_path / "none"), "--output", str(written)])
+        execute(generate, [cli_model, "--input", str(tmp_path / "none"), "--output", str(written)])
     (tmp_path / "in").write_text("a cat\n", encoding="utf-8")
     with pytest.raises(
         ValueError, match=r"`output` must be a new file, got .* Pass --overwrite to replace the file, or --r"
     ):
-        generate.main([cli_model, "--input", str(tmp_path / "in"), "--output", str(written)])
+        execute(generate, [cli_model, "--input", str(tmp_path / "in"), "--output", str(written)])
     assert written.read_text(encoding="utf-8") == "a cat\n"
 
 
@@ -176,7 +177,7 @@ def test_an_output_is_replaced_with_overwrite(cli_model, tmp_path):
     (tmp_path / "in").write_text("\n".join(SOURCES), encoding="utf-8")
     (tmp_path / "out").write_text("old\n", encoding="utf-8")
     files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    generate.main([cli_model, "--device", "cpu", *files, "--overwrite"])
+    execute(generate, [cli_model, "--device", "cpu", *files, "--overwrite"])
     assert (tmp_path / "out").read_text(encoding="utf-8").splitlines() == as_lines(targets_of(SOURCES))
 
 
@@ -189,7 +190,7 @@ def test_an_interruption_names_resume_if_there_is_an_output(num_lines, cli_model
     (tmp_path / "in").write_text("a cat\na dog\n", encoding="utf-8")
     monkeypatch.setattr(Generator, "generate_stream", interrupted)
     files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files]) == 130
+    assert run("generate", [cli_model, "--device", "cpu", *files]) == 130
     hint = f" {tmp_path / 'out'} ends with source 1. Use --resume to go on." if num_lines else ""
     assert capsys.readouterr().err.endswith(f"metaphrase generate: interrupted.{hint}\n")
 
@@ -213,14 +214,14 @@ def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, wo
     written.write_text("an older target\n", encoding="utf-8")
     files = ["--input", str(source), "--output", str(written)]
     files += [] if "--resume" in words else ["--overwrite"]
-    assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files, *words]) == 2
+    assert run("generate", [cli_model, "--device", "cpu", *files, *words]) == 2
     assert written.read_text(encoding="utf-8") == "an older target\n"
 
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
 def test_a_forced_token_that_is_not_there_is_refused(cli_model, name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
-    assert run(generate.main, "generate", [cli_model, "--device", "cpu", f"--{name}", "999"]) == 2
+    assert run("generate", [cli_model, "--device", "cpu", f"--{name}", "999"]) == 2
     assert f"`{name}` must be an id from 0 and below " in capsys.readouterr().err
 
 
@@ -228,14 +229,14 @@ def test_a_forced_token_that_is_not_there_is_refused(cli_model, name, monkeypatc
 def test_a_stream_of_the_system_that_is_closed_is_named(cli_model, name, word, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
     monkeypatch.setattr(sys, name, None)
-    assert run(generate.main, "generate", [cli_model, "--device", "cpu"]) == 2
+    assert run("generate", [cli_model, "--device", "cpu"]) == 2
     assert f"{word} must be a file if standard" in capsys.readouterr().err
 
 
 def test_a_model_whose_logits_are_no_numbers_is_named_where_it_samples(tmp_path, monkeypatch, capsys):
     folder = save_generator(diverged_generator(), tmp_path / "model")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
-    assert run(generate.main, "generate", [str(folder), "--device", "cpu", "--do_sample"]) == 2
+    assert run("generate", [str(folder), "--device", "cpu", "--do_sample"]) == 2
     assert "Each row of logits must have a finite entry" in capsys.readouterr().err
 
 

@@ -1,16 +1,16 @@
 """Compressed files on the command line: a damaged input is a mistake, and no output is what its name says."""
 
 import gzip
-import importlib
 import tracemalloc
 from pathlib import Path
 
 import pytest
 from cli_texts import damaged
+from verbs import execute
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import attention, evaluate, generate
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 
 
 @pytest.mark.parametrize("name", ["plain.gz", "damaged.gz", "cut.gz", "checksum.gz"])
@@ -19,7 +19,7 @@ def test_a_damaged_input_is_a_mistake_of_one_line(name, cli_model, tmp_path, cap
     made = {"plain.gz": b"the cat\n", "damaged.gz": damaged(whole), "cut.gz": whole[: len(whole) // 2]}
     made["checksum.gz"] = whole[:-6] + b"??" + whole[-4:]
     (tmp_path / name).write_bytes(made[name])
-    assert run(generate.main, "generate", [cli_model, "--device", "cpu", "--input", str(tmp_path / name)]) == 2
+    assert run("generate", [cli_model, "--device", "cpu", "--input", str(tmp_path / name)]) == 2
     said = capsys.readouterr().err
     assert "metaphrase generate: error: " in said and "Traceback" not in said
     assert f"`{tmp_path / name}` must be a compressed file that is whole, got: " in said
@@ -37,7 +37,7 @@ def test_lines_are_not_written_under_a_name_that_says_compressed(verb, cli_model
     }
     script, name, words = calls[verb]
     with pytest.raises(ValueError, match=f"`{name}` must not end in .gz, .* got '{output}'"):
-        script.main([cli_model, *words, f"--{name}", output])
+        execute(script, [cli_model, *words, f"--{name}", output])
     assert not Path(output).exists()
 
 
@@ -54,10 +54,9 @@ def test_a_compressed_line_that_unpacks_a_thousandfold_is_one_error(verb, cli_mo
         "attention": [cli_model, "--input", str(bomb), "--output", output, "--format", "pharaoh"],
         "tokenize": ["--files", str(bomb), "--output", output],
     }
-    main = importlib.import_module(f"metaphrase.scripts.{verb}").main
     tracemalloc.start()
     try:
-        assert run(main, verb, words[verb]) == 2
+        assert run(verb, words[verb]) == 2
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -70,6 +69,6 @@ def test_a_compressed_line_that_unpacks_a_thousandfold_is_one_error(verb, cli_mo
 def test_the_limit_of_a_line_can_be_set(cli_model, tmp_path, capsys):
     (tmp_path / "in").write_text("the cat\n")
     words = [cli_model, "--device", "cpu", "--input", str(tmp_path / "in"), "--max_line_characters"]
-    assert run(generate.main, "generate", [*words, "6"]) == 2
+    assert run("generate", [*words, "6"]) == 2
     assert "at most 6 characters, but line 1 has more" in capsys.readouterr().err
-    assert run(generate.main, "generate", [*words, "7"]) == 0
+    assert run("generate", [*words, "7"]) == 0

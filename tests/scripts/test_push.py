@@ -12,15 +12,16 @@ from cli_texts import contents
 from huggingface_hub import ModelCard, constants
 from pushed_folder import FORBIDDEN, push_words
 from tiny_generator import save_generator, tiny_generator
+from verbs import execute
 
 from metaphrase.hub_card import Facts, upload, write_model_card
 from metaphrase.scripts import push
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.training.recipe.recipe import load_recipe
 
 
 def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
-    push.main(push_words(folder, "--private", "--commit_message", "first"))
+    execute(push, push_words(folder, "--private", "--commit_message", "first"))
     [(branch, message, files)] = hub.commits
     assert (branch, message) == ("main", "first")
     assert files == {name: content for name, content in contents(folder).items() if name not in FORBIDDEN}
@@ -53,9 +54,9 @@ tasks:
 
 def test_recipe_goes_up_without_the_folders_of_this_machine(hub, folder, tmp_path, capsys):
     (folder / "recipe.yaml").write_text(RECIPE_WITH_PATHS, encoding="utf-8")
-    push.main(push_words(folder, "--dry_run"))
+    execute(push, push_words(folder, "--dry_run"))
     said = capsys.readouterr().out
-    push.main(push_words(folder))
+    execute(push, push_words(folder))
     files = hub.commits[0][2]
     shared = tmp_path / "shared.yaml"
     shared.write_bytes(files["recipe.yaml"])
@@ -77,8 +78,8 @@ def test_recipe_goes_up_without_the_folders_of_this_machine(hub, folder, tmp_pat
 
 def test_card_that_is_there_is_left_alone_unless_told_otherwise(hub, folder):
     (folder / "README.md").write_text("my own words", encoding="utf-8")
-    push.main(push_words(folder))
-    push.main(push_words(folder, "--overwrite_card"))
+    execute(push, push_words(folder))
+    execute(push, push_words(folder, "--overwrite_card"))
     first, second = (files["README.md"] for _, _, files in hub.commits)
     assert first == b"my own words" and b"somebody/tiny" in second
 
@@ -88,7 +89,7 @@ def test_card_names_the_repository(hub, folder, was_trained):
     if was_trained:
         write_model_card(folder)
         assert "path/to/this/folder" in (folder / "README.md").read_text(encoding="utf-8")
-    push.main(push_words(folder))
+    execute(push, push_words(folder))
     card = hub.commits[0][2]["README.md"].decode()
     assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
     assert (folder / "README.md").read_text(encoding="utf-8") == card
@@ -109,7 +110,7 @@ def test_what_a_card_was_given_stays_in_it(hub, folder):
     words = {"summary": summary, "task": "summarization", "source_language": "Old_Norse & <Danish>"}
     write_model_card(folder, Facts(**GIVEN, **words))
     for name in ("tiny", "other"):
-        push.main(push_words(folder, repo_id=f"somebody/{name}"))
+        execute(push, push_words(folder, repo_id=f"somebody/{name}"))
         card = hub.commits[-1][2]["README.md"]
         text = card.decode()
         assert stated(card) == GIVEN and ModelCard(text).data.pipeline_tag == "summarization"
@@ -120,10 +121,10 @@ def test_what_a_card_was_given_stays_in_it(hub, folder):
 
 def test_options_of_the_card_replace_what_it_was_given(hub, folder):
     write_model_card(folder, Facts(**GIVEN))
-    push.main(push_words(folder, "--license", "mit", "--datasets", "me/third"))
+    execute(push, push_words(folder, "--license", "mit", "--datasets", "me/third"))
     assert stated(hub.commits[-1][2]["README.md"]) == GIVEN | {"license": "mit", "datasets": ["me/third"]}
     (folder / "README.md").unlink()
-    push.main(push_words(folder, "--base_model", "me/other"))
+    execute(push, push_words(folder, "--base_model", "me/other"))
     expected = {"license": None, "base_model": "me/other", "datasets": None, "tags": []}
     assert stated(hub.commits[-1][2]["README.md"]) == expected
 
@@ -131,7 +132,7 @@ def test_options_of_the_card_replace_what_it_was_given(hub, folder):
 def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
     write_model_card(folder, Facts(license="mit"))
     (folder / "recipe.yaml").write_text("source_language: en\ntarget_language: de\n", encoding="utf-8")
-    push.main(push_words(folder))
+    execute(push, push_words(folder))
     card = ModelCard(hub.commits[0][2]["README.md"].decode())
     assert "trained to translate from en to de" in card.text and "turn one text into another" not in card.text
     assert (card.data.pipeline_tag, card.data.language, card.data.license) == ("translation", ["en", "de"], "mit")
@@ -140,7 +141,7 @@ def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
 def test_dry_run_tells_what_the_card_will_state(folder, capsys):
     write_model_card(folder, Facts(**GIVEN))
     before = contents(folder)
-    push.main(push_words(folder, "--dry_run", "--license", "mit"))
+    execute(push, push_words(folder, "--dry_run", "--license", "mit"))
     said = capsys.readouterr().out
     for line in ("license: mit", "base_model: me/base", "datasets: me/pairs, me/more", "tags: demo"):
         assert re.search(rf"^ +{line}$", said, re.MULTILINE), line
@@ -151,8 +152,8 @@ def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
     (folder / "README.md").write_text("my own words", encoding="utf-8")
     for option in ("--license", "--base_model", "--datasets"):
         with pytest.raises(ValueError, match=f"`{option[2:]}` must come with --overwrite_card if"):
-            push.main(push_words(folder, option, "mit", "--dry_run"))
-    push.main(push_words(folder, "--license", "mit", "--overwrite_card"))
+            execute(push, push_words(folder, option, "mit", "--dry_run"))
+    execute(push, push_words(folder, "--license", "mit", "--overwrite_card"))
     assert stated(hub.commits[0][2]["README.md"])["license"] == "mit"
 
 
@@ -161,31 +162,31 @@ def test_card_whose_metadata_cannot_be_read_is_not_replaced(hub, folder):
     broken = path.read_text(encoding="utf-8").replace("---\n", "---\nlicense: [\n", 1)
     path.write_text(broken, encoding="utf-8")
     with pytest.raises(ValueError, match=r"The metadata of README\.md must be readable, got an error in .*README\.md"):
-        push.main(push_words(folder))
+        execute(push, push_words(folder))
     assert path.read_text(encoding="utf-8") == broken and hub.calls == []
 
 
 def test_existing_repository_and_other_branch(hub, folder):
     for _ in range(2):
-        push.main(push_words(folder, "--revision", "second"))
+        execute(push, push_words(folder, "--revision", "second"))
     assert [branch for branch, _, _ in hub.commits] == ["second", "second"] == hub.branches
     assert list(hub.repositories) == ["somebody/tiny"]
 
 
 def test_what_is_private_goes_to_no_public_repository(hub, folder, capsys):
-    push.main(push_words(folder))
-    assert run(push.main, "push", push_words(folder, "--private")) == 2
+    execute(push, push_words(folder))
+    assert run("push", push_words(folder, "--private")) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("`private` must be left out for a repository that is public, got 'somebody/tiny'.")
     assert len(hub.commits) == 1
     for _ in range(2):
-        push.main(push_words(folder, "--private", repo_id="somebody/hidden"))
+        execute(push, push_words(folder, "--private", repo_id="somebody/hidden"))
     assert len(hub.commits) == 3
 
 
 def test_large_files_go_to_their_own_store(hub, folder):
     hub.lfs = True
-    push.main(push_words(folder))
+    execute(push, push_words(folder))
     assert list(hub.objects.values()) == [(folder / "model.safetensors").read_bytes()]
     assert hub.commits[0][2]["model.safetensors"] == (folder / "model.safetensors").read_bytes()
 
@@ -197,7 +198,7 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     before = contents(folder)
-    push.main(push_words(folder, option))
+    execute(push, push_words(folder, option))
     assert contents(folder) == before
     said = capsys.readouterr().out
     shared = {name: len(content) for name, content in before.items() if name not in FORBIDDEN}
@@ -237,11 +238,11 @@ def test_weights_that_are_not_whole_are_refused(hub, folder, options):
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="must hold whole weights, got "):
-        push.main(push_words(folder, *options))
+        execute(push, push_words(folder, *options))
     # What is not the model's is not taken for it.
     (folder / "model.safetensors").rename(folder / "exponential_average.safetensors")
     with pytest.raises(ValueError, match=r"but model\.safetensors is missing"):
-        push.main(push_words(folder, *options))
+        execute(push, push_words(folder, *options))
     assert hub.calls == []
 
 
@@ -249,23 +250,23 @@ def test_missing_shard_missing_folder_and_secret_are_refused(hub, folder, tmp_pa
     for name in ("config.json", "model.safetensors"):
         (folder / name).rename(tmp_path / name)
         with pytest.raises(ValueError, match=r"`folder` must hold a whole model, but .* is missing"):
-            push.main(push_words(folder))
+            execute(push, push_words(folder))
         (tmp_path / name).rename(folder / name)
     assert hub.calls == [] and not (folder / "README.md").exists()
     with pytest.raises(ValueError, match="`folder` must be an existing folder"):
-        push.main(push_words(tmp_path / "nowhere"))
+        execute(push, push_words(tmp_path / "nowhere"))
     (folder / "recipe.yaml").write_text("hub_token: hf_abc\n", encoding="utf-8")
     with pytest.raises(ValueError, match="must hold no secret before it is shared, got hub_token"):
-        push.main(push_words(folder))
+        execute(push, push_words(folder))
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ValueError, match=r"but model-2\.safetensors is missing"):
-        push.main(push_words(folder))
+        execute(push, push_words(folder))
     for damaged in ("{}", "[]", '{"weight_map": 1}', "{"):
         (folder / "model.safetensors.index.json").write_text(damaged, encoding="utf-8")
         with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must be an index of weights"):
-            push.main(push_words(folder))
+            execute(push, push_words(folder))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ def test_file_that_cannot_be_read_is_one_line(hub, folder, name, content, expect
     # With a card of another hand no other fact of the folder is asked for.
     (folder / "README.md").write_text("my own words", encoding="utf-8")
     (folder / name).write_text(content, encoding="utf-8")
-    assert run(push.main, "push", push_words(folder, *options)) == 2
+    assert run("push", push_words(folder, *options)) == 2
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if re.match(f"metaphrase push: error: {expected}", line)] == said[-1:]
     assert hub.calls == []
@@ -292,7 +293,7 @@ def test_file_that_cannot_be_read_is_one_line(hub, folder, name, content, expect
 @pytest.mark.parametrize("repo_id", ["tiny", "a/b/c", "some body/tiny", "somebody/tiny--x", "somebody/.tiny"])
 def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
     with pytest.raises(ValueError):
-        push.main(push_words(folder, repo_id=repo_id))
+        execute(push, push_words(folder, repo_id=repo_id))
     assert hub.calls == []
 
 
@@ -306,7 +307,7 @@ def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
 )
 def test_refusal_is_one_line(hub, folder, refusal, expected, capsys):
     hub.refusal = refusal
-    assert run(push.main, "push", push_words(folder)) == 2
+    assert run("push", push_words(folder)) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert re.match(f"metaphrase push: error: .*{expected}", line)
     assert "hf_of_the_test" not in line and hub.commits == []
@@ -315,7 +316,7 @@ def test_refusal_is_one_line(hub, folder, refusal, expected, capsys):
 def test_without_a_token_nothing_is_written(hub, folder, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
     before = contents(folder)
-    assert run(push.main, "push", [str(folder), "somebody/tiny"]) == 2
+    assert run("push", [str(folder), "somebody/tiny"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
         "metaphrase push: error: A token is needed to write to 'somebody/tiny': log in with `hf auth"
@@ -326,7 +327,7 @@ def test_without_a_token_nothing_is_written(hub, folder, monkeypatch, capsys):
 def test_hub_that_is_not_there_is_one_line(hub, folder, monkeypatch, capsys):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     before = contents(folder)
-    assert run(push.main, "push", push_words(folder)) == 2
+    assert run("push", push_words(folder)) == 2
     said = capsys.readouterr().err
     assert said.startswith("metaphrase push: error: http://127.0.0.1:9 cannot be reached: ") and said.count("\n") == 1
     assert said.endswith("Nothing was uploaded. Try again with a network.\n") and contents(folder) == before
@@ -357,7 +358,7 @@ def test_a_link_out_of_the_folder_is_refused(hub, folder, tmp_path, name, capsys
     (tmp_path / "key").write_text("private")
     (folder / name).symlink_to(tmp_path / "key")
     for options in ([], ["--dry_run"]):
-        assert run(push.main, "push", push_words(folder, *options)) == 2
+        assert run("push", push_words(folder, *options)) == 2
         assert "`folder` must hold no link to a file outside of it" in capsys.readouterr().err
     assert hub.commits == [] and (tmp_path / "key").read_text() == "private"
 
@@ -373,7 +374,7 @@ tasks:
 
 def test_secrets_of_a_recipe_stay_here_at_any_depth(hub, folder):
     (folder / "recipe.yaml").write_text(SECRETS, encoding="utf-8")
-    push.main(push_words(folder))
+    execute(push, push_words(folder))
     files = hub.commits[0][2]
     assert b"s3://bucket/train.tsv" in files["recipe.yaml"] and b"split_batches: true" in files["recipe.yaml"]
     for content in files.values():
@@ -382,7 +383,7 @@ def test_secrets_of_a_recipe_stay_here_at_any_depth(hub, folder):
 
 def test_tokenizers_that_do_not_load_are_refused(hub, folder, capsys):
     (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
-    assert run(push.main, "push", push_words(folder)) == 2
+    assert run("push", push_words(folder)) == 2
     assert "must hold tokenizers that load" in capsys.readouterr().err and hub.commits == []
 
 
@@ -390,7 +391,7 @@ def test_weights_that_are_not_finite_are_refused(hub, folder, capsys):
     model = tiny_generator(joint=False).model
     model.lm_head.weight.data[0, 0] = float("nan")
     model.save_pretrained(folder)
-    assert run(push.main, "push", push_words(folder)) == 2
+    assert run("push", push_words(folder)) == 2
     assert "must hold finite numbers" in capsys.readouterr().err and hub.commits == []
 
 
@@ -399,5 +400,5 @@ def test_a_recipe_of_a_billion_values_is_refused_at_once(hub, folder, capsys):
     lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
     for text in ("\n".join(lines), "tasks: &a {b: *a}"):
         (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-        assert run(push.main, "push", push_words(folder, "--dry_run")) == 2
+        assert run("push", push_words(folder, "--dry_run")) == 2
         assert "must hold at most 100,000 values" in capsys.readouterr().err

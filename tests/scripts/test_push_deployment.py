@@ -17,13 +17,14 @@ from huggingface_hub import ModelCard
 from pushed_folder import push_words
 from source_files import ROOT
 from tiny_generator import tiny_generator
+from verbs import execute
 
 from metaphrase.hub_card import deployment
 from metaphrase.scripts import push
 
 
 def test_endpoint_handler_answers_as_an_endpoint_does(hub, folder, tmp_path):
-    push.main(push_words(folder, "--endpoint_handler"))
+    execute(push, push_words(folder, "--endpoint_handler"))
     [(_, _, files)] = hub.commits
     copy = tmp_path / "repository"
     for name, content in files.items():
@@ -50,7 +51,9 @@ def test_space_loads_the_model_from_the_hub(hub, folder, capsys):
     (folder / "recipe.yaml").write_text(
         "source_language: en\ntarget_language: de\nsource_prefix: \"say 'x': \"\n", encoding="utf-8"
     )
-    push.main(push_words(folder, "--space", "--private", "--license", "mit", "--space_examples", "a cat", 'a "dog"'))
+    execute(
+        push, push_words(folder, "--space", "--private", "--license", "mit", "--space_examples", "a cat", 'a "dog"')
+    )
     (_, _, model), (branch, _, space) = hub.commits
     assert model.keys() >= {"model.safetensors"} and "app.py" not in model and branch == "main"
     assert space.keys() == {"app.py", "requirements.txt", "README.md"}
@@ -79,7 +82,7 @@ def test_space_loads_the_model_from_the_hub(hub, folder, capsys):
 
 
 def test_dry_run_lists_space_and_handler(hub, folder, capsys):
-    push.main(push_words(folder, "--dry_run", "--endpoint_handler", "--space", "team/page"))
+    execute(push, push_words(folder, "--dry_run", "--endpoint_handler", "--space", "team/page"))
     said = capsys.readouterr().out
     assert re.search(r"^ +[\d,]+  handler.py$", said, re.MULTILINE)
     assert "Space team/page: app.py, requirements.txt, README.md" in said and hub.calls == []
@@ -95,7 +98,7 @@ def test_dry_run_lists_space_and_handler(hub, folder, capsys):
 )
 def test_options_of_a_space_are_checked_first(hub, folder, options, message):
     with pytest.raises(ValueError, match=message):
-        push.main(push_words(folder, *options))
+        execute(push, push_words(folder, *options))
     assert hub.calls == []
 
 
@@ -105,14 +108,14 @@ def test_space_and_handler_need_the_code_of_the_pipelines(hub, folder, option):
     del config["custom_pipelines"]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match=f"`{option[2:]}` must come with a model that carries its pipelines"):
-        push.main(push_words(folder, option))
+        execute(push, push_words(folder, option))
     assert hub.calls == []
 
 
 @pytest.mark.slow
 def test_space_starts_and_answers(hub, folder, tmp_path):
     pytest.importorskip("gradio", reason="needs gradio")
-    push.main(push_words(folder, "--space", "--space_examples", "a small dog runs"))
+    execute(push, push_words(folder, "--space", "--space_examples", "a small dog runs"))
     (tmp_path / "app.py").write_bytes(hub.commits[1][2]["app.py"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

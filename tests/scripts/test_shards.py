@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 from tiny_generator import SOURCES, TARGETS
+from verbs import execute
 
 from metaphrase.scripts import backtranslate, distill, filter, generate
 from metaphrase.scripts.parsers import options
@@ -38,7 +39,7 @@ def test_shards_together_are_the_whole_output(words, tmp_path, search):
     command = [*words(verb), *search_words]
 
     def run(name, *more):
-        verb.main([*command, "--output", str(tmp_path / name), *more])
+        execute(verb, [*command, "--output", str(tmp_path / name), *more])
         return (tmp_path / name).read_bytes()
 
     whole = run("whole.tsv")
@@ -100,7 +101,7 @@ def test_without_the_option_a_task_of_an_array_decodes_the_whole_input(words, tm
     for name, value in zip(ARRAY, ("2", "1", "3", "3"), strict=True):
         monkeypatch.setenv(name, value)
     for name, more in (("whole", []), ("part", ["--shard", "auto"]), ("second", ["--shard", "2/3"])):
-        generate.main([*words(generate), "--output", str(tmp_path / name), *more])
+        execute(generate, [*words(generate), "--output", str(tmp_path / name), *more])
     sizes = {name: len((tmp_path / name).read_bytes().splitlines()) for name in ("whole", "part")}
     assert sizes == {"whole": NUM_LINES, "part": 9}
     assert (tmp_path / "part").read_bytes() == (tmp_path / "second").read_bytes()
@@ -114,7 +115,7 @@ def test_filtered_shards_together_are_the_whole_output_but_for_duplicates(tmp_pa
     (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
 
     def run(output, skipped, *more):
-        filter.main(["pairs.tsv", "--output", output, *more, "--skip_rules", "encoding", *skipped])
+        execute(filter, ["pairs.tsv", "--output", output, *more, "--skip_rules", "encoding", *skipped])
         return (tmp_path / output).read_bytes()
 
     def join(name, skipped):
@@ -125,7 +126,7 @@ def test_filtered_shards_together_are_the_whole_output_but_for_duplicates(tmp_pa
     whole, joined = run("whole.tsv", []), join("each", [])
     assert len(joined.splitlines()) == len(whole.splitlines()) + 5 and joined.startswith(whole)
     (tmp_path / "joined.tsv").write_bytes(joined)
-    filter.main(["joined.tsv", "--output", "last.tsv", "--rules", *repeated])
+    execute(filter, ["joined.tsv", "--output", "last.tsv", "--rules", *repeated])
     assert (tmp_path / "last.tsv").read_bytes() == whole
     with pytest.raises(ValueError, match="has lines or pairs, 19, got 20"):
         run("many.tsv", [], "--shard", "20/20")

@@ -8,11 +8,12 @@ import pytest
 from killed_outputs import Server
 from sacrebleu import sentence_bleu, sentence_chrf
 from tiny_generator import SOURCES, TARGETS, tiny_generator
+from verbs import execute
 
 from metaphrase.data.pairs import PairSource
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.scripts import backtranslate, distill
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
 CPU = ["--device", "cpu"]
@@ -48,9 +49,9 @@ def as_field(text):
 
 def test_back_translation_writes_synthetic_sources_before_the_real_targets(cli_model, folder):
     words = [cli_model, *CPU, "--input", "mono.de", "--num_beams", "2"]
-    backtranslate.main([*words, "--output", "plain.tsv"])
-    backtranslate.main([*words, "--output", "tagged.tsv", "--tag", "<BT>"])
-    backtranslate.main([*words, "--output", "tagged.jsonl", "--tag", "<BT>"])
+    execute(backtranslate, [*words, "--output", "plain.tsv"])
+    execute(backtranslate, [*words, "--output", "tagged.tsv", "--tag", "<BT>"])
+    execute(backtranslate, [*words, "--output", "tagged.jsonl", "--tag", "<BT>"])
     lines = [*TARGETS, "", "ein\tHund"]
     sources = tiny_generator(kind="byte").generate(lines, num_beams=2)
     targets = [as_field(line) for line in lines]
@@ -63,8 +64,8 @@ def test_back_translation_writes_synthetic_sources_before_the_real_targets(cli_m
 
 def test_back_translation_may_sample_several_sources_of_a_target(cli_model, folder):
     words = [cli_model, *CPU, "--input", "mono.de", *SAMPLES, "--output"]
-    backtranslate.main([*words, "first.tsv"])
-    backtranslate.main([*words, "other.tsv", "--seed", "1"])
+    execute(backtranslate, [*words, "first.tsv"])
+    execute(backtranslate, [*words, "other.tsv", "--seed", "1"])
     pairs = pairs_of("first.tsv")
     assert [target for _, target in pairs[:10]] == [target for target in TARGETS for _ in range(2)]
     assert pairs[0] != pairs[1] and pairs != pairs_of("other.tsv")
@@ -82,9 +83,9 @@ def test_a_tag_is_one_token_if_the_tokenizer_has_it(kind):
 
 def test_distilled_targets_are_those_of_the_ensemble(cli_model, other_cli_model, folder):
     words = [cli_model, other_cli_model, *CPU, "--num_beams", "3"]
-    distill.main([*words, "--input", "train.tsv", "--output", "best.tsv"])
-    distill.main([*words, "--input", "train.en", "--output", "sources.tsv"])
-    distill.main([*words, "--input", "train.tsv", "--output", "all.tsv", "--num_return_sequences", "3"])
+    execute(distill, [*words, "--input", "train.tsv", "--output", "best.tsv"])
+    execute(distill, [*words, "--input", "train.en", "--output", "sources.tsv"])
+    execute(distill, [*words, "--input", "train.tsv", "--output", "all.tsv", "--num_return_sequences", "3"])
     teachers = Generator.from_pretrained([cli_model, other_cli_model], device="cpu")
     best = [*zip(SOURCES, map(as_field, teachers.generate(SOURCES, num_beams=3)), strict=True)]
     assert pairs_of("best.tsv") == pairs_of("sources.tsv") == best
@@ -104,7 +105,7 @@ def test_the_candidate_nearest_to_the_reference_is_selected(cli_model, folder, m
     references = [as_field(row[2].text) for row in n_best]
     (folder / "train.de").write_text("".join(f"{line}\n" for line in references), encoding="utf-8")
     words = [cli_model, *CPU, *options, "--input", "train.en", "--target", "train.de", "--output", "selected.jsonl"]
-    distill.main(words)
+    execute(distill, words)
     selected = [target for _, target in pairs_of("selected.jsonl")]
     score = sentence_chrf if metric == "chrf" else lambda text, references: sentence_bleu(text, references)
     best = [
@@ -119,7 +120,7 @@ def test_a_file_of_pairs_is_read_to_its_end(cli_model, folder):
     (folder / "one_line.json").write_text(json.dumps(rows), encoding="utf-8")
     datasets.Dataset.from_list(rows).to_parquet(folder / "pairs.parquet")
     for name in ("one_line.json", "pairs.parquet"):
-        distill.main([cli_model, *CPU, "--num_beams", "1", "--input", name, "--output", f"{name}.tsv"])
+        execute(distill, [cli_model, *CPU, "--num_beams", "1", "--input", name, "--output", f"{name}.tsv"])
         assert [source for source, _ in pairs_of(f"{name}.tsv")] == SOURCES
 
 
@@ -139,18 +140,18 @@ def test_of_equally_near_candidates_the_first_is_selected():
 )
 def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server, verb, words):
     words = [cli_model, *CPU, "--chunk_size", "2", *[str(folder / word) if "." in word else word for word in words]]
-    verb.main([*words, "--output", "whole.tsv"])
+    execute(verb, [*words, "--output", "whole.tsv"])
     whole, output = (folder / "whole.tsv").read_bytes(), folder / "out.tsv"
     resumed = [*words, "--output", str(output), "--resume"]
     for most_bytes in (len(whole) // 3, 2 * len(whole) // 3):
         name = verb.__name__.rpartition(".")[2]
         assert server.run(resumed, output, verb=name, most_bytes=most_bytes) == -signal.SIGXFSZ
         assert output.read_bytes() == whole[:most_bytes]
-    verb.main(resumed)
+    execute(verb, resumed)
     assert output.read_bytes() == whole
     if verb is backtranslate:
         with pytest.raises(ValueError, match="`output` must hold the lines of this command to be resumed"):
-            verb.main([*resumed, "--tag", "<NEW>"])
+            execute(verb, [*resumed, "--tag", "<NEW>"])
 
 
 @pytest.mark.parametrize(
@@ -171,12 +172,12 @@ def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server
 def test_wrong_words_are_refused(cli_model, folder, capsys, verb, words, message):
     (folder / "broken.tsv").write_text("a\tb\nc\n", encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        verb.main([cli_model, *CPU, *words])
+        execute(verb, [cli_model, *CPU, *words])
 
 
 def test_pairs_go_to_standard_output_with_tabs(cli_model, folder, capsys):
-    assert run(distill.main, "distill", [cli_model, *CPU, "--input", "train.tsv"]) == 0
+    assert run("distill", [cli_model, *CPU, "--input", "train.tsv"]) == 0
     lines = capsys.readouterr().out.split("\n")[:-1]
     assert [line.split("\t")[0] for line in lines] == SOURCES
-    assert run(distill.main, "distill", [cli_model, *CPU, "--input", "train.tsv", "--output", "a.jsonl"]) == 0
+    assert run("distill", [cli_model, *CPU, "--input", "train.tsv", "--output", "a.jsonl"]) == 0
     assert [json.loads(line)["source"] for line in (folder / "a.jsonl").read_text().splitlines()] == SOURCES

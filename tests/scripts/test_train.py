@@ -7,12 +7,13 @@ import sys
 
 import pytest
 from small_runs import SMALL
+from verbs import execute
 
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, is_own_card
 from metaphrase.inference import progress
 from metaphrase.scripts import train
+from metaphrase.scripts.__main__ import run
 from metaphrase.scripts.parsers import parse
-from metaphrase.scripts.parsers.console import run
 from metaphrase.training.early_end import EndOnInterrupt
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
@@ -33,9 +34,9 @@ def words(tmp_path):
 
 
 def test_a_dry_run_may_look_at_a_folder_that_holds_a_run(words, tmp_path, capsys):
-    assert run(train.main, "train", words) == 0
+    assert run("train", words) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    assert run(train.main, "train", [*words, "--dry_run"]) == 0
+    assert run("train", [*words, "--dry_run"]) == 0
     assert "parameters" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     with pytest.raises(ValueError, match="`output_dir` must not hold the checkpoints of another run"):
@@ -44,11 +45,11 @@ def test_a_dry_run_may_look_at_a_folder_that_holds_a_run(words, tmp_path, capsys
 
 def test_a_card_by_another_hand_does_not_fail_a_run(words, tmp_path, caplog):
     words += ["--test_file", "train.tsv", "--generation_max_length", "9"]
-    assert run(train.main, "train", words) == 0
+    assert run("train", words) == 0
     card = tmp_path / "run" / "README.md"
     claimed = card.read_text(encoding="utf-8").replace(MARKER, "My own words.")
     card.write_text(claimed, encoding="utf-8")
-    assert run(train.main, "train", [*words, "--resume", "--max_steps", "3"]) == 0
+    assert run("train", [*words, "--resume", "--max_steps", "3"]) == 0
     assert card.read_text(encoding="utf-8") == claimed
     assert "README.md was made or changed by somebody and is kept." in caplog.text
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
@@ -59,7 +60,7 @@ def test_without_a_terminal_progress_is_lines_and_the_end_names_next_steps(words
     words += ["--validation_file", "train.tsv", "--eval_strategy", "steps", "--eval_steps", "2", "--metrics", "bleu"]
     words += ["--generation_max_length", "9", "--disable_tqdm", "false"]
     with caplog.at_level("INFO"):
-        assert run(train.main, "train", words) == 0
+        assert run("train", words) == 0
     [first, second] = [line for line in caplog.messages if "  update " in line]
     assert first.startswith(" 50 %  update 1/2  ") and "  loss " in second
     assert any(line.startswith("update 2, validation: loss ") and "bleu 0" in line for line in caplog.messages)
@@ -71,7 +72,7 @@ def test_without_a_terminal_progress_is_lines_and_the_end_names_next_steps(words
     for verb, *rest in commands:
         (tmp_path / "FILE").touch()
         monkeypatch.chdir(tmp_path)
-        assert str(tmp_path / "run") in vars(parse(verb, rest)[0]).values()
+        assert str(tmp_path / "run") in vars(parse(verb, rest)).values()
     assert [verb for verb, *_ in commands] == ["generate", "evaluate", "push"]
 
 
@@ -80,12 +81,12 @@ def test_an_interruption_names_the_checkpoint(words, tmp_path, monkeypatch, caps
         raise KeyboardInterrupt
 
     monkeypatch.setattr("metaphrase.training.experiment.average_run", interrupt)
-    assert run(train.main, "train", words) == 130
+    assert run("train", words) == 130
     checkpoint = tmp_path / "run" / "checkpoint-2"
     said = capsys.readouterr().err
     assert f"interrupted. The same command with --resume goes on from {checkpoint}." in said
     shutil.rmtree(tmp_path / "run")
-    assert run(train.main, "train", [*words, "--save_strategy", "no"]) == 130
+    assert run("train", [*words, "--save_strategy", "no"]) == 130
     assert "interrupted. There is no checkpoint yet to go on from." in capsys.readouterr().err
 
 
@@ -94,7 +95,7 @@ def test_a_run_that_ctrl_c_has_ended_is_no_success(words, tmp_path, monkeypatch,
         callback.has_ended = control.should_training_stop = True
 
     monkeypatch.setattr(EndOnInterrupt, "on_step_end", end)
-    assert run(train.main, "train", words) == 130
+    assert run("train", words) == 130
     assert "interrupted. The model of this update is saved; --resume goes on" in capsys.readouterr().err
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
@@ -112,7 +113,7 @@ def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(obje
     # A run has begun here.
     (folder / "data_report.json").write_text("{}", encoding="utf-8")
     with caplog.at_level("INFO"):
-        assert run(train.main, "train", words) == 0
+        assert run("train", words) == 0
     assert f"The model lies in {folder}" in caplog.text
     assert ("metaphrase generate" in caplog.text) == (objective == "pairs")
     assert is_own_card(folder / "README.md") and (folder / FIGURE_NAME).is_file()
@@ -149,7 +150,7 @@ def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_p
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(train, "keep_few_kernels", lambda: None)
     monkeypatch.setattr("metaphrase.training.planning.dry_run.dry_run", lambda experiment: "estimated")
-    train.main(order)
+    execute(train, order)
     [recipe] = read
     assert (recipe.learning_rate, recipe.seed, recipe.resume_from_checkpoint) == (0.5, 7, True)
 
@@ -159,7 +160,7 @@ def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_p
 )
 def test_two_recipes_are_refused(words, capsys):
     with pytest.raises(SystemExit) as stopped:
-        train.main(words)
+        execute(train, words)
     said = capsys.readouterr().err
     assert (
         stopped.value.code == 2
@@ -168,13 +169,13 @@ def test_two_recipes_are_refused(words, capsys):
 
 
 def test_train_alone_begins_with_what_is_missing(capsys):
-    assert run(train.main, "train", []) == 2
+    assert run("train", []) == 2
     assert "error: Give a file: metaphrase train pairs.tsv." in capsys.readouterr().err
 
 
 def test_help_is_short_and_the_fields_have_a_list_of_their_own(capsys):
     with pytest.raises(SystemExit):
-        train.main(["--help"])
+        execute(train, ["--help"])
     assert "--help_fields" in capsys.readouterr().out
     # Run as a file, the script must still find the modules `evaluate` and `tokenize`.
     listed = subprocess.run([sys.executable, train.__file__, "--help_fields"], capture_output=True, text=True)
@@ -191,7 +192,7 @@ def test_resume_without_a_run_chooses_fields_as_a_new_run(words, tmp_path, caplo
     for folder, options in (("first", []), ("second", ["--resume"])):
         caplog.clear()
         with caplog.at_level("INFO"):
-            assert run(train.main, "train", [*words, "--output_dir", str(tmp_path / folder), *options]) == 0
+            assert run("train", [*words, "--output_dir", str(tmp_path / folder), *options]) == 0
         chosen += [record.getMessage() for record in caplog.records if record.getMessage().startswith("Chosen from")]
     assert "second holds nothing to resume from: the run starts from the beginning." in caplog.text
     assert len(chosen) == 2 and chosen[0] == chosen[1]

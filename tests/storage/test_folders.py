@@ -11,8 +11,7 @@ import pytest
 from converted_models import bart_like, draw
 
 from metaphrase.inference.line_files import NewFile
-from metaphrase.scripts.convert import main as convert
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.storage import folders
 from metaphrase.storage.folders import (
     check_output,
@@ -71,7 +70,7 @@ def test_convert_removes_what_a_killed_run_has_left_and_nothing_else(tmp_path):
         # The names of earlier versions ended in the number of the process.
         (tmp_path / ".ours.4711.partial").mkdir()
         assert len(names(tmp_path)) == 8
-        assert run(convert, "convert", [str(tmp_path / "bart"), str(tmp_path / "ours")]) == 0
+        assert run("convert", [str(tmp_path / "bart"), str(tmp_path / "ours")]) == 0
         [living] = set(names(tmp_path)) - {"bart", "ours", *others}
         assert names(tmp_path / living) == ["weights"]
     remove_leftovers(tmp_path)

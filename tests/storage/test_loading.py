@@ -1,6 +1,5 @@
 """Tests of loading: missing, truncated or misshapen weights are an error."""
 
-import importlib
 import json
 import shutil
 
@@ -11,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
-from metaphrase.scripts import attention, export
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.storage.loading import load_whole
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.training.model_setup import load_base
@@ -86,7 +84,7 @@ def test_model_that_is_not_whole_is_not_exported(engine, folder, capsys):
     pytest.importorskip({"ctranslate2": "ctranslate2", "onnx": "onnxscript"}[engine])
     lose(folder)
     output = folder.parent / "exported"
-    assert run(export.main, "export", [str(folder), str(output), "--format", engine]) == 2
+    assert run("export", [str(folder), str(output), "--format", engine]) == 2
     assert f"where these are missing: {LOST}." in capsys.readouterr().err.splitlines()[-1]
     assert not output.exists()
 
@@ -100,8 +98,7 @@ def test_weights_that_are_not_finite_are_refused(verb, value, folder, tmp_path, 
     change(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), value))
     (tmp_path / "text").write_text("a\n", encoding="utf-8")
     words = {"MODEL": folder, "TWIN": tmp_path / "twin", "NEW": tmp_path / "new", "FILE": tmp_path / "text"}
-    main = importlib.import_module(f"metaphrase.scripts.{verb}").main
-    assert run(main, verb, [str(words.get(word, word)) for word in VERBS[verb]]) == 2
+    assert run(verb, [str(words.get(word, word)) for word in VERBS[verb]]) == 2
     message = f"The weight `{LOST}` of {folder} must hold finite numbers, got NaN or infinity."
     assert message in capsys.readouterr().err.splitlines()[-1]
 
@@ -137,7 +134,7 @@ def test_other_families_may_make_weights_anew(tmp_path):
 def test_configuration_of_another_type_is_one_line(folder, capsys):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"hidden_size": "32"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert run(attention.main, "attention", [str(folder), "--source", "a", "--format", "pharaoh"]) == 2
+    assert run("attention", [str(folder), "--source", "a", "--format", "pharaoh"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     rule = f"`hidden_size` in {str(folder / 'config.json')!r} must be a whole number from 1 to 2147483647, got '32'."
     assert said == f"metaphrase attention: error: {rule}"
@@ -171,7 +168,7 @@ def test_no_pickle_is_ever_opened(folder, kind, tmp_path, monkeypatch, capsys):
     if kind != "alone":
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     words = [str(folder), "--source", "a", "--target", "b", "--output", str(tmp_path / "a.png")]
-    assert run(attention.main, "attention", words) == 2
+    assert run("attention", words) == 2
     assert "A pickle such as pytorch_model.bin is never opened" in capsys.readouterr().err
     for load in (load_whole, Generator.from_pretrained):
         with pytest.raises(ValueError, match=r"A pickle such as pytorch_model\.bin is never opened"):

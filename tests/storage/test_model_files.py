@@ -1,6 +1,5 @@
 """Tests of broken settings in a model folder: each is an error of one line that names the file, in every verb."""
 
-import importlib
 import json
 import re
 import shutil
@@ -11,7 +10,7 @@ from tiny_generator import save_generator, tiny_generator, tiny_pair
 
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.storage.loading import load_whole
 from metaphrase.storage.model_files import check_model_folder
 
@@ -114,8 +113,7 @@ def test_every_verb_names_the_broken_field_before_it_reads_weights(verb, copied,
     change(folder, "generation_config.json", forced_bos_token_id={})
     (tmp_path / "text").write_text("a\n", encoding="utf-8")
     words = {"MODEL": folder, "TWIN": tmp_path / "twin", "NEW": tmp_path / "new", "FILE": tmp_path / "text"}
-    main = importlib.import_module(f"metaphrase.scripts.{verb}").main
-    assert run(main, verb, [str(words.get(word, word)) for word in VERBS[verb]]) == 2
+    assert run(verb, [str(words.get(word, word)) for word in VERBS[verb]]) == 2
     path = str(folder / "generation_config.json")
     rule = f"`forced_bos_token_id` in {path!r} must be a token id or a list of token ids, got {{}}."
     assert capsys.readouterr().err.splitlines()[-1] == f"metaphrase {verb}: error: {rule}"
@@ -268,10 +266,10 @@ def test_configuration_refuses_sizes_of_no_tensor(fields, message):
 @pytest.mark.parametrize("content", ["[]", "null", "7", '"x"', "[" * 1000, '{"scores": []}', '{"log_history": 7}', "{"])
 @pytest.mark.parametrize("file", ["metrics.json", "trainer_state.json", "recipe.yaml"])
 def test_push_names_the_broken_file_of_the_card(file, content, copied, capsys):
-    folder, push = copied("metaphrase"), importlib.import_module("metaphrase.scripts.push").main
+    folder = copied("metaphrase")
     (folder / file).write_text(content, encoding="utf-8")
     # Each file has other fields.
     is_accepted = (content == "null" and file == "recipe.yaml") or ("scores" in content and file != "metrics.json")
     is_accepted |= "log_history" in content and file != "trainer_state.json"
-    assert run(push, "push", [str(folder), "user/name", "--dry_run"]) == (0 if is_accepted else 2)
+    assert run("push", [str(folder), "user/name", "--dry_run"]) == (0 if is_accepted else 2)
     assert is_accepted or file in capsys.readouterr().err.splitlines()[-1]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from small_experiments import make_recipe
 from tiny_generator import SOURCES, save_generator, tiny_generator
+from verbs import execute
 
 from metaphrase.inference.line_files import NewFile, ResumedFile
 from metaphrase.scripts import generate
@@ -116,10 +117,10 @@ def test_an_output_that_is_being_written_is_left_alone(resume, tmp_path):
     with NewFile(tmp_path / "out") if not resume else ResumedFile(tmp_path / "out", **options) as first:
         first.write("a line\n")
         with pytest.raises(ValueError, match=REFUSAL):
-            generate.main(words)
+            execute(generate, words)
         assert (tmp_path / "out").read_text("utf-8") == "a line\n"
     (tmp_path / "out").unlink()
-    generate.main(words)
+    execute(generate, words)
     assert len((tmp_path / "out").read_text("utf-8").splitlines()) == len(SOURCES)
 
 

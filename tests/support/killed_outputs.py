@@ -7,6 +7,7 @@ import signal
 import time
 
 from job_server import LIMIT_SECONDS, JobServer, fork, serve
+from verbs import execute
 
 
 class Server(JobServer):
@@ -31,7 +32,7 @@ def carry_out(job):
     def work():
         if job["most_bytes"] is not None:
             generate.ResumedFile = limited(generate.ResumedFile, job["most_bytes"])
-        importlib.import_module(f"metaphrase.scripts.{job['verb']}").main(job["words"])
+        execute(importlib.import_module(f"metaphrase.scripts.{job['verb']}"), job["words"])
 
     child = fork(work)
     if job["seen_bytes"] is not None:

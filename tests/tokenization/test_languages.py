@@ -7,11 +7,12 @@ import torch
 from converted_models import bart_like, draw
 from tiny_generator import tiny_pair
 from tiny_languages import CODES, MAKERS
+from verbs import execute
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate, generate, train
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -85,12 +86,12 @@ def test_command_line_takes_languages(converted, tmp_path, capsys):
     english, german, _ = CODES[name]
     (tmp_path / "in").write_text("the cat\n", encoding="utf-8")
     options = ["--device", "cpu", "--source_lang", english, "--target_lang", german, "--max_new_tokens", "5"]
-    generate.main([str(folder), "--input", str(tmp_path / "in"), *options])
+    execute(generate, [str(folder), "--input", str(tmp_path / "in"), *options])
     assert len(capsys.readouterr().out.splitlines()) == 1
     source = ["--source", str(tmp_path / "in"), "--target", str(tmp_path / "in"), "--output", str(tmp_path / "m.json")]
-    evaluate.main([str(folder), *source, *options])
+    execute(evaluate, [str(folder), *source, *options])
     assert (tmp_path / "m.json").is_file()
-    assert run(generate.main, "generate", [str(folder), *options[:-2], "--target_lang", "xx_XX"]) == 2
+    assert run("generate", [str(folder), *options[:-2], "--target_lang", "xx_XX"]) == 2
     assert "`target_lang` must be a language that the" in capsys.readouterr().err
 
 
@@ -104,7 +105,7 @@ def test_recipe_fine_tunes_in_a_language(converted, tmp_path):
     words += ["--generation_max_length", "8", "--source_lang", english, "--target_lang", german]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("per_device_train_batch_size: 4\nsave_strategy: no\n", encoding="utf-8")
-    train.main([str(recipe), *words])
+    execute(train, [str(recipe), *words])
     written = json.loads((tmp_path / "run" / "generation_config.json").read_text(encoding="utf-8"))
     pair = TokenizerPair.from_pretrained(tmp_path / "run")
     code = pair.target.convert_tokens_to_ids(german)

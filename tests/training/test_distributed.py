@@ -14,6 +14,7 @@ from small_experiments import make_recipe
 from small_trainers import make_trainer
 from torch import distributed, nn
 from transformers import Seq2SeqTrainingArguments, set_seed
+from verbs import execute
 
 from metaphrase.scripts import train
 from metaphrase.training import distributed as processes
@@ -111,6 +112,6 @@ def test_no_thread_is_left_of_a_model_that_knows_itself(group):
 def test_a_recipe_ends_outside_of_the_group(is_dry_run, group, data, tmp_path, capsys):
     make_recipe(data, tmp_path / "run", max_steps=2).save(tmp_path / "recipe.yaml")
     places = ["--data_dir", str(data), "--output_dir", str(tmp_path / "run")]
-    train.main([str(tmp_path / "recipe.yaml"), *places, *["--dry_run"][: int(is_dry_run)]])
+    execute(train, [str(tmp_path / "recipe.yaml"), *places, *["--dry_run"][: int(is_dry_run)]])
     assert not distributed.is_initialized() and num_gloo_threads() == group
     assert (tmp_path / "run" / "metrics.json").exists() != is_dry_run

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
+from verbs import execute
 
 from metaphrase.conversion import convert
 from metaphrase.demo.corpus import make_demo_corpus
@@ -56,7 +57,7 @@ def test_converted_model_is_fine_tuned_by_its_recipe(name, make, rank, data, tok
     words += ["--load_best_model_at_end", "false", "--use_cpu", "--disable_tqdm", "--warmup_steps", "1"]
     if rank is not None:
         words += ["--lora_rank", str(rank), "--optim", "adamw_torch"]
-    train.main([str(RECIPES / f"finetune_{name}.yaml"), *words])
+    execute(train, [str(RECIPES / f"finetune_{name}.yaml"), *words])
 
     run = tmp_path / "run"
     assert set(json.loads((run / "metrics.json").read_text(encoding="utf-8"))["scores"]) == {

@@ -12,7 +12,7 @@ from small_trainers import make_trainer, small_pairs
 from tiny_models import tiny_model
 from transformers import TrainerCallback
 
-from metaphrase.scripts.parsers.console import LinesBetweenBars
+from metaphrase.scripts.__main__ import LinesBetweenBars
 from metaphrase.training.progress import with_plain_lines
 
 SCORES = re.compile(r"update \d, validation: loss \d\.\d+, perplexity \d+\.\d+")

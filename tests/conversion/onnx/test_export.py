@@ -21,6 +21,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from tiny_generator import save_generator, tiny_generator, tiny_pair
 from tiny_models import DESIGNS, POSITIONS, padding_mask, random_batch, tiny_config, tiny_model
 from transformers import AutoConfig, GenerationConfig, T5Config
+from verbs import execute
 
 from metaphrase.conversion.onnx import export as onnx_export
 from metaphrase.conversion.onnx.export import (
@@ -102,7 +103,7 @@ def exported(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("onnx")
     generator = make_generator()
     source = save_generator(generator, folder / "model")
-    export.main([str(source), str(folder / "exported"), "--format", "onnx"])
+    execute(export, [str(source), str(folder / "exported"), "--format", "onnx"])
     return generator.model, source, folder / "exported"
 
 
@@ -311,7 +312,7 @@ def test_other_families_and_quantization_are_refused(tmp_path):
     with pytest.raises(ValueError, match="`model_type` must be metaphrase, got 't5'"):
         export_onnx(tmp_path / "t5", tmp_path / "exported")
     with pytest.raises(ValueError, match="`--quantization` must be left out with --format onnx, got 'int8'"):
-        export.main(["model", str(tmp_path / "exported"), "--format", "onnx", "--quantization", "int8"])
+        execute(export, ["model", str(tmp_path / "exported"), "--format", "onnx", "--quantization", "int8"])
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
@@ -329,4 +330,4 @@ def test_without_the_packages_the_error_says_what_to_install(missing, tmp_path, 
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ImportError, match=r"pip install metaphrase\[onnx\]"):
-        export.main([str(source), str(tmp_path / "exported"), "--format", "onnx"])
+        execute(export, [str(source), str(tmp_path / "exported"), "--format", "onnx"])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from identity_engine import identity_generator
 from tiny_generator import tiny_generator
+from verbs import execute
 
 from metaphrase.inference.run import make_splitter
 from metaphrase.inference.texts.documents import SentenceSplitter
@@ -125,5 +126,5 @@ def test_command_splits_lines(tmp_path, monkeypatch):
     text = "the cat. the dog\n\n\t- two dogs and the small cat run; the dog\n"
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")
     words = ["model", "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.txt")]
-    generate.main([*words, "--split_sentences"])
+    execute(generate, [*words, "--split_sentences"])
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == text

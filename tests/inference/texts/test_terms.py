@@ -3,6 +3,7 @@
 import pytest
 from identity_engine import identity_generator
 from tiny_generator import tiny_generator
+from verbs import execute
 
 from metaphrase.inference.texts.markup import Atom
 from metaphrase.inference.texts.placement import Links, Sentence, find_words
@@ -157,7 +158,7 @@ def test_unknown_format_is_refused():
 def run_generate(monkeypatch, folder, text, *words):
     monkeypatch.setattr(generate.Generator, "from_pretrained", lambda *_, **__: tiny_generator())
     (folder / "in").write_text(text, encoding="utf-8")
-    generate.main(["model", "--input", str(folder / "in"), "--output", str(folder / "out"), *words])
+    execute(generate, ["model", "--input", str(folder / "in"), "--output", str(folder / "out"), *words])
     return (folder / "out").read_text(encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 from pronunciations import PRONUNCIATIONS
+from verbs import execute
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import tokenize, train
@@ -26,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     with caplog.at_level("INFO"):
-        train.main(["pairs.tsv", *SMALL, "--time_budget", "10m", "--disable_tqdm"])
+        execute(train, ["pairs.tsv", *SMALL, "--time_budget", "10m", "--disable_tqdm"])
     run = folder / "runs" / "pairs"
     recipe = load_recipe(run / "recipe.yaml")
     assert (recipe.tokenizer_kind, recipe.target_tokenizer_kind, recipe.num_validation) == ("char", "word", 50)
@@ -38,9 +39,9 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     assert len(Generator.from_pretrained(run).generate(["bada"])) == 1
     # The resumed run takes over the choices, and their reasons stay.
     written = (run / "recipe.yaml").read_text(encoding="utf-8")
-    train.main(["pairs.tsv", "--resume", "--disable_tqdm"])
+    execute(train, ["pairs.tsv", "--resume", "--disable_tqdm"])
     assert (run / "recipe.yaml").read_text(encoding="utf-8") == written
-    train.main(["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
+    execute(train, ["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 4
     reasons = [
@@ -62,7 +63,7 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
 def test_pairs_of_one_source_stay_together(lines, size, folder, caplog):
     (folder / "few.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     caplog.set_level("INFO")
-    train.main(["few.tsv", *SMALL, "--disable_tqdm"])
+    execute(train, ["few.tsv", *SMALL, "--disable_tqdm"])
     assert load_recipe(folder / "runs" / "few" / "recipe.yaml").num_validation == size
     assert f"num_validation {size} (" in caplog.text
     assert (folder / "runs" / "few" / "model.safetensors").is_file()
@@ -70,12 +71,12 @@ def test_pairs_of_one_source_stay_together(lines, size, folder, caplog):
 
 def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
     monkeypatch.setattr(completion, "free_memory", lambda: 0)
-    train.main(["pairs.tsv", *SMALL, "--disable_tqdm"])
+    execute(train, ["pairs.tsv", *SMALL, "--disable_tqdm"])
     recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
     budget = recipe.max_tokens_per_batch * recipe.gradient_accumulation_steps
     assert recipe.gradient_accumulation_steps > 1 and budget == 1024
     # Batches that were given stay.
-    train.main(["pairs.tsv", *SMALL, "--max_tokens_per_batch", "512", "--output_dir", "given", "--disable_tqdm"])
+    execute(train, ["pairs.tsv", *SMALL, "--max_tokens_per_batch", "512", "--output_dir", "given", "--disable_tqdm"])
     recipe = load_recipe(folder / "given" / "recipe.yaml")
     assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 1)
 
@@ -103,7 +104,7 @@ def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch, w
 
 
 def test_a_tokenizer_that_exists_leaves_the_rest_to_be_chosen(folder):
-    tokenize.main(["--files", "pairs.tsv", "--kind", "byte", "--output", "tokenizer"])
+    execute(tokenize, ["--files", "pairs.tsv", "--kind", "byte", "--output", "tokenizer"])
     words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--tokenizer_name_or_path", "tokenizer"]
     experiment, _ = completion.complete(load_recipe(None, words), is_dry_run=True)
     recipe = experiment.recipe
@@ -116,7 +117,7 @@ def test_a_tokenizer_that_exists_leaves_the_rest_to_be_chosen(folder):
 def test_a_new_network_gets_its_learning_rate_when_pairs_are_not_read_beforehand(folder, caplog):
     words = ["pairs.tsv", *SMALL, "--streaming", "--max_tokens_per_batch", "256", "--disable_tqdm"]
     with caplog.at_level("INFO"):
-        train.main(words)
+        execute(train, words)
     assert "Chosen from the network" in caplog.text
     recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
     assert recipe.learning_rate == learning_rate(16) and recipe.max_tokens_per_batch == 256
@@ -177,7 +178,7 @@ def test_free_memory_is_that_of_the_container(monkeypatch):
 
 def test_a_run_of_days_is_said_beforehand(folder, monkeypatch, caplog):
     monkeypatch.setattr(completion, "_measure", lambda *_: completion.Pace(1e5))
-    train.main(["pairs.tsv", *SMALL, "--disable_tqdm"])
+    execute(train, ["pairs.tsv", *SMALL, "--disable_tqdm"])
     assert "takes about 83.3 hours on this machine" in caplog.text and "--time_budget" in caplog.text
 
 
@@ -198,7 +199,7 @@ def test_four_fifths_of_the_time_that_is_left_are_for_updates(folder, monkeypatc
 def test_two_parallel_files_are_pairs_too(folder, capsys):
     for name, side in (("in.txt", 0), ("out.txt", 1)):
         (folder / name).write_text("".join(f"{pair[side]}\n" for pair in PRONUNCIATIONS[:300]), encoding="utf-8")
-    train.main(["in.txt", "out.txt", *SMALL, "--dry_run"])
+    execute(train, ["in.txt", "out.txt", *SMALL, "--dry_run"])
     assert capsys.readouterr().out.split("pairs")[1].split()[0] == "250"
 
 

@@ -14,7 +14,7 @@ from hub_stand_in import QuietHandler
 from huggingface_hub import constants
 
 from metaphrase.scripts import train
-from metaphrase.scripts.parsers.console import run
+from metaphrase.scripts.__main__ import run
 from metaphrase.training.choices.dataset import choose_dataset, find_columns
 from metaphrase.training.choices.rules import OpenRecipe
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -89,7 +89,7 @@ def test_a_configuration_decides_the_direction_of_translations():
 def test_a_folder_in_place_of_a_recipe_becomes_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "corpus", "csv", "text", "summary", ("train", "test"))
-    assert run(train.main, "train", ["corpus", *SMALL, "--num_validation", "4", "--disable_tqdm"]) == 0
+    assert run("train", ["corpus", *SMALL, "--num_validation", "4", "--disable_tqdm"]) == 0
     folder = tmp_path / "runs" / "corpus"
     recipe = load_recipe(folder / "recipe.yaml")
     assert (recipe.dataset_name, recipe.source_column, recipe.target_column) == ("corpus", "text", "summary")

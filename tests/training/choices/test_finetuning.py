@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from other_families import other_model
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+from verbs import execute
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
@@ -50,14 +51,14 @@ def test_a_base_is_fine_tuned_without_a_recipe_and_resumed(folder):
     base = save_generator(tiny_generator(kind="byte", layers=1), folder / "base")
     words = ["--model_name_or_path", str(base), "--max_steps", "3", "--disable_tqdm", "--use_cpu"]
     words += ["--generation_max_length", "9"]
-    train.main(["pairs.tsv", *words])
+    execute(train, ["pairs.tsv", *words])
     run = folder / "runs" / "pairs"
     recipe = load_recipe(run / "recipe.yaml")
     assert recipe.num_validation > 0 and recipe.average_best and recipe.metrics
     assert recipe.learning_rate > 2e-4 and not recipe.is_set("tokenizer_kind") and not recipe.is_set("preset")
     assert "# a metaphrase of width" in (run / "recipe.yaml").read_text(encoding="utf-8")
     assert len(Generator.from_pretrained(run).generate(["a cat"])) == 1
-    train.main(["pairs.tsv", *words, "--resume", "--max_steps", "4"])
+    execute(train, ["pairs.tsv", *words, "--resume", "--max_steps", "4"])
     again = load_recipe(run / "recipe.yaml")
     assert json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 4
     for name in ("learning_rate", "warmup_steps", "max_source_length", "max_tokens_per_batch", "num_validation"):

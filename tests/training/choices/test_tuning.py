@@ -7,6 +7,7 @@ import time
 import pytest
 from pronunciations import PRONUNCIATIONS
 from small_experiments import make_recipe
+from verbs import execute
 
 from metaphrase.scripts import tune
 from metaphrase.training.choices import tuning
@@ -228,7 +229,7 @@ def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):
         "--max_steps",
         "2",
     ]
-    tune.main(["pairs.tsv", "--trials", "2", *sizes, "--time_budget", "1h"])
+    execute(tune, ["pairs.tsv", "--trials", "2", *sizes, "--time_budget", "1h"])
     lines = capsys.readouterr().out.splitlines()
     fields = ["learning_rate", "label_smoothing_factor", "model.dropout", "max_tokens_per_batch"]
     assert lines[0].split() == ["trial", "state", "wer", "seconds", *fields]
