@@ -13,7 +13,6 @@ from metaphrase.data.collators import PairCollator, with_decoder_inputs
 from metaphrase.evaluation.metrics import check_references, compute_metrics
 from metaphrase.evaluation.significance import NUM_BOOTSTRAP_SAMPLES
 from metaphrase.inference import Generator
-from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.pipeline_support import batches_by_length, longest_target
 from metaphrase.tokenization import TextFrame, check_target_language, shorten
@@ -115,7 +114,7 @@ def evaluate_generator(
         raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
     # Decoding takes long: check first.
     check_references(references, metrics, "references")
-    if is_single(generator):
+    if generator.is_single:
         check_target_language(generator.tokenizers.target)
     generation_options = dict(generation_options or {})
     before, truncated_before = generator.num_unfinished, generator.num_truncated
@@ -130,7 +129,7 @@ def evaluate_generator(
     }
     if generator.num_truncated > truncated_before:
         result["num_truncated"] = generator.num_truncated - truncated_before
-    if is_single(generator):
+    if generator.is_single:
         encode = generator.tokenizers.encode_targets
         end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(targets))
         labels = [shorten(ids, limit, end) for ids in whole]

@@ -15,18 +15,18 @@ from metaphrase.inference.alignment import (
     word_weights,
 )
 from metaphrase.inference.batches import decode
-from metaphrase.inference.engine import Engine, Hypothesis
+from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.explanation import Explanation, explain
 from metaphrase.inference.generator import ENGINES, Generator
 from metaphrase.inference.generator_pool import GeneratorPool
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
-from metaphrase.inference.run import ScoredText
 from metaphrase.inference.scoring import ForcedScore
+from metaphrase.inference.streams import ScoredText
 from metaphrase.inference.texts.terms import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 
-__all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "Engine", "EnsembleSearch", "Explanation"]
+__all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "EnsembleSearch", "Explanation"]
 __all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
 __all__ += [
     "SummarizationPipeline",

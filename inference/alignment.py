@@ -13,11 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.options import plain_options
-from metaphrase.inference.generator import Generator
-from metaphrase.inference.run import check_single
+from metaphrase.inference.generator import Generator, check_single
 from metaphrase.inference.scoring import encode_forced, forced_batches, forced_inputs, read_texts
-from metaphrase.inference.source_limits import check_sources, count_cut
-from metaphrase.modeling.pipeline_support import evaluating
+from metaphrase.inference.sources import check_sources, count_cut
+from metaphrase.modeling.pipeline_support import evaluating, longest_source
 from metaphrase.tokenization import (
     TextFrame,
     checked_texts,
@@ -132,7 +131,7 @@ def cross_attentions(
         _choose(torch.cat(_weights_of_layers(model, forced_inputs(model, [[0]], [[0]]))), layer, head)
     uncut_ids = generator.encode_uncut(sources)
     source_ids = generator.truncate(uncut_ids)
-    check_sources(generator, source_ids, range(1, len(source_ids) + 1))
+    check_sources(source_ids, longest_source(model), generator.max_tokens_per_batch)
     if targets is None:
         # `search` counts truncated sources.
         options = {**generation_kwargs, "num_return_sequences": 1}
@@ -148,7 +147,7 @@ def cross_attentions(
     end = TextFrame.of(tokenizers.encode_sources).end
     start = generation_kwargs.get("decoder_start_token_id")
     max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
-    batches = forced_batches(generator, source_ids, target_ids, max_tokens, show_progress, start)
+    batches = forced_batches(model, source_ids, target_ids, generator.batch_size, max_tokens, show_progress, start)
     for batch, inputs in batches:
         layers = _weights_of_layers(model, inputs)
         for row, index in enumerate(batch):

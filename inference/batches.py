@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,7 @@ from metaphrase.decoding.searches.constrained_beam_search import add_beams, cons
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.progress import progress_bar
-from metaphrase.inference.source_limits import numbering
-from metaphrase.inference.text_options import (
-    FUNCTION_OPTION,
-    ROW_OPTIONS,
-    options_of_texts,
-    read_text_options,
-    with_start,
-)
-from metaphrase.modeling.compat import PASSES_SAMPLE_ROWS
+from metaphrase.inference.sources import PROMPT, numbering, prompts_of, read_prompts, with_start
 from metaphrase.modeling.pipeline_support import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOKENS_PER_BATCH,
@@ -40,38 +32,18 @@ from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 
 def decode(
-    model: PreTrainedModel | Engine,
-    sources: Sequence[Sequence[int]],
-    *,
-    batch_size: int = DEFAULT_BATCH_SIZE,
-    max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
-    return_scores: bool = False,
-    show_progress: bool | None = False,
-    on_batch: Callable[[int], object] | None = None,
-    partners: Sequence[Partner] = (),
-    search: Callable | None = None,
-    vocabulary_map: VocabularyMap | None = None,
-    **generation_kwargs,
+    model: PreTrainedModel | Engine, sources: Sequence[Sequence[int]], *, return_scores: bool = False, **arguments
 ) -> list[list[Hypothesis]]:
     """Run `model.generate()`, or an engine, over all sources.
 
     `force_words_ids` are phrases that each target contains. A length option overrides any length of the generation config.
     `decoder_input_ids` has a row for each source or one for all; hypotheses begin with it, scores leave it out.
-    `prefix_allowed_tokens_fn` is called with the index of the source.
 
     Args:
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
         sources: Token ids of each source, with end of sequence.
-        batch_size: Most sources in a batch. It is 1 if transformers drafts tokens, or if an option looks at padded sources
-            (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
-        max_tokens_per_batch: Most source tokens in a batch, padding included.
         return_scores: True if hypotheses carry their score.
-        show_progress: As for `progress_bar`.
-        on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
-        partners: Other models that take part, each with its own ids of the sources.
-        search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
-        vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
-        **generation_kwargs: As above.
+        **arguments: `batch_size`, `show_progress` and others of `decode_batches`, and those of `generate()`.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
@@ -79,31 +51,68 @@ def decode(
     Raises:
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
-    options = plain_options(generation_kwargs)
-    options = read_text_options(options, len(sources))
-    text_options: dict[str, Any] = {}
+    own = {name: arguments.pop(name) for name in _ARGUMENTS_OF_BATCHES if name in arguments}
+    options = read_prompts(plain_options(arguments), len(sources))
+    return decode_batches(model, sources, options, return_scores=return_scores, **own)
+
+
+_ARGUMENTS_OF_BATCHES = ("batch_size", "max_tokens_per_batch", "show_progress", "on_batch", "partners", "search")
+_ARGUMENTS_OF_BATCHES += ("vocabulary_map",)
+
+
+def decode_batches(
+    model: PreTrainedModel | Engine,
+    sources: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
+    *,
+    return_scores: bool,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
+    show_progress: bool | None = False,
+    on_batch: Callable[[int], object] | None = None,
+    partners: Sequence[Partner] = (),
+    search: Callable | None = None,
+    vocabulary_map: VocabularyMap | None = None,
+) -> list[list[Hypothesis]]:
+    """Decode with plain options, see `decode`.
+
+    Args:
+        model: As for `decode`.
+        sources: As for `decode`.
+        options: Arguments of `generate()`, from `plain_options` and `read_prompts`.
+        return_scores: True if hypotheses carry their score.
+        batch_size: Most sources in a batch. It is 1 if transformers drafts tokens, or if an option looks at padded sources
+            (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
+        max_tokens_per_batch: Most source tokens in a batch, padding included.
+        show_progress: As for `progress_bar`.
+        on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
+        partners: Other models that take part, each with its own ids of the sources.
+        search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
+        vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
+    """
+    prompts: dict[str, Any] = {}
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     sources_of_models = [sources, *(partner.sources for partner in partners)]
     lengths = [max(map(len, ids)) for ids in zip(*sources_of_models, strict=True)]
-    if isinstance(model, Engine):
-        searching = model.searching(options, return_scores)
-    else:
+    if isinstance(model, torch.nn.Module):
         models = [model, *(partner.model for partner in partners)]
         options = with_start(model, options)
         _check_forced(model, options)
-        text_options = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
-        copies = _copies(model, options)
+        prompts = {PROMPT: options.pop(PROMPT)} if options.get(PROMPT) is not None else {}
         if _is_assisted(model, options) or depends_on_padding(resolve_settings(model, options)):
             # transformers' assisted loop takes one source. A source alone has no padding.
             batch_size = 1
         searching = _searching(models, search, return_scores, vocabulary_map, options)
+    else:
+        searching = model.searching(options, return_scores)
     with searching as search_batch, progress_bar(len(sources), "sentence", show_progress) as bar:
         # An engine has checked its options by now, with other bounds.
         check_options(options)
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
-            batch_options = options_of_texts(text_options, batch, copies) if text_options else {}
             with numbering([index + 1 for index in batch]):
-                rows = search_batch(*([ids[index] for index in batch] for ids in sources_of_models), **batch_options)
+                rows = search_batch(
+                    *([ids[index] for index in batch] for ids in sources_of_models), **prompts_of(prompts, batch)
+                )
             for index, hypotheses in zip(batch, rows, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
@@ -118,29 +127,29 @@ def _searching(
     joint_search: Callable | None,
     return_scores: bool,
     vocabulary_map: VocabularyMap | None,
-    generation_kwargs: dict,
+    options: dict,
 ) -> Iterator[BatchSearch]:
     """Put the models into evaluation mode inside this context. Yields the search for one batch."""
-    chosen_search = None
-    if generation_kwargs.get("force_words_ids") is not None:
-        if joint_search is not None:
-            raise ValueError("Required phrases need a single model, got several.")
-        chosen_search, generation_kwargs = constrained_beam_search, add_beams(models[0], generation_kwargs)
+    needs_phrases = options.get("force_words_ids") is not None
+    if needs_phrases and joint_search is not None:
+        raise ValueError("Required phrases need a single model, got several.")
+    if needs_phrases:
+        options = add_beams(models[0], options)
+        options |= {"custom_generate": constrained_beam_search, "return_dict_in_generate": True, "output_scores": False}
+    elif joint_search is None and is_metaphrase(models[0]) and _is_plain(models[0], options):
+        options = options | {"custom_generate": fast_generation.search, "return_scores": return_scores}
+    elif joint_search is None:
+        options = options | {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
 
-    def search_batch(*sources: list[Sequence[int]], **batch_options) -> list[list[Hypothesis]]:
+    def search_batch(*sources: list[Sequence[int]], **prompts) -> list[list[Hypothesis]]:
         inputs, *partner_inputs = map(pad_sources, sources, models)
-        options = generation_kwargs | batch_options
-        for name in ROW_OPTIONS:
-            if options.get(name) is not None:
-                options[name] = options[name].expand(len(sources[0]), -1)
+        batch_options = options | {name: rows.expand(len(sources[0]), -1) for name, rows in prompts.items()}
         if joint_search is not None:
             search = functools.partial(joint_search, partners=list(zip(models[1:], partner_inputs, strict=True)))
-            options |= {"custom_generate": search, "return_scores": return_scores}
-        else:
-            options |= _search_options(models[0], chosen_search, return_scores, options)
-        if vocabulary_map is not None and options.get("custom_generate") is fast_generation.search:
-            options["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
-        hypotheses = _generate(models[0], inputs, return_scores, options)
+            batch_options |= {"custom_generate": search, "return_scores": return_scores}
+        elif vocabulary_map is not None and options.get("custom_generate") is fast_generation.search:
+            batch_options["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
+        hypotheses = _generate(models[0], inputs, return_scores, batch_options)
         count = len(hypotheses) // len(sources[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
@@ -167,15 +176,6 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     }
 
 
-def _copies(model: PreTrainedModel, options: dict) -> int:
-    """Return the number of rows of each text as `prefix_allowed_tokens_fn` sees them: the samples, but not the beams."""
-    if not PASSES_SAMPLE_ROWS:
-        return 1
-    names, config = ("num_beams", "num_return_sequences"), model.generation_config
-    num_beams, count = (getattr(config, name) if options.get(name) is None else options[name] for name in names)
-    return 1 if (num_beams or 1) > 1 else count or 1
-
-
 def _check_forced(model: PreTrainedModel, options: dict) -> None:
     size = getattr(model.get_output_embeddings(), "out_features", None)
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
@@ -200,21 +200,10 @@ def _is_sampled_alone(model: PreTrainedModel, options: dict) -> bool:
     return bool(settings.get("do_sample")) and is_plain and not _is_assisted(model, options)
 
 
-def _search_options(
-    model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
-) -> dict:
-    """Return arguments of `generate()` that choose a search of this package, or one of transformers."""
-    if search is None and is_metaphrase(model) and _is_plain(model, generation_kwargs):
-        return {"custom_generate": fast_generation.search, "return_scores": return_scores}
-    options = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
-    # A search of this package returns no scores of single steps.
-    return options if search is None else options | {"custom_generate": search, "output_scores": False}
-
-
 def _generate(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
 ) -> list[Hypothesis]:
-    prompt = generation_kwargs.get("decoder_input_ids")
+    prompt = generation_kwargs.get(PROMPT)
     prompt_length = 1 if prompt is None else prompt.shape[1]
     min_new_tokens = generation_kwargs.get("min_new_tokens")
     if min_new_tokens is not None and model.generation_config.min_length is not None:

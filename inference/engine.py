@@ -1,12 +1,11 @@
-"""Interface between `decode` and whatever runs the model: a search over one batch, and its result."""
+"""Result of a search, decoders that replace a transformers model, and names of devices."""
 
-import abc
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -33,8 +32,8 @@ class Hypothesis:
 BatchSearch = Callable[..., list[list[Hypothesis]]]
 
 
-class Engine(abc.ABC):
-    """Base class of decoders that replace a transformers model.
+class Engine(Protocol):
+    """Decoder in place of a transformers model, such as `CTranslate2Engine`. It is no `torch.nn.Module`.
 
     Attributes:
         generation_config: Defaults for options that a call leaves out.
@@ -42,14 +41,11 @@ class Engine(abc.ABC):
 
     generation_config: GenerationConfig
 
-    @abc.abstractmethod
-    def searching(
-        self, generation_kwargs: Mapping[str, Any], return_scores: bool
-    ) -> AbstractContextManager[BatchSearch]:
+    def searching(self, options: Mapping[str, Any], return_scores: bool) -> AbstractContextManager[BatchSearch]:
         """Return a context with the search for the batches of one call.
 
         Args:
-            generation_kwargs: As for `generate()`.
+            options: As for `generate()`.
             return_scores: True if hypotheses carry their score.
 
         Raises:

@@ -6,7 +6,7 @@ import textwrap
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,9 +19,6 @@ from metaphrase.modeling.pipeline_support import longest_target
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
-
-if TYPE_CHECKING:
-    from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +88,7 @@ class EngineChoice:
         self._start = model.generation_config.decoder_start_token_id if is_fixed else None
         self._max_length: int | None = None
         self._copy: Path | None = None
-        self._engine: CTranslate2Engine | None = None
+        self._engine: Engine | None = None
         self._record: WeightRecord | None = None
         self._lock = threading.Lock()
         self.lines: list[str] = []

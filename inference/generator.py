@@ -1,24 +1,51 @@
-"""Generator: a model with its tokenizers, from source texts to target texts."""
+"""Generator: a model with its tokenizers, from source texts to target texts.
 
+The way of a call: `Plan.of` reads its options once. `Plan.encode` makes sentences and ids of texts, `Plan.search` makes
+hypotheses of ids, and `Plan.decode_texts` makes texts of hypotheses.
+"""
+
+import copy
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
-from metaphrase.decoding.options import plain_options
+from metaphrase.decoding.fast_generation import is_metaphrase
+from metaphrase.decoding.options import complete_sampling, plain_options
 from metaphrase.decoding.quantization import PackedLinear, quantization_of, quantize
-from metaphrase.decoding.searches.joint_search import EnsembleSearch
-from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
+from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
+from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
+from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+from metaphrase.inference.batches import decode_batches
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device, is_exported
 from metaphrase.inference.engine_choice import EngineChoice
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.progress import ProgressBar
-from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_partner, check_single
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
-from metaphrase.inference.source_limits import check_source_length, count_cut
-from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
+from metaphrase.inference.sources import (
+    check_source_length,
+    check_sources,
+    count_cut,
+    numbering,
+    prompts_of,
+    read_prompts,
+)
+from metaphrase.inference.streams import Chunk, ScoredText, TextStream
+from metaphrase.inference.texts.documents import Document, SentenceSplitter, keep_whole
+from metaphrase.modeling.pipeline_support import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_TOKENS_PER_BATCH,
+    longest_source,
+    longest_target,
+)
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.storage.model_files import check_options
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
@@ -27,11 +54,192 @@ from metaphrase.tokenization.vocabulary_map import VocabularyMap
 ENGINES = ("auto", "torch", "ctranslate2")
 
 
-class Generator(StreamDecoder):
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Texts as the models read them.
+
+    Attributes:
+        ids: For each generator of a plan the ids of each sentence.
+        documents: For each text its sentences and its layout.
+        counts: Amounts to add to the counters of the caller.
+    """
+
+    ids: list[list[list[int]]]
+    documents: list[Document]
+    counts: dict[str, int]
+
+    def indices(self) -> list[int]:
+        """Return for each sentence the index of its text."""
+        return [index for index, document in enumerate(self.documents) for _ in document.sentences]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All that a call decides before it reads texts. A plan changes none of its generators.
+
+    Attributes:
+        generators: The called generator first, then the members of its ensemble or its draft model.
+        joint_search: The search that all of them take part in; `None` for a single model.
+        options: Options of `generate()`, for `decode_batches`.
+        num_targets: Targets of each text.
+    """
+
+    generators: list["Generator"]
+    joint_search: EnsembleSearch | SpeculativeSearch | None
+    options: dict[str, Any]
+    num_targets: int
+
+    @classmethod
+    def of(cls, generator: "Generator", options: Mapping[str, Any], num_texts: int | None = None) -> "Plan":
+        """Read the options of a call.
+
+        Args:
+            generator: The called generator.
+            options: Arguments of `generate()`.
+            num_texts: Number of texts; `None` for a stream.
+
+        Raises:
+            ValueError: If a value is out of range, an assistant does not fit, or as `read_prompts` and `encode_phrases` do.
+        """
+        options = read_prompts(plain_options(complete_sampling(dict(options))), num_texts)
+        check_options(options)
+        partners, joint_search = generator.members, generator.ensemble if generator.members else None
+        if options.get("assistant_model") is not None:
+            partners, joint_search = _read_assistant(generator, options)
+        config = generator.model.generation_config
+        num_targets = options.get("num_return_sequences", config.num_return_sequences or 1)
+        options = encode_phrases(generator.tokenizers.target, config, options)
+        return cls([generator, *partners], joint_search, options, num_targets)
+
+    def encode(self, texts: list[str], split_sentences: bool | str = False) -> EncodedTexts:
+        """Return the ids of the texts that are not blank, or of their sentences.
+
+        Raises:
+            TooLongError: If a source has more tokens than a model has positions.
+        """
+        documents, counts = keep_whole(texts), {}
+        if split_sentences:
+            splitter = make_splitter(self.generators, split_sentences)
+            documents, counts = splitter.split(texts), {"num_cut": splitter.num_cut}
+        sentences = [sentence for document in documents for sentence in document.sentences]
+        uncut = [generator.encode_uncut(sentences) for generator in self.generators]
+        sources = [generator.truncate(ids) for generator, ids in zip(self.generators, uncut, strict=True)]
+        # Compare tuples of all models' ids, so that a source counts once.
+        counts["num_truncated"] = count_cut(*(list(zip(*ids, strict=True)) for ids in (uncut, sources)))
+        if isinstance(self.joint_search, SpeculativeSearch):
+            # A draft model may read only the beginning: its drafts change the time, never the result.
+            draft = self.generators[1]
+            limit, end = longest_source(draft.model), TextFrame.of(draft.tokenizers.encode_sources).end
+            sources[1] = [shorten(source, limit, end) for source in sources[1]]
+        encoded = EncodedTexts(sources, documents, counts)
+        with numbering([index + 1 for index in encoded.indices()]):
+            for generator, ids in zip(self.generators, sources, strict=True):
+                check_sources(ids, longest_source(generator.model), generator.max_tokens_per_batch)
+        return encoded
+
+    def search(
+        self,
+        encoded: EncodedTexts,
+        return_scores: bool,
+        *,
+        indices: Sequence[int] | None = None,
+        show_progress: bool | None = False,
+        on_batch: Callable[[int], object] | None = None,
+    ) -> tuple[list[list[Hypothesis]], Counter[str]]:
+        """Decode the sentences of texts.
+
+        Args:
+            encoded: From `encode`.
+            return_scores: True if hypotheses carry their score.
+            indices: Index of each sentence's text in the call; by default those of `encoded`.
+            show_progress: As for `decode_batches`.
+            on_batch: As for `decode_batches`.
+
+        Returns:
+            The hypotheses of each sentence, and the amounts to add to the counters of the caller.
+        """
+        generator, *partners = self.generators
+        # A copy, because the search counts its drafts.
+        joint_search = copy.copy(self.joint_search)
+        ids, *partner_ids = encoded.ids
+        indices = encoded.indices() if indices is None else indices
+        options = prompts_of(self.options, indices)
+        model = generator.model
+        if generator.engine_choice is not None and ids and not partners:
+            limits = {"batch_size": generator.batch_size, "return_scores": return_scores}
+            model = generator.engine_choice.choose(model, options, ids, **limits)
+        with numbering([index + 1 for index in indices]):
+            hypotheses = decode_batches(
+                model,
+                ids,
+                options,
+                return_scores=return_scores,
+                batch_size=generator.batch_size,
+                max_tokens_per_batch=generator.max_tokens_per_batch,
+                show_progress=show_progress,
+                on_batch=on_batch,
+                partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
+                search=joint_search,
+                vocabulary_map=generator.vocabulary_map,
+            )
+        num_unfinished = sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
+        counts = Counter(**encoded.counts, num_unfinished=num_unfinished)
+        if isinstance(joint_search, SpeculativeSearch):
+            counts.update(num_drafted=joint_search.num_drafted, num_accepted=joint_search.num_accepted)
+        return hypotheses, counts
+
+    def decode_texts(
+        self, documents: list[Document], hypotheses: list[list[Hypothesis]], return_scores: bool
+    ) -> list[list[ScoredText]]:
+        """Return target texts for all sources. A blank source has empty ones.
+
+        The score of a text is the mean of its sentences.
+        """
+        generator, rows = self.generators[0], iter(hypotheses)
+        results = []
+        for document in documents:
+            # Candidate i of a text has candidate i of each sentence.
+            candidates = list(zip(*(next(rows) for _ in document.sentences), strict=True)) or [()] * self.num_targets
+            texts = [
+                document.join(generator.tokenizers.decode_targets([part.ids for part in row])) for row in candidates
+            ]
+            scores = [
+                sum(part.score for part in row) / max(len(row), 1) if return_scores else None for row in candidates
+            ]
+            results.append([ScoredText(*pair) for pair in zip(texts, scores, strict=True)])
+        return results
+
+
+def make_splitter(generators: Sequence["Generator"], split_sentences: bool | str) -> SentenceSplitter:
+    """Return a splitter for sources of generators.
+
+    Args:
+        generators: Readers of the sentences.
+        split_sentences: A language; True for that of a multilingual tokenizer, or else English.
+    """
+    language = split_sentences
+    if not isinstance(language, str):
+        # Codes such as eng_Latn and en_XX begin with the language.
+        language = re.split("[_-]", getattr(generators[0].tokenizers.source, "src_lang", None) or "en")[0]
+
+    def find_long(texts: list[str]) -> list[bool]:
+        is_long = [False] * len(texts)
+        for generator in generators:
+            limits = [generator.max_source_length, longest_source(generator.model)]
+            limit = min((limit for limit in limits if limit is not None), default=None)
+            if limit is not None:
+                lengths = map(len, generator.encode_uncut(texts))
+                is_long = [flag or length > limit for flag, length in zip(is_long, lengths, strict=True)]
+        return is_long
+
+    return SentenceSplitter(language, find_long)
+
+
+class Generator(TextStream):
     """A model with its tokenizers.
 
     Sources of similar length share a batch. Results have the order of the sources. A blank source gives an empty target and
-    does not reach the model. For streams and counters see `StreamDecoder`.
+    does not reach the model. For streams and counters see `TextStream`.
     """
 
     def __init__(
@@ -85,6 +293,11 @@ class Generator(StreamDecoder):
         self.engine_choice: EngineChoice | None = None
         for number, member in enumerate(self.members, start=2):
             check_partner(self, member, f"model {number} of the ensemble")
+
+    @property
+    def is_single(self) -> bool:
+        """True for one torch model, without an ensemble or another engine."""
+        return isinstance(self.model, torch.nn.Module) and not self.members
 
     def __repr__(self) -> str:
         model, settings = self.model, self.model.generation_config
@@ -204,7 +417,6 @@ class Generator(StreamDecoder):
         - `assistant_model`: a smaller Metaphrase model with the same vocabulary, or a generator of one. It drafts
           `num_assistant_tokens` tokens at a time for greedy search or sampling. The result stays the same.
         - `decoder_input_ids`: a row for each text, blank ones included, or one row for all. A stream takes one row.
-        - `prefix_allowed_tokens_fn`: called with the index of the text, in a stream that in the whole stream.
 
         Args:
             texts: Sources.
@@ -218,12 +430,12 @@ class Generator(StreamDecoder):
                 model has positions, `num_return_sequences` is not 1, or the assistant does not fit; or as `decode` and
                 `encode_phrase` do.
         """
-        count = plain_options(generation_kwargs).get("num_return_sequences", 1)
-        if count != 1:
-            raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
         # Overrides the model's own setting.
-        options = {**generation_kwargs, "num_return_sequences": 1}
-        candidates = self._generate(list(checked_texts(texts)), False, options, show_progress, split_sentences)
+        options = {"num_return_sequences": 1} | generation_kwargs
+        plan = Plan.of(self, options, len(texts := list(checked_texts(texts))))
+        if (count := plan.num_targets) != 1:
+            raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
+        candidates = self._carry_out(plan, texts, False, show_progress, split_sentences)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
@@ -249,9 +461,8 @@ class Generator(StreamDecoder):
         Raises:
             ValueError: As `generate()`, except for `num_return_sequences`.
         """
-        return self._generate(
-            list(checked_texts(texts)), return_scores, generation_kwargs, show_progress, split_sentences
-        )
+        plan = Plan.of(self, generation_kwargs, len(texts := list(checked_texts(texts))))
+        return self._carry_out(plan, texts, return_scores, show_progress, split_sentences)
 
     def generate_mbr(
         self,
@@ -291,7 +502,9 @@ class Generator(StreamDecoder):
         """
         num_truncated = self.num_truncated
         chosen = decode_by_risk(
-            lambda *arguments: self._generate(*arguments, show_progress),
+            lambda texts, return_scores, options: self.generate_n_best(
+                texts, return_scores=return_scores, show_progress=show_progress, **options
+            ),
             list(checked_texts(texts)),
             config=self.model.generation_config,
             num_candidates=num_candidates,
@@ -305,40 +518,67 @@ class Generator(StreamDecoder):
             self.num_truncated -= (self.num_truncated - num_truncated) // 2
         return [ScoredText(text, expected_utility) for text, expected_utility in chosen]
 
-    def decode_chunks(self, chunks: Iterator[Chunk], bar: ProgressBar, **options) -> Iterator[list[ScoredText]]:
-        """See `StreamDecoder`."""
-        if options["risk"] is not None:
-            for chunk in chunks:
-                yield from decode_chunk(self, chunk, **options)
-                bar.update(len(chunk.texts))
-            return
-        seed, return_scores, _ = (options.pop(name) for name in ("seed", "return_scores", "risk"))
-        split_sentences = options.pop("split_sentences")
-        run = Run.of(self, options)
+    def decode_chunks(
+        self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
+    ) -> Iterator[list[ScoredText]]:
+        """See `TextStream`."""
+        names = ("seed", "return_scores", "risk", "split_sentences")
+        rest = {name: value for name, value in options.items() if name not in names}
+        # A bad option is an error before the first line is read.
+        plan = None if options["risk"] is not None else Plan.of(self, rest)
+        for chunk in chunks:
+            done = []
 
-        def encode(chunk: Chunk) -> EncodedSources:
-            with chunk.numbering():
-                return run.encode(chunk.texts, split_sentences)
+            def advance(count: int, done: list[int] = done) -> None:
+                done.append(count)
+                bar.update(count)
 
-        with PreparedChunks(chunks, encode) as prepared_chunks:
-            for chunk, sources in prepared_chunks:
-                chunk.prepare(self, seed)
-                indices = [chunk.indices[index] for index in sources.indices()]
-                # The bar counts texts.
-                on_batch = None if split_sentences else bar.update
-                hypotheses, counts = run.search(sources, indices, return_scores, on_batch=on_batch)
-                self.count(counts)
-                with prepared_chunks.alone():
-                    candidates = run.decode_texts(sources.documents, hypotheses, return_scores)
-                    bar.update(len(chunk.texts) - (len(hypotheses) if on_batch else 0))
-                    yield from candidates
-                    del hypotheses, candidates
+            # The bar counts texts.
+            on_batch = None if options["split_sentences"] else advance
+            candidates = self.decode_chunk(chunk, plan=plan, on_batch=on_batch, **options)
+            bar.update(len(chunk.texts) - sum(done))
+            yield from candidates
+
+    def decode_chunk(
+        self,
+        chunk: Chunk,
+        *,
+        seed: int | None,
+        return_scores: bool,
+        risk: Mapping[str, Any] | None,
+        split_sentences: bool | str,
+        plan: "Plan | None" = None,
+        on_batch: Callable[[int], object] | None = None,
+        **options,
+    ) -> list[list[ScoredText]]:
+        """Return the candidates of each source of a chunk, whatever was decoded before.
+
+        Args:
+            chunk: The sources.
+            seed: As for `generate_stream`, as are the arguments below.
+            return_scores: True if candidates carry their score.
+            risk: Arguments of `generate_mbr`.
+            split_sentences: A language, or True.
+            plan: The plan of the stream, if it is made.
+            on_batch: As for `decode_batches`.
+            **options: As for `generate()`.
+        """
+        if chunk.number and self.engine_choice is not None:
+            self.engine_choice.expect_many()
+        if seed is not None and chunk.number:
+            state = np.random.SeedSequence(seed, spawn_key=(chunk.number,)).generate_state(1, np.uint64)
+            seed = int(state[0] >> np.uint64(1))
+        if seed is not None:
+            torch.manual_seed(seed)
+        with numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
+            if risk is not None:
+                return [[chosen] for chosen in self.generate_mbr(chunk.texts, **risk, **options)]
+            plan = Plan.of(self, options) if plan is None else plan
+            return self._carry_out(plan, chunk.texts, return_scores, False, split_sentences, on_batch)
 
     def num_targets(self, **generation_kwargs) -> int:
         """Return the number of candidates of a source with these options."""
-        check_options(generation_kwargs)
-        default = self.model.generation_config.num_return_sequences or 1
-        return plain_options(generation_kwargs).get("num_return_sequences", default)
+        return Plan.of(self, generation_kwargs).num_targets
 
     def score(
         self, sources: Iterable[str], targets: Iterable[str | Sequence[int]], *, show_progress: bool | None = False
@@ -364,41 +604,64 @@ class Generator(StreamDecoder):
         sources, targets = read_texts(sources, targets)
         ids, uncut = encode_forced(self.tokenizers, targets), self.encode_uncut(sources)
         cut = self.truncate(uncut)
-        scores = score_targets(self, cut, ids, show_progress)
+        scores = score_targets(self.model, cut, ids, self.batch_size, self.max_tokens_per_batch, show_progress)
         self.num_truncated += count_cut(uncut, cut)
         tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
         return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
+
+    def mean_entropies(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """Return the mean negative log-probability of each target, in nats per token.
+
+        A pair that is too long for the model has an infinite one.
+
+        Args:
+            pairs: Pairs of source and target without blank sides.
+
+        Raises:
+            ValueError: If this is an ensemble or has another engine than torch.
+        """
+        check_single(self, "generator")
+        sources, targets = self.encode([pair[0] for pair in pairs]), [pair[1] for pair in pairs]
+        rows = list(zip(sources, encode_forced(self.tokenizers, targets), strict=True))
+        limits = [longest_source(self.model) or math.inf, longest_target(self.model) or math.inf]
+        fitting = [i for i, row in enumerate(rows) if len(row[0]) <= limits[0] and len(row[1]) <= limits[1]]
+        entropies = [math.inf] * len(rows)
+        sides = ([rows[index][side] for index in fitting] for side in (0, 1))
+        scores = score_targets(self.model, *sides, self.batch_size, self.max_tokens_per_batch)
+        for index, score in zip(fitting, scores, strict=True):
+            entropies[index] = -sum(score) / len(score)
+        return entropies
 
     def search(
         self, texts: list[str], return_scores: bool, generation_kwargs: dict, show_progress: bool | None
     ) -> list[list[Hypothesis]]:
         """Decode texts, of which blank ones are left out, and count. Returns the hypotheses."""
-        run = Run.of(self, generation_kwargs, len(texts))
-        return self.search_encoded(run, run.encode(texts), return_scores, show_progress)
+        plan = Plan.of(self, generation_kwargs, len(texts))
+        return self.search_encoded(plan, plan.encode(texts), return_scores, show_progress=show_progress)
 
     def search_encoded(
-        self, run: Run, sources: EncodedSources, return_scores: bool, show_progress: bool | None
+        self, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
     ) -> list[list[Hypothesis]]:
-        """Decode encoded sources, and count.
+        """Decode encoded texts, and count.
 
         The server overrides this method, to decode the sources of several requests together.
         """
-        hypotheses, counts = run.search(sources, sources.indices(), return_scores, show_progress=show_progress)
+        hypotheses, counts = plan.search(encoded, return_scores, **progress)
         self.count(counts)
         return hypotheses
 
-    def _generate(
+    def _carry_out(
         self,
+        plan: Plan,
         texts: list[str],
         return_scores: bool,
-        generation_kwargs: dict,
         show_progress: bool | None,
-        split_sentences: bool | str = False,
+        split_sentences: bool | str,
+        on_batch: Callable[[int], object] | None = None,
     ) -> list[list[ScoredText]]:
-        run = Run.of(self, generation_kwargs, len(texts))
-        sources = run.encode(texts, split_sentences)
-        hypotheses = self.search_encoded(run, sources, return_scores, show_progress)
-        return run.decode_texts(sources.documents, hypotheses, return_scores)
+        encoded = plan.encode(texts, split_sentences)
+        hypotheses = self.search_encoded(plan, encoded, return_scores, show_progress=show_progress, on_batch=on_batch)
+        return plan.decode_texts(encoded.documents, hypotheses, return_scores)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of sources as the model reads them."""
@@ -414,6 +677,79 @@ class Generator(StreamDecoder):
             return sources
         end = TextFrame.of(self.tokenizers.encode_sources).end
         return [shorten(ids, self.max_source_length, end) for ids in sources]
+
+
+def check_single(generator: "Generator", name: str) -> None:
+    """Check that a generator has one torch model.
+
+    Raises:
+        ValueError: If the generator is an ensemble or has another engine.
+    """
+    if not isinstance(generator.model, torch.nn.Module):
+        raise ValueError(f"`{name}` must have a torch model here, got a {type(generator.model).__name__}.")
+    if generator.members:
+        raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")
+
+
+def check_partner(generator: "Generator", partner: "Generator", name: str) -> None:
+    """Check that another generator, set by the option `name`, can write a target together with this one.
+
+    Raises:
+        ValueError: If the partner is no single torch model, one is no Metaphrase model, or the two differ in target tokens, in
+            special ids or in their device.
+    """
+    check_single(partner, name)
+    expected, actual = (item.tokenizers.target.get_vocab() for item in (generator, partner))
+    if different := [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]:
+        token = min(different)
+        raise ValueError(
+            f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
+            f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
+        )
+    models = generator.model, partner.model
+    for model in models:
+        if not is_metaphrase(model):
+            raise ValueError(
+                f"`{name}` and the first model must both be Metaphrase models, got {type(model).__name__}: "
+                "convert it with `metaphrase convert`."
+            )
+    # Equal fields give the ids of targets the same meaning.
+    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
+        expected, actual = (getattr(model.config, field) for model in models)
+        if actual != expected:
+            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
+    expected, actual = (model.device for model in models)
+    if actual != expected:
+        raise ValueError(f"`{name}` must be on the device of the first model, {expected}, got {actual}.")
+
+
+def _read_assistant(
+    generator: "Generator", options: dict[str, Any]
+) -> tuple[list["Generator"], SpeculativeSearch | None]:
+    """Return the draft model and its search. Takes their options out of `options`."""
+    assistant = options["assistant_model"]
+    if generator.members:
+        raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
+    if not isinstance(assistant, type(generator)):
+        if not (is_metaphrase(generator.model) and is_metaphrase(assistant)):
+            # transformers' own assisted decoding runs, one source at a time.
+            return [], None
+        vocab_size, expected = assistant.config.vocab_size, generator.model.config.vocab_size
+        if vocab_size != expected:
+            raise ValueError(
+                f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {vocab_size}: pass a "
+                "generator with its own tokenizers."
+            )
+        assistant = type(generator)(
+            assistant,
+            generator.tokenizers,
+            source_prefix=generator.source_prefix,
+            max_source_length=generator.max_source_length,
+        )
+    check_partner(generator, assistant, "assistant_model")
+    del options["assistant_model"]
+    num_tokens = options.pop("num_assistant_tokens", None)
+    return [assistant], SpeculativeSearch(DEFAULT_NUM_ASSISTANT_TOKENS if num_tokens is None else num_tokens)
 
 
 def _load_model(

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
@@ -17,20 +19,19 @@ import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
-from metaphrase.inference.chunks import COUNTERS, Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import default_device, find_device, is_exported
 from metaphrase.inference.engine_choice import log_once
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.progress import ProgressBar
-from metaphrase.inference.run import ScoredText
+from metaphrase.inference.streams import COUNTERS, Chunk, ScoredText, TextStream
 
 
-class GeneratorPool(StreamDecoder):
+class GeneratorPool(TextStream):
     """Several processes, each with a generator of the same model.
 
     One process decodes each chunk of a stream, with the chunk's own random numbers. The result does not depend on the number of
     processes. The processes end with the context, even in the middle of a chunk, and with the process that started them. A
-    script that starts processes needs `if __name__ == "__main__":`. The counters of `StreamDecoder` are sums over the processes.
+    script that starts processes needs `if __name__ == "__main__":`. The counters of `TextStream` are sums over the processes.
 
     Attributes:
         num_processes: Number of processes.
@@ -110,19 +111,30 @@ class GeneratorPool(StreamDecoder):
         with self._naming_deaths():
             return self._executor.submit(_num_targets, generation_kwargs).result()
 
-    def decode_chunks(self, chunks: Iterator[Chunk], bar: ProgressBar, **options) -> Iterator[list[ScoredText]]:
-        """See `StreamDecoder`."""
-        prepared = PreparedChunks(
-            chunks, lambda chunk: self._executor.submit(_decode, chunk, options), ahead=self.num_processes
-        )
-        with self._naming_deaths(), prepared as chunks_with_results:
-            for chunk, future in chunks_with_results:
-                candidates, counts, lines = future.result()
+    def decode_chunks(
+        self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
+    ) -> Iterator[list[ScoredText]]:
+        """See `TextStream`."""
+        futures: deque[Future] = deque()
+        reading_error: Exception | None = None
+        with self._naming_deaths():
+            while True:
+                try:
+                    # Each process has a chunk, and one more waits.
+                    for chunk in itertools.islice(chunks, self.num_processes + 1 - len(futures)):
+                        futures.append(self._executor.submit(_decode, chunk, options))
+                except (OSError, ValueError) as error:
+                    # The generator of chunks has ended. The chunks before the error are decoded first.
+                    reading_error = error
+                if not futures and reading_error is not None:
+                    raise reading_error
+                if not futures:
+                    return
+                candidates, counts, lines = futures.popleft().result()
                 self.count(counts)
                 log_once(self._lines, lines)
-                bar.update(len(chunk.texts))
+                bar.update(len(candidates))
                 yield from candidates
-                del future, candidates
 
     @contextlib.contextmanager
     def _naming_deaths(self) -> Iterator[None]:
@@ -205,6 +217,6 @@ def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
-    candidates = decode_chunk(generator, chunk, **options)
+    candidates = generator.decode_chunk(chunk, **options)
     counts = {name: getattr(generator, name) - before[name] for name in COUNTERS}
     return candidates, counts, generator.engine_choice.lines if generator.engine_choice else []

@@ -10,15 +10,13 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import IO, BinaryIO
 
+from metaphrase.inference.streams import ScoredText
 from metaphrase.storage.folders import WriteLock, remove_leftovers
 from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-
-if TYPE_CHECKING:
-    from metaphrase.inference.run import ScoredText
 
 _SEPARATOR = " ||| "
 # Settings, weights, code and tokenizers.
@@ -117,7 +115,7 @@ def _open_standard_input() -> BinaryIO:
         return sys.stdin.buffer
 
 
-def format_targets(index: int, candidates: Sequence["ScoredText"], with_scores: bool) -> str:
+def format_targets(index: int, candidates: Sequence[ScoredText], with_scores: bool) -> str:
     """Return the lines of the targets of one source.
 
     Args:

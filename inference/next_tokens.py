@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor
@@ -10,10 +10,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from metaphrase.decoding.options import plain_options
 from metaphrase.inference.batches import decode
+from metaphrase.inference.generator import Generator
 from metaphrase.tokenization import readable_tokens
-
-if TYPE_CHECKING:
-    from metaphrase.inference.generator import Generator
 
 NUM_CANDIDATES = 10
 DEFAULT_BEAMS, DEFAULT_TOP_K, DEFAULT_TOP_P = 4, 5, 0.9
@@ -100,14 +98,14 @@ class BeamTree:
     best_ids: list[int]
 
 
-def search_ids(generator: "Generator", source: Sequence[int], options: Mapping[str, Any]) -> list[int]:
+def search_ids(generator: Generator, source: Sequence[int], options: Mapping[str, Any]) -> list[int]:
     """Return the ids that greedy search finds."""
     options = {name: value for name, value in plain_options(options).items() if name in _SHARED_OPTIONS}
     [[best]] = decode(generator.model, [source], **options, num_beams=1, do_sample=False, num_return_sequences=1)
     return best.ids
 
 
-def record_beam_search(generator: "Generator", source: Sequence[int], options: Mapping[str, Any]) -> BeamTree:
+def record_beam_search(generator: Generator, source: Sequence[int], options: Mapping[str, Any]) -> BeamTree:
     """Return the tree of a beam search, which `generate()` runs.
 
     The beam size is `num_beams` of the options or of the model. A size of 1 becomes `DEFAULT_BEAMS`.
@@ -194,7 +192,7 @@ class _BeamRecorder(LogitsProcessor):
 
 
 def describe_steps(
-    generator: "Generator",
+    generator: Generator,
     logits: torch.Tensor,
     path: list[int],
     beam_ids: list[int],

@@ -3,20 +3,15 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from metaphrase.inference.batches import pad_sources
 from metaphrase.inference.progress import progress_bar
-from metaphrase.inference.run import check_single
-from metaphrase.inference.source_limits import TooLongError
+from metaphrase.inference.sources import TooLongError
 from metaphrase.modeling.pipeline_support import batches_by_length, evaluating, longest_source, longest_target
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
-
-if TYPE_CHECKING:
-    from metaphrase.inference.generator import Generator
 
 MAX_TOKENS_SHOWN = 12
 
@@ -53,14 +48,19 @@ class ForcedScore:
 
 
 def score_targets(
-    generator: "Generator", sources: list[list[int]], targets: list[list[int]], show_progress: bool | None
+    model: PreTrainedModel,
+    sources: list[list[int]],
+    targets: list[list[int]],
+    batch_size: int,
+    max_tokens_per_batch: int,
+    show_progress: bool | None = False,
 ) -> list[list[float]]:
-    """Return the log-probability in nats of each token of each target. See `Generator.score`."""
+    """Return the log-probability in nats of each token of each target. The arguments are those of `forced_batches`."""
     results: list[list[float]] = [[] for _ in sources]
-    batches = forced_batches(generator, sources, targets, generator.max_tokens_per_batch, show_progress)
-    with evaluating([generator.model]), torch.inference_mode():
+    batches = forced_batches(model, sources, targets, batch_size, max_tokens_per_batch, show_progress)
+    with evaluating([model]), torch.inference_mode():
         for batch, inputs in batches:
-            logits = generator.model(**inputs, use_cache=False, return_dict=True).logits
+            logits = model(**inputs, use_cache=False, return_dict=True).logits
             for row, index in zip(logits, batch, strict=True):
                 # (target, vocab); row by row, to avoid a second copy of all logits
                 log_probabilities = row[: len(targets[index])].float().log_softmax(dim=-1)
@@ -69,8 +69,8 @@ def score_targets(
     return results
 
 
-def dual_scores(forward: "Generator", backward: "Generator", pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """Return for each pair a score from 0 to 1, which is high if both models expect the pair, and equally so.
+def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:
+    """Return for each pair a score from 0 to 1, which is high if two models expect the pair, and equally so.
 
     With the mean negative log-probability of a token in both directions, F and B, it is exp(-|F - B| - (F + B) / 2). A pair that
     is too long for a model has the score 0.
@@ -78,39 +78,21 @@ def dual_scores(forward: "Generator", backward: "Generator", pairs: Sequence[tup
     Source: Junczys-Dowmunt 2018, Dual Conditional Cross-Entropy Filtering of Noisy Parallel Corpora.
 
     Args:
-        forward: A model from source to target.
-        backward: A model from target to source.
-        pairs: Pairs without blank sides.
-
-    Raises:
-        ValueError: If a model is an ensemble or has another engine than torch.
+        forward: `mean_entropies` of a model from source to target.
+        backward: Those of a model from target to source, of the pairs the other way round.
     """
-    entropies = _cross_entropies(forward, pairs), _cross_entropies(backward, [pair[::-1] for pair in pairs])
     # Infinite minus infinite would be no number.
     return [
         math.exp(-abs(first - second) - (first + second) / 2) if math.isfinite(first + second) else 0.0
-        for first, second in zip(*entropies, strict=True)
+        for first, second in zip(forward, backward, strict=True)
     ]
 
 
-def _cross_entropies(generator: "Generator", pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """Return the mean negative log-probability of each target in nats per token; infinite for a pair that is too long."""
-    check_single(generator, "generator")
-    sources, targets = generator.encode([pair[0] for pair in pairs]), [pair[1] for pair in pairs]
-    rows = list(zip(sources, encode_forced(generator.tokenizers, targets), strict=True))
-    limits = [limit or math.inf for limit in (longest_source(generator.model), longest_target(generator.model))]
-    fitting = [index for index, row in enumerate(rows) if all(len(s) <= m for s, m in zip(row, limits, strict=True))]
-    entropies = [math.inf] * len(rows)
-    scores = score_targets(generator, *([rows[index][side] for index in fitting] for side in (0, 1)), False)
-    for index, score in zip(fitting, scores, strict=True):
-        entropies[index] = -sum(score) / len(score)
-    return entropies
-
-
 def forced_batches(
-    generator: "Generator",
+    model: PreTrainedModel,
     sources: list[list[int]],
     targets: list[list[int]],
+    batch_size: int,
     max_tokens_per_batch: int,
     show_progress: bool | None,
     start: int | None = None,
@@ -118,9 +100,10 @@ def forced_batches(
     """Yield the indices and the inputs of each batch of pairs of similar length.
 
     Args:
-        generator: Its model reads the pairs.
+        model: Reads the pairs.
         sources: Ids of each source, with end of sequence.
         targets: Ids of each target, without the start token.
+        batch_size: Most pairs in a batch.
         max_tokens_per_batch: Most tokens of either side in a batch, padding included.
         show_progress: As for `progress_bar`.
         start: As for `forced_inputs`.
@@ -128,12 +111,12 @@ def forced_batches(
     Raises:
         ValueError: If a side has no tokens or more than the model has positions, or an id is not in the vocabulary.
     """
-    _check_pairs(generator.model, sources, targets)
+    _check_pairs(model, sources, targets)
     lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
     with progress_bar(len(sources), "pair", show_progress) as bar:
-        for batch in batches_by_length(lengths, generator.batch_size, max_tokens_per_batch):
+        for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             sides = ([rows[index] for index in batch] for rows in (sources, targets))
-            yield batch, forced_inputs(generator.model, *sides, start)
+            yield batch, forced_inputs(model, *sides, start)
             bar.update(len(batch))
 
 

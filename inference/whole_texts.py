@@ -3,22 +3,19 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from metaphrase.inference.alignment import AttentionMap, aligned_layer, cross_attentions
-from metaphrase.inference.engine import Engine
-from metaphrase.inference.run import make_splitter
+from metaphrase.inference.generator import Generator, make_splitter
 from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
 from metaphrase.inference.texts.placement import Links, Sentence, find_words
 from metaphrase.inference.texts.plan import TextPlan
 from metaphrase.inference.texts.terms import Terms, find_loop
 from metaphrase.tokenization import checked_texts, word_ids_by_offsets
-
-if TYPE_CHECKING:
-    from metaphrase.inference.generator import Generator
 
 # A line break of markup is a space.
 _SPACES = re.compile(r"[ \t\r\n\f]+")
@@ -38,7 +35,7 @@ class TextDecoder:
 
     def __init__(
         self,
-        generator: "Generator",
+        generator: Generator,
         *,
         text_format: str = "text",
         split_sentences: bool | str = True,
@@ -134,7 +131,7 @@ class TextDecoder:
     def _force(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
         """Decode a sentence again with its terms, if some are missing. Returns the better target."""
         _, missing = sentence.find_atoms(target)
-        if not missing or isinstance(self.generator.model, Engine) or options.get("do_sample"):
+        if not missing or not isinstance(self.generator.model, torch.nn.Module) or options.get("do_sample"):
             return target
         phrases = [*options.get("must_contain", []), *(atom.expected for atom in sentence.atoms if atom.expected)]
         beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
@@ -173,7 +170,7 @@ def _needs_links(sentence: Sentence, target: str) -> bool:
     return bool(sentence.find_atoms(target)[1]) or any(not atom.expected for atom in sentence.atoms)
 
 
-def _find_links(generator: "Generator", attention: AttentionMap) -> Links:
+def _find_links(generator: Generator, attention: AttentionMap) -> Links:
     """Link each target word to the source word that its tokens attend to most."""
     words = [find_words(text) for text in (attention.source, attention.target)]
     pair = generator.tokenizers

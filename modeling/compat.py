@@ -24,8 +24,6 @@ CACHE_NAME = next(name for name in reversed(CACHE_NAMES) if name in _FIELDS)
 # Prefix of the training arguments and of the method that compute layers again in the backward pass.
 CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
 CHECKPOINTING += "_checkpointing"
-# True if `prefix_allowed_tokens_fn` is called with the row of a sample.
-PASSES_SAMPLE_ROWS = CACHE_NAME == "past_key_values"
 
 
 def takes_cache(forward: Callable) -> Callable:

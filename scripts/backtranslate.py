@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from metaphrase.data.pair_files import pair_formatter
 from metaphrase.inference.line_files import num_lines, read_lines
-from metaphrase.inference.run import ScoredText
+from metaphrase.inference.streams import ScoredText
 from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
 
 

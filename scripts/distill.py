@@ -7,7 +7,7 @@ from metaphrase.data.pair_files import READERS, PairProblem, pair_formatter
 from metaphrase.data.pairs import PairSource
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.line_files import num_lines, read_lines
-from metaphrase.inference.run import ScoredText
+from metaphrase.inference.streams import ScoredText
 from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
 from metaphrase.scripts.parsers.console import check_dependents
 from metaphrase.scripts.parsers.options import given_options

@@ -25,7 +25,7 @@ from metaphrase.evaluation.metrics import (
 from metaphrase.hub_card.sections import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
-from metaphrase.inference.source_limits import check_source_length
+from metaphrase.inference.sources import check_source_length
 from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers.options import (
     chosen_generation_options,

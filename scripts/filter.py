@@ -108,8 +108,12 @@ def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> Pa
     """Load the models of the rule `dual_cross_entropy`. Return their scores of pairs; `None` without the rule."""
     if settings.models is None:
         return None
-    models = [Generator.from_pretrained(name, engine="torch", device=arguments.device) for name in settings.models]
-    return lambda pairs: dual_scores(*models, pairs)
+    forward, backward = (
+        Generator.from_pretrained(name, engine="torch", device=arguments.device) for name in settings.models
+    )
+    return lambda pairs: dual_scores(
+        forward.mean_entropies(pairs), backward.mean_entropies([pair[::-1] for pair in pairs])
+    )
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from transformers import set_seed
 
 from metaphrase.inference import Generator, GeneratorPool
-from metaphrase.inference.chunks import read_chunks
 from metaphrase.inference.line_files import (
     ResumedFile,
     check_files,
@@ -22,7 +21,7 @@ from metaphrase.inference.line_files import (
     open_output,
     read_lines,
 )
-from metaphrase.inference.run import ScoredText
+from metaphrase.inference.streams import ScoredText, read_chunks
 from metaphrase.inference.texts.terms import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths

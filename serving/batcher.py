@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from metaphrase.inference.engine import Hypothesis
-from metaphrase.inference.run import EncodedSources, Run
+from metaphrase.inference.generator import EncodedTexts, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ class _Search:
 
     Attributes:
         ticket: The request.
-        run: Generators and options.
+        plan: Generators and options.
         key: Equal for searches whose sentences may share a batch.
-        ids: For each generator of the run the token ids of each sentence.
+        ids: For each generator of the plan the token ids of each sentence.
         return_scores: True if hypotheses carry their score.
         is_random: True if the search draws random numbers. Then its sentences share batches with no others.
         lengths: Tokens of each sentence.
@@ -82,7 +82,7 @@ class _Search:
     """
 
     ticket: Ticket
-    run: Run
+    plan: Plan
     key: tuple
     ids: list[list[list[int]]]
     return_scores: bool
@@ -163,14 +163,14 @@ class Batcher:
         return tokens * self._seconds_per_token / len(self._threads)
 
     def search(
-        self, ticket: Ticket, run: Run, sources: EncodedSources, return_scores: bool
+        self, ticket: Ticket, plan: Plan, encoded: EncodedTexts, return_scores: bool
     ) -> tuple[list[list[Hypothesis]], Counter[str]]:
         """Decode encoded sentences, and wait for the result.
 
         Args:
             ticket: The request.
-            run: Generators and options.
-            sources: From `run.encode()`.
+            plan: Generators and options.
+            encoded: From `plan.encode()`.
             return_scores: True if hypotheses carry their score.
 
         Returns:
@@ -181,14 +181,14 @@ class Batcher:
             TimeoutError: If the deadline has passed.
             ValueError: As `Generator.generate()`.
         """
-        generator, counts = run.generators[0], Counter(sources.counts)
-        lengths = [max(map(len, rows)) for rows in zip(*sources.ids, strict=True)]
+        generator, counts = plan.generators[0], Counter(encoded.counts)
+        lengths = [max(map(len, rows)) for rows in zip(*encoded.ids, strict=True)]
         if not lengths:
             return [], counts
-        is_random = bool(run.options.get("do_sample", generator.model.generation_config.do_sample))
-        key = (id(generator.model), id(generator.tokenizers), repr(sorted(run.options.items())), return_scores)
+        is_random = bool(plan.options.get("do_sample", generator.model.generation_config.do_sample))
+        key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), return_scores)
         waiting = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-        search = _Search(ticket, run, key, sources.ids, return_scores, is_random, lengths, waiting)
+        search = _Search(ticket, plan, key, encoded.ids, return_scores, is_random, lengths, waiting)
         self._wait_for(search, self._searches)
         hypotheses = [search.results[index] for index in range(len(lengths))]
         counts["num_unfinished"] += sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
@@ -265,7 +265,7 @@ class Batcher:
     def _has_full_batch(self) -> bool:
         if self._calls or self._is_calling or self._is_closed or not self._searches:
             return True
-        return sum(len(search.waiting) for search in self._searches) >= self._searches[0].run.generators[0].batch_size
+        return sum(len(search.waiting) for search in self._searches) >= self._searches[0].plan.generators[0].batch_size
 
     def _settle(self, call: _Call, function: Callable[[], Any]) -> None:
         try:
@@ -297,7 +297,7 @@ class Batcher:
         if search.is_random:
             # The random numbers must not depend on other requests.
             return [(search, index) for index in search.waiting]
-        generator, first = search.run.generators[0], search.waiting[0]
+        generator, first = search.plan.generators[0], search.waiting[0]
         width = search.lengths[first]
         candidates = [
             (other, index)
@@ -354,8 +354,8 @@ class Batcher:
     def _search_batch(self, rows: list[_Row]) -> list[list[Hypothesis]]:
         search, started = rows[0][0], time.perf_counter()
         ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
-        sources = EncodedSources(ids, documents=[], counts={})
-        hypotheses, _ = search.run.search(sources, range(len(rows)), search.return_scores)
+        encoded = EncodedTexts(ids, documents=[], counts={})
+        hypotheses, _ = search.plan.search(encoded, search.return_scores, indices=range(len(rows)))
         seconds = time.perf_counter() - started
         num_source_tokens = sum(other.lengths[index] for other, index in rows)
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
@@ -364,6 +364,6 @@ class Batcher:
             weight = _NEWEST if self._seconds_per_token else 1.0
             self._seconds_per_token += weight * (newest - self._seconds_per_token)
             self._batch_seconds = seconds
-        largest = search.run.generators[0].batch_size
+        largest = search.plan.generators[0].batch_size
         self.observe(BatchFacts(len(rows), largest, num_source_tokens, num_target_tokens, seconds))
         return hypotheses

@@ -12,7 +12,7 @@ import yaml
 
 from metaphrase.inference import Generator
 from metaphrase.inference.engine import Hypothesis
-from metaphrase.inference.run import EncodedSources, Run
+from metaphrase.inference.generator import EncodedTexts, Plan
 from metaphrase.modeling.pipeline_support import has_languages
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.languages import NAMES, base_code, codes_of_tokenizer
@@ -47,10 +47,10 @@ class QueuedGenerator(Generator):
         return queued
 
     def search_encoded(
-        self, run: Run, sources: EncodedSources, return_scores: bool, show_progress: bool | None
+        self, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
     ) -> list[list[Hypothesis]]:
         """See `Generator`."""
-        hypotheses, counts = self.batcher.search(self.ticket, run, sources, return_scores)
+        hypotheses, counts = self.batcher.search(self.ticket, plan, encoded, return_scores)
         self.count(counts)
         return hypotheses
 

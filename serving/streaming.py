@@ -8,7 +8,7 @@ import torch
 
 from metaphrase.decoding.options import complete_sampling
 from metaphrase.inference import Generator
-from metaphrase.inference.run import Run, make_splitter
+from metaphrase.inference.generator import Plan, make_splitter
 from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.modeling.pipeline_support import resolve_settings
 from metaphrase.serving.batcher import Ticket
@@ -175,11 +175,11 @@ def _stream_tokens(
         if generator.ticket.seed is not None:
             torch.manual_seed(generator.ticket.seed)
         streamer = _PieceStreamer(generator, emit)
-        run = Run.of(generator, options | {"streamer": streamer}, 1)
-        sources = run.encode([sentence])
+        plan = Plan.of(generator, options | {"streamer": streamer}, 1)
+        sources = plan.encode([sentence])
         # Not the method of a queued generator, which would wait for this thread.
-        hypotheses = Generator.search_encoded(generator, run, sources, False, False)
-        [[scored]] = run.decode_texts(sources.documents, hypotheses, False)
+        hypotheses = Generator.search_encoded(generator, plan, sources, False)
+        [[scored]] = plan.decode_texts(sources.documents, hypotheses, False)
         streamer.finish(scored.text)
 
     generator.batcher.call(generator.ticket, decode)

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from metaphrase.inference.alignment import aligned_layer, cross_attentions, word_weights
-from metaphrase.inference.run import is_single, make_splitter
+from metaphrase.inference.generator import make_splitter
 from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.bodies import read_body, schema_of
@@ -127,7 +127,7 @@ def _describe(model: ServedModel) -> dict[str, Any]:
         "task": model.task,
         "source_languages": name_all(model.source_languages),
         "target_languages": name_all(model.target_languages),
-        "has_attention": is_single(model.generator),
+        "has_attention": model.generator.is_single,
     }
 
 

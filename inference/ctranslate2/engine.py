@@ -16,12 +16,12 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.ctranslate2 import ctranslate2
 from metaphrase.inference.ctranslate2.options import Search, translate_options
-from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis, find_device, is_exported
-from metaphrase.inference.source_limits import TooLongError
+from metaphrase.inference.engine import BatchSearch, Hypothesis, find_device, is_exported
+from metaphrase.inference.sources import TooLongError
 from metaphrase.storage.folders import read_json
 
 
-class CTranslate2Engine(Engine):
+class CTranslate2Engine:
     """Engine over a CTranslate2 folder. Takes and returns ids, which CTranslate2 sees as token strings."""
 
     def __init__(

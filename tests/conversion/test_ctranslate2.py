@@ -25,7 +25,7 @@ from metaphrase.conversion.ctranslate2.export import (
 )
 from metaphrase.inference import Generator, decode
 from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
-from metaphrase.inference.source_limits import TooLongError
+from metaphrase.inference.sources import TooLongError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts import export
 

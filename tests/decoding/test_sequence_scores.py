@@ -16,7 +16,6 @@ OPTIONS = {
     "penalties": {"num_beams": 3, "length_penalty": 0.5, "repetition_penalty": 1.5},
     "samples": {"do_sample": True, "top_k": 9, "num_return_sequences": 3},
     "sampled beams": {"do_sample": True, "num_beams": 3},
-    "a function": {"prefix_allowed_tokens_fn": lambda number, ids: list(range(4, 28))},
     "a prompt": {"decoder_input_ids": [[1, 7, 8]]},
 }
 LIMITS = {"max_new_tokens": 8, "eos_token_id": 22}

@@ -18,7 +18,7 @@ from verbs import execute
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.inference import Generator, GeneratorPool, cross_attention
 from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
-from metaphrase.inference.source_limits import TooLongError
+from metaphrase.inference.sources import TooLongError
 from metaphrase.scripts import evaluate
 
 BEAMS = {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True}

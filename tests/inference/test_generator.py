@@ -6,7 +6,7 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, ScoredText
-from metaphrase.inference import run as run_module
+from metaphrase.inference import generator as module
 
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 
@@ -28,9 +28,9 @@ def test_separate_tokenizers_decode_with_the_targets_own(joint):
 
 def test_white_space_gives_empty_texts_without_asking_the_model(generator, monkeypatch):
     seen = []
-    whole = run_module.decode
+    whole = module.decode_batches
     monkeypatch.setattr(
-        run_module, "decode", lambda model, sources, **k: seen.extend(sources) or whole(model, sources, **k)
+        module, "decode_batches", lambda model, ids, *a, **k: seen.extend(ids) or whole(model, ids, *a, **k)
     )
     targets = generator.generate([*WHITE, SOURCES[0], *WHITE])
     assert targets[: len(WHITE)] == targets[-len(WHITE) :] == [""] * len(WHITE)

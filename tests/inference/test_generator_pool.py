@@ -14,9 +14,9 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import GeneratorPool, generator_pool
-from metaphrase.inference.chunks import Chunk
 from metaphrase.inference.generator_pool import spread_devices
 from metaphrase.inference.line_files import format_targets
+from metaphrase.inference.streams import Chunk
 
 LIMIT_SECONDS = 60
 LINES = [f"{source} {number}" for number in range(5) for source in (*SOURCES, "")]
@@ -87,19 +87,6 @@ def test_minimum_bayes_risk(pool, generator):
     assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
 
 
-def one_token(number, ids):
-    """Allows one token alone, which the number of the text says."""
-    return [10 + number]
-
-
-def test_functions_are_told_the_number_of_the_text_in_the_stream(pool, generator):
-    options = {"prefix_allowed_tokens_fn": one_token, "max_new_tokens": 3}
-    expected = list(generator.generate_stream(LINES[:9], chunk_size=4, **options))
-    assert len({candidates[0].text for candidates in expected}) > 6
-    assert list(pool.generate_stream(LINES[:9], chunk_size=4, **options)) == expected
-    assert list(pool.generate_stream(LINES[4:9], chunk_size=4, first_chunk=1, **options)) == expected[4:]
-
-
 def test_what_generators_count_is_added_up(pool):
     before = pool.num_unfinished
     list(pool.generate_stream(SOURCES * 2, chunk_size=2, max_new_tokens=2))
@@ -166,7 +153,7 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         [process] = processes_of(pool)
         future = pool._executor.submit(
             generator_pool._decode,
-            Chunk(0, range(5), SOURCES),
+            Chunk(0, 0, SOURCES),
             {"seed": None, "return_scores": False, "risk": None, "split_sentences": False, **long},
         )
         while not future.running():

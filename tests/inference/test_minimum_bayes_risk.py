@@ -70,13 +70,13 @@ def generator():
 def drawn(monkeypatch, generator):
     """What each draw returned, with the options that it was asked with."""
     seen = []
-    whole = generator._generate
+    whole = generator.generate_n_best
 
-    def spy(texts, return_scores, options, show_progress):
-        seen.append((whole(texts, return_scores, options, show_progress), options))
+    def spy(texts, return_scores, show_progress, **options):
+        seen.append((whole(texts, return_scores=return_scores, show_progress=show_progress, **options), options))
         return seen[-1][0]
 
-    monkeypatch.setattr(generator, "_generate", spy)
+    monkeypatch.setattr(generator, "generate_n_best", spy)
     return seen
 
 

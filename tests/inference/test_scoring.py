@@ -167,13 +167,14 @@ def test_what_cannot_be_scored_is_refused(sources, targets, message):
 def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_long():
     forward, backward = tiny_generator(), tiny_generator(seed=1)
     pairs = [*zip(SOURCES, TARGETS, strict=True), (SOURCES[0], "a" * 300), ("a" * 300, TARGETS[0])]
-    scores = dual_scores(forward, backward, pairs)
+    swapped = [pair[::-1] for pair in pairs]
+    scores = dual_scores(forward.mean_entropies(pairs), backward.mean_entropies(swapped))
     entropies = [
         [-score.mean for score in model.score(*sides)]
         for model, sides in ((forward, (SOURCES, TARGETS)), (backward, (TARGETS, SOURCES)))
     ]
     expected = [math.exp(-abs(f - b) - (f + b) / 2) for f, b in zip(*entropies, strict=True)]
     assert scores == pytest.approx([*expected, 0, 0], rel=1e-4) and len(set(scores)) == 6
-    assert dual_scores(forward, backward, []) == []
+    assert forward.mean_entropies([]) == []
     with pytest.raises(ValueError, match="must be one model, got an ensemble"):
-        dual_scores(tiny_generator(members=[backward]), backward, pairs)
+        tiny_generator(members=[backward]).mean_entropies(pairs)

@@ -71,11 +71,8 @@ def test_ctranslate2_writes_the_tokens_of_torch(folder, options, tmp_path, monke
 def test_other_searches_select_from_all_tokens(folder):
     plain = Generator.from_pretrained(folder, engine="torch")
     generator = Generator.from_pretrained(folder, engine="torch", use_vmap=True)
-    for options in (
-        {"must_contain": ["Katze"], "num_beams": 2},
-        {"prefix_allowed_tokens_fn": lambda *_: list(range(3, 300))},
-    ):
-        assert generator.generate(SOURCES, **options) == plain.generate(SOURCES, **options)
+    options = {"must_contain": ["Katze"], "num_beams": 2}
+    assert generator.generate(SOURCES, **options) == plain.generate(SOURCES, **options)
 
 
 def test_quantized_models_have_lists_too(folder, monkeypatch):

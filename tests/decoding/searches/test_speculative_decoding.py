@@ -274,7 +274,7 @@ def test_a_draft_that_reads_by_its_own_tokenizer(generator):
 
 def test_models_of_other_families_are_left_to_transformers(generator, draft, monkeypatch):
     """It takes one source at a time."""
-    monkeypatch.setattr("metaphrase.inference.run.is_metaphrase", lambda model: model is generator.model)
+    monkeypatch.setattr("metaphrase.inference.generator.is_metaphrase", lambda model: model is generator.model)
     called = []
     handle = draft.model.register_forward_hook(lambda *_: called.append("draft"))
     found = generator.generate_n_best([*SOURCES, ""], assistant_model=draft.model)

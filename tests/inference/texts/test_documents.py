@@ -8,7 +8,7 @@ from identity_engine import identity_generator
 from tiny_generator import tiny_generator
 from verbs import execute
 
-from metaphrase.inference.run import make_splitter
+from metaphrase.inference.generator import make_splitter
 from metaphrase.inference.texts.documents import SentenceSplitter
 from metaphrase.scripts import generate
 

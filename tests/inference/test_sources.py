@@ -20,9 +20,9 @@ from transformers import (
 from verbs import execute, name_of
 
 from metaphrase.evaluation.evaluate import evaluate_generator
-from metaphrase.inference import Generator, GeneratorPool, cross_attentions, source_limits
+from metaphrase.inference import Generator, GeneratorPool, cross_attentions, sources
 from metaphrase.inference.batches import decode
-from metaphrase.inference.source_limits import TooLongError, check_source_length
+from metaphrase.inference.sources import TooLongError, check_source_length
 from metaphrase.modeling.pipeline_support import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.__main__ import run
@@ -58,7 +58,7 @@ def test_a_source_beyond_the_positions_is_refused_or_cut_and_counted(positions, 
     limit, message = 20, "than the model has positions, 20"
     if model.config.position_embedding_type == "relative":
         # T5 has no limit of its own. The memory for attention has one.
-        monkeypatch.setattr(source_limits, "MAX_TOKENS_WITHOUT_POSITIONS", 30)
+        monkeypatch.setattr(sources, "MAX_TOKENS_WITHOUT_POSITIONS", 30)
         limit, message = 30, "than `max_tokens_per_batch` or the default, 30"
     text = "a" * limit
     assert len(generator.generate([text[1:]], max_new_tokens=2)) == 1
@@ -115,7 +115,6 @@ def test_what_was_joined_of_other_kinds_has_limits_too(kind, limits):
 SEARCHES = {
     "greedy": {},
     "beams": {"num_beams": 3},
-    "phrases": {"force_words_ids": [[7, 8]]},
     "samples": {"do_sample": True},
 }
 
@@ -191,7 +190,6 @@ def test_longer_sources_are_cut_where_that_is_asked_for_and_counted(generator):
     num_cut = sum(len(text) > 5 for text in TEXTS)
     assert num_cut == 4 and bounded.num_truncated == num_cut
     stream = bounded.generate_stream(TEXTS, chunk_size=2)
-    # What is read ahead does not count yet.
     assert next(stream)[0].text == expected[0] and bounded.num_truncated == num_cut + 2
     assert [row[0].text for row in stream] == expected[1:]
     assert bounded.num_truncated == 2 * num_cut

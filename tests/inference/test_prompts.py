@@ -1,4 +1,4 @@
-"""Text options: what is of each text stays with it, whatever is decoded beside it."""
+"""Prompts: the first tokens of each target stay with their text, whatever is decoded beside it."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from tiny_generator import SOURCES
 from metaphrase.inference.batches import decode
 
 TEXTS = [SOURCES[2], "", SOURCES[3], " ", *SOURCES]
-LENGTH = 8
 
 
 @pytest.fixture
@@ -15,15 +14,6 @@ def prompts(generator):
     """For each text the start token and a token of its own."""
     start = generator.model.config.decoder_start_token_id
     return [[start, 5 + index] for index in range(len(TEXTS))]
-
-
-def only(number, ids):
-    """Allows one token alone, which the number of the text says."""
-    return [5 + number]
-
-
-def letters(generator, number):
-    return generator.tokenizers.decode_targets([[5 + number] * LENGTH])[0]
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
@@ -73,42 +63,12 @@ def test_scores_are_of_what_was_written_behind_the_prompt(generator):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True, "num_return_sequences": 3},
-    ],
-    ids=["greedy", "beam", "sampling"],
-)
-def test_functions_are_told_the_number_of_the_text(options, generator):
-    generator.batch_size = 3
-    options = {"prefix_allowed_tokens_fn": only, **options}
-    expected = [letters(generator, number) if text.strip() else "" for number, text in enumerate(TEXTS)]
-    found = generator.generate_n_best(TEXTS, **options)
-    assert [{candidate.text for candidate in row} for row in found] == [{text} for text in expected]
-    # In a stream it is the number in the whole stream, also where one was taken up.
-    stream = generator.generate_stream(TEXTS, chunk_size=2, **options)
-    assert [{candidate.text for candidate in row} for row in stream] == [{text} for text in expected]
-    rest = generator.generate_stream(TEXTS[4:], chunk_size=2, first_chunk=2, **options)
-    assert [row[0].text for row in rest] == expected[4:]
-
-
-def test_functions_for_minimum_bayes_risk(generator):
-    risk = {"num_candidates": 2, "num_references": 2, "reference_options": {"prefix_allowed_tokens_fn": only}}
-    [*chosen] = generator.generate_stream(TEXTS, chunk_size=3, risk=risk, prefix_allowed_tokens_fn=only)
-    for number, (text, [best]) in enumerate(zip(TEXTS, chosen, strict=True)):
-        assert best.text == (letters(generator, number) if text.strip() else "")
-        assert not text.strip() or best.score == pytest.approx(100.0)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"decoder_input_ids": [[1, 5]] * 2}, "`decoder_input_ids` must have 1 row or one for each text, got 2 for 5"),
         ({"decoder_input_ids": [1, 5]}, r"`decoder_input_ids` must be rows of ids of one length, got \[1, 5\]"),
         ({"decoder_input_ids": [[1, 5], [1]]}, "`decoder_input_ids` must be rows of ids of one length"),
-        ({"decoder_start_token_id": [1] * 5}, "`decoder_start_token_id` must be one id for all texts"),
+        ({"prefix_allowed_tokens_fn": print}, "`prefix_allowed_tokens_fn` sees rows of a batch"),
         (
             {"decoder_input_ids": [[1, 5], *[[5, 6]] * 4]},
             "must begin with the start token, 1, in all rows or in none, .* 1 of 5",

@@ -1,11 +1,10 @@
-"""Windows: the next one is prepared while one is decoded; errors in order, no hanging, bounded memory."""
+"""Streams: errors in order, random numbers by chunk, no hanging, bounded memory."""
 
 import gc
 import itertools
 import os
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
-from metaphrase.inference import run as run_module
-from metaphrase.inference.chunks import Chunk, PreparedChunks, read_chunks
+from metaphrase.inference.streams import Chunk, read_chunks
 
 LIMIT_SECONDS = 60
 MEBIBYTE = 2**20
@@ -24,53 +22,6 @@ MEBIBYTE = 2**20
 @pytest.fixture(scope="module")
 def generator():
     return tiny_generator()
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "metaphrase-chunks"]
-
-
-def wait_for_no_threads():
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not threads()
-
-
-def test_the_next_chunk_is_prepared_while_one_is_decoded():
-    prepared = [threading.Event() for _ in range(3)]
-
-    def prepare(chunk):
-        prepared[chunk[0]].set()
-        return threading.current_thread()
-
-    with PreparedChunks([[0], [1], [2]], prepare) as chunks:
-        for number, (chunk, thread) in enumerate(chunks):
-            assert chunk == [number] and thread is not threading.current_thread()
-            # Here one would decode. The next one comes meanwhile, and no other.
-            if number < 2:
-                assert prepared[number + 1].wait(LIMIT_SECONDS)
-            assert not any(event.is_set() for event in prepared[number + 2 :])
-    assert wait_for_no_threads()
-
-
-def test_nothing_is_prepared_while_the_consumer_is_alone():
-    go_on, is_read, is_prepared = threading.Event(), threading.Event(), threading.Event()
-
-    def read():
-        yield [0]
-        go_on.wait(LIMIT_SECONDS)
-        is_read.set()
-        yield [1]
-
-    with PreparedChunks(read(), lambda chunk: chunk == [1] and is_prepared.set()) as chunks:
-        iterator = iter(chunks)
-        assert next(iterator)[0] == [0]
-        with chunks.alone():
-            go_on.set()
-            assert is_read.wait(LIMIT_SECONDS) and not is_prepared.wait(0.2)
-        assert is_prepared.wait(LIMIT_SECONDS)
-        assert [chunk for chunk, _ in iterator] == [[1]]
 
 
 @pytest.mark.parametrize("place", ["reader", "text", "tokenizer"])
@@ -93,40 +44,6 @@ def test_errors_come_after_the_chunks_before_them(generator, place, monkeypatch)
         for candidates in generator.generate_stream(lines(), chunk_size=2):
             results.append(candidates[0].text)
     assert results == generator.generate(SOURCES[:4])
-    assert wait_for_no_threads()
-
-
-def test_a_consumer_that_stops_waits_for_nobody(generator):
-    go_on = threading.Event()
-
-    def lines():
-        yield from SOURCES[:2]
-        go_on.wait(LIMIT_SECONDS)
-        yield from SOURCES
-
-    started = time.monotonic()
-    stream = generator.generate_stream(lines(), chunk_size=2)
-    # The reader has nothing more to say yet: what it has said is decoded all the same.
-    first = [next(stream)[0].text, next(stream)[0].text]
-    stream.close()
-    assert time.monotonic() - started < LIMIT_SECONDS / 2 and first == generator.generate(SOURCES[:2])
-    go_on.set()
-    assert wait_for_no_threads()
-    endless = generator.generate_stream(itertools.cycle(SOURCES), chunk_size=3)
-    assert len(list(itertools.islice(endless, 7))) == 7
-    del endless
-    gc.collect()
-    assert wait_for_no_threads()
-
-
-def test_an_error_of_decoding_ends_the_thread(generator, monkeypatch):
-    def fail(*arguments, **options):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(run_module, "decode", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        list(generator.generate_stream(itertools.cycle(SOURCES), chunk_size=3))
-    assert wait_for_no_threads()
 
 
 def test_chunks_must_be_positive(generator):
@@ -146,7 +63,7 @@ def test_random_numbers_belong_to_the_chunk(generator):
     assert list(generator.generate_stream(lines[:2], chunk_size=2, do_sample=True, temperature=3.0)) == whole[:2]
     states = set()
     for seed, number in itertools.product((0, 1, 2), range(4)):
-        Chunk(number, range(0), []).prepare(generator, seed)
+        generator.decode_chunk(Chunk(number, 0, []), seed=seed, return_scores=False, risk=None, split_sentences=False)
         states.add(torch.initial_seed())
     assert len(states) == 12
 
@@ -180,8 +97,7 @@ def traced_memory(generator, num_lines, part):
 def test_memory_does_not_grow_with_the_stream():
     generator = tiny_generator(batch_size=128)
     first, *later = traced_memory(generator, 4096, 1024)
-    # To hold the results alone would take twice as much: a candidate and its list are more than 200 bytes. The chunk that is
-    # prepared meanwhile is there or not, at most 50 KB.
+    # To hold the results alone would take twice as much: a candidate and its list are more than 200 bytes.
     assert len(later) == 3 and max(later) - min(later) < 2048 * 100, (first, later)
 
 
@@ -218,7 +134,7 @@ def test_a_million_lines_in_constant_memory(tmp_path):
 
 
 def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
-    """The thread waits for a standard input that stays open; the process ends all the same, and says nothing."""
+    """The process ends although standard input stays open, and says nothing."""
     model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")
     command = [sys.executable, "-m", "metaphrase.scripts", "generate", str(model), "--device", "cpu", "--window", "1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -235,19 +151,3 @@ def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
     finally:
         process.kill()
         process.wait()
-
-
-def test_nothing_is_prepared_after_the_end_of_the_context():
-    """A library that is called in a thread while the process ends would abort it."""
-    is_called, num_running = threading.Event(), []
-
-    def prepare(chunk):
-        num_running.append(1)
-        is_called.set()
-        time.sleep(0.2)
-        num_running.pop()
-
-    with PreparedChunks(itertools.count(), prepare):
-        assert is_called.wait(LIMIT_SECONDS)
-    assert num_running == []
-    assert wait_for_no_threads() and num_running == []
