@@ -38,9 +38,9 @@ from metaphrase.storage.folders import (
     write_json,
     write_provenance,
 )
+from metaphrase.storage.hints import did_you_mean
 from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
-from metaphrase.tokenization.hints import did_you_mean
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)

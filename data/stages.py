@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 from metaphrase.data.augmentation import AugmentedPairs
 from metaphrase.data.token_budget import as_padded, form_batches, seeded_generator, split_to_count
-from metaphrase.tokenization.hints import did_you_mean
+from metaphrase.storage.hints import did_you_mean
 
 logger = logging.getLogger(__name__)
 

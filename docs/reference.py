@@ -6,14 +6,12 @@ import importlib
 import inspect
 import re
 import tomllib
-import types
-import typing
 from pathlib import Path
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.scripts.parsers import make_parser
-from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS
+from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS, type_name
 
 ROOT = Path(__file__).parents[1]
 GROUPS = {
@@ -54,25 +52,16 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def type_name(annotation) -> str:
-    """Return a type as a reader of a recipe writes it: `int`, or the permitted words."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType):
-        return " or ".join(type_name(part) for part in typing.get_args(annotation) if part is not types.NoneType)
-    return typing.get_origin(annotation).__name__ if typing.get_origin(annotation) else annotation.__name__
-
-
 def recipe_fields() -> str:
     """Return a heading and a table for each group of fields. Two columns fit a narrow screen."""
     text = []
     for group, title in GROUPS.items():
         rows = []
-        for field in OWN_FIELDS.values():
-            if field.metadata["group"] == group:
+        for name, field in OWN_FIELDS.items():
+            if field.json_schema_extra["group"] == group:
                 default = f", default {field.default}" if isinstance(field.default, str | int | float) else ""
-                meaning = html.escape(field.metadata["help"], False)
-                rows.append([f"`{field.name}`", f"{meaning} *({type_name(field.type)}{default})*"])
+                meaning = html.escape(field.description, False)
+                rows.append([f"`{name}`", f"{meaning} *({type_name(field.annotation)}{default})*"])
         text.append(f"## {title}\n\n{table(['field', 'meaning'], rows)}")
     return "\n\n".join(text)
 

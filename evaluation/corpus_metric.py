@@ -9,7 +9,7 @@ import evaluate
 from datasets import Features, List, Value
 
 from metaphrase.evaluation.significance import SegmentStatistics
-from metaphrase.tokenization.hints import did_you_mean
+from metaphrase.storage.hints import did_you_mean
 
 References = Sequence[str] | Sequence[Sequence[str]]
 _COLUMNS = ("predictions", "references")

@@ -152,12 +152,12 @@ def main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(path, [*fields, *arguments.fields])
     if recipe.output_dir is None:
         name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
-        recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
+        recipe = recipe.replace(output_dir=f"runs/{name}")
     folder = Path(recipe.output_dir)
     if recipe.resume_from_checkpoint is True and not holds_run(folder):
         # Open fields are chosen as for any new run.
         logger.info("%s holds nothing to resume from: the run starts from the beginning.", folder)
-        recipe = recipe.replace(resume_from_checkpoint=None, is_checked=False)
+        recipe = recipe.replace(resume_from_checkpoint=None)
     recipe = with_fields_of_run(recipe, folder)
 
     limit_bars(recipe)

@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> None:
     name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
     defaults = {"output_dir": f"runs/{name}_tune", "time_budget": "30m"}
     defaults = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
-    recipe = recipe.replace(is_checked=False, **defaults)
+    recipe = recipe.replace(**defaults)
 
     limit_bars(recipe)
     keep_freed_memory()

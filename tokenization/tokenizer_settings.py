@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from metaphrase.tokenization.hints import did_you_mean
+from metaphrase.storage.hints import did_you_mean
 
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 NORMALIZATIONS = ("nfc", "nfd", "nfkc", "nfkd")

@@ -297,7 +297,7 @@ def _fit_budget(recipe: Recipe, longest: int | None) -> Recipe:
     lowered = {name: min(lengths[name], room // len(defaults)) for name in defaults}
     for name, limit in lowered.items():
         logger.info("`%s` is lowered from %d to %d, so that each pair fits into a batch.", name, lengths[name], limit)
-    return recipe.replace(is_checked=False, **lowered)
+    return recipe.replace(**lowered)
 
 
 def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
@@ -314,4 +314,4 @@ def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
                 f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {longest}, got {value}."
             )
         logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
-    return recipe.replace(is_checked=False, **lowered)
+    return recipe.replace(**lowered)

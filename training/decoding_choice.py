@@ -1,6 +1,5 @@
 """Choice of beams and length penalty on validation pairs, when training has ended, and the time of all that follows training."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -75,7 +74,7 @@ def fill_decoding(
     remove_ineffective_settings(config)
     config.save_pretrained(folder)
     reasons = {**recipe.reasons, "num_beams": reason}
-    return dataclasses.replace(recipe.replace(is_checked=False, **values), reasons=reasons, is_checked=False)
+    return recipe.replace(**values, reasons=reasons)
 
 
 def choose_decoding(

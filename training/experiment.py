@@ -57,7 +57,7 @@ from metaphrase.training.model_setup import (
 from metaphrase.training.optimizer import check_optimizer, freeze
 from metaphrase.training.progress import with_plain_lines, without_weight_bars
 from metaphrase.training.recipe.checks import check_evaluated
-from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
     check_writable,
@@ -374,7 +374,7 @@ class Experiment:
         (self.folder / DATA_REPORT_NAME).write_text(text + "\n", encoding="utf-8")
         path = self.folder / RECIPE_NAME
         # The file of a resumed run may have comments.
-        if not path.is_file() or load_recipe(path, is_checked=False).to_dict() != self.recipe.to_dict():
+        if not path.is_file() or saved_recipe(path).to_dict() != self.recipe.to_dict():
             self.recipe.save(path)
 
     def _evaluate(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> dict:

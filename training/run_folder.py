@@ -1,7 +1,6 @@
 """Run folders: checks before a run starts or resumes in a folder, and the recipe that it resumes with."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -21,7 +20,7 @@ from metaphrase.training.checkpointing.folders import (
 )
 from metaphrase.training.recipe.checks import check_conflicts
 from metaphrase.training.recipe.fields import OWN_FIELDS, group_of
-from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, load_recipe
+from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, saved_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None
     path = (folder if resume is True else Path(resume or "").resolve().parent) / RECIPE_NAME
     if not resume or not path.is_file():
         return recipe
-    before = load_recipe(path, is_checked=False)
+    before = saved_recipe(path)
     answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
     reasons = {name: reason for reason, name in _REASON.findall(path.read_text(encoding="utf-8"))}
     if before.choose_decoding and "num_beams" in reasons:
@@ -139,13 +138,13 @@ def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None
     taken = [name for name in names or before.set_names if not recipe.is_set(name) and name not in answered]
     reasons = {name: reason for name, reason in reasons.items() if name in taken}
     changed = recipe.set_names
-    recipe = recipe.replace(is_checked=False, **{name: getattr(before, name) for name in taken})
+    recipe = recipe.replace(**{name: getattr(before, name) for name in taken})
     check_conflicts(recipe, changed)
     # The file keeps its order.
     order = [name for name in before.set_names if recipe.is_set(name) and name not in answered]
     set_names = tuple(dict.fromkeys((*order, *recipe.set_names)))
     reasons |= recipe.reasons
-    return dataclasses.replace(recipe, set_names=set_names, reasons=reasons, is_checked=False)
+    return recipe.replace(set_names=set_names, reasons=reasons)
 
 
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
@@ -237,7 +236,7 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
     path = folder / RECIPE_NAME
     if not path.is_file():
         return
-    before, now = _settled_values(load_recipe(path, is_checked=False)), _settled_values(recipe)
+    before, now = _settled_values(saved_recipe(path)), _settled_values(recipe)
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
         # The data read so far had no fault.

@@ -150,12 +150,12 @@ def test_task_alone_takes_what_all_share(data, tmp_path):
     [
         ({"train_file": "a.tsv"}, "`tasks` and `train_file` must not both be given, because each task has its own"),
         ({"streaming": True, "max_steps": 3}, "`tasks` and `streaming` must not both be given"),
-        ({"tasks": {"a": "b"}}, "`tasks.a` must hold fields with values, got 'b'"),
+        ({"tasks": {"a": "b"}}, "`tasks.a` must be a valid dictionary, got 'b'"),
         ({"tasks": tasks(summarize={"weight": 0})}, "`tasks.summarize.weight` must be a number above 0, got 0"),
         ({"tasks": tasks(summarize={"weight": "big"})}, "`tasks.summarize.weight` must be a number above 0, got 'big'"),
         ({"tasks": tasks(summarize={"trian_file": "x"})}, "`trian_file` in `tasks.summarize`. Did you mean 'train_"),
-        ({"tasks": tasks(summarize={"learning_rate": 1})}, "`weight` and fields of data, got `learning_rate`"),
-        ({"tasks": tasks(summarize={"streaming": True})}, "`tasks.summarize` must not hold `streaming`"),
+        ({"tasks": tasks(summarize={"learning_rate": 1})}, "fields of data, got `learning_rate`"),
+        ({"tasks": tasks(summarize={"streaming": True})}, "fields of data, got `streaming`"),
         ({"tasks": tasks(summarize={"train_file": None})}, "Task 'summarize': A recipe must name its training pairs"),
         (
             {"tasks": tasks(summarize={"validation_file": None}), "metric_for_best_model": "summarize_bleu"},
@@ -195,7 +195,7 @@ def test_scores_are_on_files_and_not_on_a_folder(data, tmp_path):
     alone.recipe = alone.recipe.replace(test_file=None)
     assert alone.data_name("test") == "translate_train.tsv", "where it is taken out of it"
     for name, expected in (("wmt16", "wmt16"), ("me/corpus", "me/corpus"), (str(tmp_path / "corpus"), "corpus")):
-        alone.recipe = alone.recipe.replace(dataset_name=name, is_checked=False)
+        alone.recipe = alone.recipe.replace(dataset_name=name)
         assert alone.data_name("test") == expected
 
 

@@ -66,11 +66,14 @@ def test_a_place_that_nothing_can_be_written_to_is_refused(data, tmp_path, monke
     ("fields", "message"),
     [
         ({"report_to": "tensorboard"}, "`report_to` must name what is installed, got tensorboard: Tensor"),
-        ({"validation_file": None}, "`eval_strategy` must come with `validation_file` or `num_validation`, got steps"),
-        ({"objective": "ul2", "train_text_file": "train.de", **NO_FILES}, "with `validation_text_file`, got steps"),
+        (
+            {"validation_file": None},
+            "`eval_strategy` must come with `validation_file` or `num_validation`, got 'steps'",
+        ),
+        ({"objective": "ul2", "train_text_file": "train.de", **NO_FILES}, "with `validation_text_file`, got 'steps'"),
         (
             {"tasks": "{a: {train_file: train.tsv}}", **NO_FILES},
-            "with `validation_file` or `num_validation`, got steps",
+            "with `validation_file` or `num_validation`, got 'steps'",
         ),
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig. Did you mean 'hidden_size'"),
         ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),

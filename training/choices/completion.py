@@ -1,6 +1,5 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
-import dataclasses
 import functools
 import logging
 import time
@@ -141,12 +140,12 @@ def _before_evaluation(filled: OpenRecipe) -> Recipe:
         fields = {"eval_strategy": "no", "choose_decoding": False}
     if any(filled.is_open(name) for name in STRATEGIES) or fields:
         fields["load_best_model_at_end"] = False
-    return dataclasses.replace(filled.recipe, is_checked=False, **fields)
+    return filled.recipe.replace(**fields)
 
 
 def _with_reasons(filled: OpenRecipe) -> Recipe:
     reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
-    return dataclasses.replace(filled.recipe, reasons={**filled.recipe.reasons, **reasons}, is_checked=True)
+    return filled.recipe.replace(reasons={**filled.recipe.reasons, **reasons}).checked()
 
 
 def _measure(experiment: Experiment, size: Size, tokens: TokenProfile) -> Pace:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes, saves_evaluated_weights, strategy_name
+from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes, saves_evaluated_weights
 from metaphrase.training.recipe.recipe import Recipe
 
 # Its design is that of the networks which are chosen.
@@ -81,18 +81,18 @@ class OpenRecipe:
         """Set those of the fields that are open."""
         values = {name: value for name, value in values.items() if self.is_open(name)}
         if values:
-            self.recipe = self.recipe.replace(is_checked=False, **values)
+            self.recipe = self.recipe.replace(**values)
             self.choices.append(Choice(values, reason))
 
     def choose_network(self, reason: str, fields: Mapping[str, Any]) -> None:
         """Set the preset and those fields of the network that are open."""
         model = {name: value for name, value in fields.items() if name not in self.recipe.model}
-        self.recipe = self.recipe.replace(is_checked=False, preset=_PRESET, model={**model, **self.recipe.model})
+        self.recipe = self.recipe.replace(preset=_PRESET, model={**model, **self.recipe.model})
         self.choices.append(Choice({"preset": _PRESET, "model": model}, reason))
 
     def correct(self, **values: Any) -> None:
         """Replace values that were chosen."""
-        self.recipe = self.recipe.replace(is_checked=False, **values)
+        self.recipe = self.recipe.replace(**values)
         self.choices = [
             replace(choice, values={name: values.get(name, value) for name, value in choice.values.items()})
             for choice in self.choices
@@ -241,9 +241,7 @@ def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) ->
     if not any(getattr(recipe.recipe, name) for name in VALIDATION_FIELDS):
         recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
         return
-    strategies = {
-        name: strategy_name(getattr(recipe.recipe, name)) for name in STRATEGIES if recipe.recipe.is_set(name)
-    }
+    strategies = {name: getattr(recipe.recipe, name) for name in STRATEGIES if recipe.recipe.is_set(name)}
     # Checkpoints that are better than all before are saved at any evaluation.
     strategy = next((value for value in strategies.values() if value != "best"), "steps")
     # With two strategies the user decides when to evaluate, and which weights stay.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.tokenization.hints import did_you_mean
+from metaphrase.storage.hints import did_you_mean
 from metaphrase.training.choices.rules import learning_rate
 from metaphrase.training.recipe.fields import group_of
 from metaphrase.training.recipe.recipe import Recipe
@@ -104,7 +104,7 @@ def rounded(values: Mapping[str, Any], space: Mapping[str, SearchRange]) -> dict
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return the recipe with the values of a trial."""
-    return recipe.replace(is_checked=False, **_fields(recipe, values))
+    return recipe.replace(**_fields(recipe, values))
 
 
 def _fields(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Search for better values of a recipe's fields: short trials by transformers' hyper-parameter search, within a time budget."""
 
 import csv
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from metaphrase.training.choices.search_space import rounded, search_space, usua
 from metaphrase.training.early_end import TimeBudget, parse_seconds
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
-from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import checkpoint_to_resume, only_writer
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ class Tuning:
             item.suggest(name, trial)
         recipe = self._trial_recipe(rounded(trial.params, self.space))
         # Trackers would take all trials for one run.
-        recipe = recipe.replace(is_checked=False, run_name=f"{self.folder.name}-trial-{trial.number}")
+        recipe = recipe.replace(run_name=f"{self.folder.name}-trial-{trial.number}")
         experiment = Experiment(recipe, is_dry_run=True)
         experiment.take_data(self.experiment)
         tokenizers, encoded = experiment.prepare()
@@ -253,7 +252,7 @@ class Tuning:
                 fields[name] = value
             elif getattr(recipe, name) >= 1:
                 fields[name] = max(1, round(value))
-        return recipe.replace(is_checked=False, **fields)
+        return recipe.replace(**fields)
 
     # Results
 
@@ -296,7 +295,7 @@ class Tuning:
         recipe = with_values(self.recipe, {**values, "output_dir": str(self.folder / BEST_NAME)})
         head = f"# Trial {best['trial']}, the best of {len(rows)}: {self.metric} {best[self.metric]:.4g} on validation pairs"
         head += f" after {100 * self.share:.0f} % of the updates.\n"
-        dataclasses.replace(recipe, reasons={**recipe.reasons, **changed}, is_checked=False).save(path, head)
+        recipe.replace(reasons={**recipe.reasons, **changed}).save(path, head)
 
 
 def _import_optuna():
@@ -313,10 +312,10 @@ def _as_started(recipe: Recipe, path: Path) -> Recipe:
     Raises:
         ValueError: If a field differs from before.
     """
-    before = load_recipe(path, is_checked=False)
+    before = saved_recipe(path)
     saved = before.to_dict()
     for name, value in recipe.to_dict().items():
         if value != saved.get(name):
             raise ValueError(f"`{name}` must stay as it was in {path} when a search is resumed, got {value!r}.")
     names = [name for name in before.set_names if not recipe.is_set(name)]
-    return recipe.replace(is_checked=False, **{name: getattr(before, name) for name in names})
+    return recipe.replace(**{name: getattr(before, name) for name in names})

@@ -1,26 +1,50 @@
-"""All fields of a recipe: our own with help, default and range, and those of `Seq2SeqTrainingArguments`."""
+"""All fields of a recipe: our own with type, range, default and help, and those of `Seq2SeqTrainingArguments`."""
 
-# ruff: noqa: RUF009 (`_field` returns a dataclass field)
-
-import dataclasses
+import enum
+import functools
+import operator
+import re
+import types
 import typing
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.augmentation import AUGMENTATIONS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.storage.generation_options import GENERATION_OPTIONS
+from metaphrase.storage.hints import did_you_mean
 from metaphrase.tokenization import TOKENIZER_KINDS
-from metaphrase.tokenization.hints import did_you_mean
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 
+# One text may hold several names.
+Names = Annotated[
+    list[str], BeforeValidator(lambda value: re.findall(r"[^,\s]+", value) if isinstance(value, str) else value)
+]
+_DataSets = Annotated[
+    dict[str, dict[str, Any]],
+    BeforeValidator(
+        lambda parts: (
+            {name: {"train_file": part} if isinstance(part, str) else part for name, part in parts.items()}
+            if isinstance(parts, dict)
+            else parts
+        )
+    ),
+]
+_Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+_Factor = Annotated[float, Field(gt=0, le=1000, strict=True)]
 
-def _field(group: str, text: str, default: Any = None, minimum: float | None = None) -> Any:
-    value = {"default_factory" if isinstance(default, type) else "default": default}
-    return field(**value, metadata={"group": group, "help": text, "minimum": minimum})
+
+def _field(group: str, text: str, default: Any = None, effect_with: str | None = None, **limits: Any) -> Any:
+    """Return a field. It has no effect without the field `effect_with`."""
+    return Field(default, description=text, json_schema_extra={"group": group, "effect_with": effect_with}, **limits)
+
+
+def _limits(option: str) -> dict[str, Any]:
+    return {"ge": GENERATION_OPTIONS[option].low, "le": GENERATION_OPTIONS[option].high}
 
 
 _GROUPS = ("data", "tasks", "stages", "tokenizer", "model", "batches", "technique", "evaluation", "search")
@@ -29,9 +53,10 @@ _data, _tasks, _stages, _tokenizer, _model, _batches, _technique, _evaluation, _
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnFields:
+class OwnFields(BaseModel):
     """The fields that transformers does not have, by group. `metaphrase train --help_fields` prints their help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
     data_dir: str | None = _data("Folder of relative data files. Give it on the command line.")
     train_file: str | None = _data(
@@ -46,19 +71,21 @@ class OwnFields:
     test_source_file: str | None = _data("Test sources, one per line.")
     test_target_file: str | None = _data("Test targets, one per line.")
     dataset_name: str | None = _data("Data set on the Hub, or its folder, instead of files.")
-    dataset_config_name: str | None = _data("Configuration of the data set.")
-    dataset_train_split: str = _data("Training split of the data set.", "train")
-    dataset_validation_split: str | None = _data("Validation split of the data set.")
-    dataset_test_split: str | None = _data("Test split of the data set.")
-    source_column: str | int | None = _data(
+    dataset_config_name: str | None = _data("Configuration of the data set.", effect_with="dataset_name")
+    dataset_train_split: str = _data("Training split of the data set.", "train", effect_with="dataset_name")
+    dataset_validation_split: str | None = _data("Validation split of the data set.", effect_with="dataset_name")
+    dataset_test_split: str | None = _data("Test split of the data set.", effect_with="dataset_name")
+    source_column: Annotated[int | str | None, Field(union_mode="left_to_right")] = _data(
         "Column of sources: a name [source], or an index from 0 in a .tsv file without a header [0]."
     )
-    target_column: str | int | None = _data("Column of targets: a name [target] or an index [1].")
+    target_column: Annotated[int | str | None, Field(union_mode="left_to_right")] = _data(
+        "Column of targets: a name [target] or an index [1]."
+    )
     source_language: str | None = _data("Language code of the sources, for the model card.")
     target_language: str | None = _data("Language code of the targets, for the model card.")
     source_prefix: str | None = _data("Text before each source, such as `summarize: `.")
-    max_source_length: int = _data("Maximum tokens of a training source, eos included.", 256, minimum=2)
-    max_target_length: int = _data("Maximum tokens of a training target, eos included.", 256, minimum=2)
+    max_source_length: int = _data("Maximum tokens of a training source, eos included.", 256, ge=2)
+    max_target_length: int = _data("Maximum tokens of a training target, eos included.", 256, ge=2)
     too_long: Literal["skip", "truncate", "error"] = _data(
         "What to do with longer training pairs. Scored pairs that the model cannot read are an error, unless truncate.",
         "skip",
@@ -72,42 +99,56 @@ class OwnFields:
         "Maximum characters of a line. Longer training pairs are skipped and counted, unless `too_long` is error. Other "
         "longer lines are an error.",
         MAX_LINE_CHARACTERS,
-        minimum=1,
+        ge=1,
     )
     streaming: bool = _data("Read training pairs during training. Needs `max_steps`.", False)
-    pairs_in_buffer: int = _data("Number of pairs that a stream shuffles and sorts together.", 20000, minimum=1)
+    pairs_in_buffer: int = _data(
+        "Number of pairs that a stream shuffles and sorts together.", 20000, ge=1, effect_with="streaming"
+    )
     objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _data(
         "Train on pairs, or denoise plain text as T5, UL2 or BART.", "pairs"
     )
-    train_text_file: str | None = _data("Plain text to denoise, one document per line; may be gzipped (.gz).")
-    validation_text_file: str | None = _data("Plain text to denoise, for validation.")
-    noise_density: float | None = _data("Share of tokens to hide [that of the paper].", minimum=0)
-    mean_span_length: float | None = _data("Mean tokens of a hidden span [that of the paper].", minimum=1)
-    spans_anywhere: bool = _data("Allow spans of span_corruption at both ends of a text.", False)
-    end_documents: bool = _data("Append eos to each document of plain text.", True)
-    remainder: Literal["drop", "keep"] = _data("What to do with the last, incomplete block of text.", "drop")
-    num_sentinels: int = _data("Number of sentinel tokens of a new tokenizer.", 100, minimum=1)
-    max_train_samples: int | None = _data("Maximum number of training pairs.", minimum=1)
-    max_validation_samples: int | None = _data("Maximum number of validation pairs.", minimum=1)
-    max_test_samples: int | None = _data("Maximum number of test pairs.", minimum=1)
-    num_validation: int = _data("Number of training pairs to move to validation.", 0, minimum=0)
-    num_test: int = _data("Number of training pairs to move to the test.", 0, minimum=0)
+    train_text_file: str | None = _data(
+        "Plain text to denoise, one document per line; may be gzipped (.gz).", effect_with="objective"
+    )
+    validation_text_file: str | None = _data("Plain text to denoise, for validation.", effect_with="objective")
+    noise_density: float | None = _data(
+        "Share of tokens to hide [that of the paper].", gt=0, lt=1, effect_with="objective"
+    )
+    mean_span_length: float | None = _data(
+        "Mean tokens of a hidden span [that of the paper].", ge=1, effect_with="objective"
+    )
+    spans_anywhere: bool = _data(
+        "Allow spans of span_corruption at both ends of a text.", False, effect_with="objective"
+    )
+    end_documents: bool = _data("Append eos to each document of plain text.", True, effect_with="objective")
+    remainder: Literal["drop", "keep"] = _data(
+        "What to do with the last, incomplete block of text.", "drop", effect_with="objective"
+    )
+    num_sentinels: int = _data("Number of sentinel tokens of a new tokenizer.", 100, ge=1, effect_with="objective")
+    max_train_samples: int | None = _data("Maximum number of training pairs.", ge=1)
+    max_validation_samples: int | None = _data("Maximum number of validation pairs.", ge=1)
+    max_test_samples: int | None = _data("Maximum number of test pairs.", ge=1)
+    num_validation: int = _data("Number of training pairs to move to validation.", 0, ge=0)
+    num_test: int = _data("Number of training pairs to move to the test.", 0, ge=0)
 
     tasks: dict[str, dict] = _tasks(
-        "Several tasks: for each name, fields of `data` such as `train_file` and `source_prefix`, and `weight`.", dict
+        "Several tasks: for each name, fields of `data` such as `train_file` and `source_prefix`, and `weight`.", {}
     )
     task_mixing: Literal["proportional", "temperature", "equal"] = _tasks(
-        "Share of each task: in proportion to its pairs, to a root of their number, or equal.", "proportional"
+        "Share of each task: in proportion to its pairs, to a root of their number, or equal.",
+        "proportional",
+        effect_with="tasks",
     )
-    mixing_temperature: float = _tasks("Degree of the root.", 2.0, minimum=1)
-    mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", minimum=1)
+    mixing_temperature: float = _tasks("Degree of the root.", 2.0, ge=1, effect_with="tasks")
+    mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", ge=1, effect_with="tasks")
 
-    datasets: dict[str, Any] = _stages(
-        "Named data sets for `stages`: for each name a file of pairs, or fields of `data` such as `train_file`.", dict
+    datasets: _DataSets = _stages(
+        "Named data sets for `stages`: for each name a file of pairs, or fields of `data` such as `train_file`.", {}
     )
     stages: dict[str, dict] = _stages(
         "Stages of training in order: for each name, `shares` of the data sets, `until` one of them was read so often.",
-        dict,
+        {},
     )
 
     tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
@@ -118,80 +159,96 @@ class OwnFields:
     target_lang: str | None = _tokenizer("The tokenizer's code of the target language, which starts decoding.")
     tokenizer_kind: str | None = _tokenizer(f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe].")
     target_tokenizer_kind: str | None = _tokenizer("Kind of a new, separate target tokenizer.")
-    vocab_size: int | None = _tokenizer(
-        "Entries of a new tokenizer [8000 where pieces are learned, else all].", minimum=1
-    )
-    target_vocab_size: int | None = _tokenizer("Entries of a new, separate target tokenizer.", minimum=1)
+    vocab_size: int | None = _tokenizer("Entries of a new tokenizer [8000 where pieces are learned, else all].", ge=1)
+    target_vocab_size: int | None = _tokenizer("Entries of a new, separate target tokenizer.", ge=1)
     joint_vocabulary: bool | None = _tokenizer("True if one tokenizer serves both sides [true].")
     lowercase: bool = _tokenizer("Lower-case all text.", False)
     normalization: str | None = _tokenizer("Unicode normalization: nfc, nfd, nfkc or nfkd [none].")
-    min_frequency: int | None = _tokenizer("Minimum frequency of a learned piece.", minimum=1)
+    min_frequency: int | None = _tokenizer("Minimum frequency of a learned piece.", ge=1)
     joiner: str | None = _tokenizer("Mark of a split word in pretokenized text [@@].")
-    additional_special_tokens: list[str] | None = _tokenizer("More special tokens, such as language codes.")
+    additional_special_tokens: Names | None = _tokenizer("More special tokens, such as language codes.")
 
     model_name_or_path: str | None = _model("Model to fine-tune.")
     preset: str = _model(f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())}.", "metaphrase-small")
     model: dict[str, Any] = _model(
-        "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", dict
+        "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", {}
     )
 
     time_budget: str | None = _batches("Time for the whole run, with data and scores, such as 20m or 2h [no limit].")
     max_tokens_per_batch: int | None = _batches(
-        "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.", minimum=2
+        "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.", ge=2
     )
 
     r_drop_alpha: float = _technique(
-        "Weight of R-Drop's divergence, such as 5. A batch takes the memory of two.", 0.0, minimum=0
+        "Weight of R-Drop's divergence, such as 5. A batch takes the memory of two.", 0.0, ge=0, le=1000
     )
-    r_drop_start_step: int = _technique("Step at which R-Drop begins. Steps before it cost half.", 0, minimum=0)
+    r_drop_start_step: int = _technique(
+        "Step at which R-Drop begins. Steps before it cost half.", 0, ge=0, effect_with="r_drop_alpha"
+    )
     subword_sampling: float | None = _technique(
-        "Draw new segmentations in each epoch: the rate of BPE-dropout, such as 0.1, or Unigram's exponent, such as 0.2."
+        "Draw new segmentations in each epoch: the rate of BPE-dropout, such as 0.1, or Unigram's exponent, such as 0.2.",
+        gt=0,
+        lt=1,
     )
-    augmentation: dict[str, float] = _technique(
+    augmentation: dict[Literal[tuple(AUGMENTATIONS)], _Share] = _technique(
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).",
-        dict,
+        {},
     )
     exponential_average_decay: float | None = _technique(
-        "Decay of an exponential average of the weights, such as 0.999, which is evaluated and saved.", minimum=0
+        "Decay of an exponential average of the weights, such as 0.999, which is evaluated and saved.", ge=0, lt=1
     )
-    exponential_average_warmup: bool = _technique("Use a smaller decay in the beginning.", True)
-    average_last: int | None = _technique("Save the mean of the last N checkpoints.", minimum=2)
-    average_best: int | None = _technique("Save the mean of the N best by `metric_for_best_model`.", minimum=2)
-    freeze: list[str] | None = _technique(
+    exponential_average_warmup: bool = _technique(
+        "Use a smaller decay in the beginning.", True, effect_with="exponential_average_decay"
+    )
+    average_last: int | None = _technique("Save the mean of the last N checkpoints.", ge=2)
+    average_best: int | None = _technique("Save the mean of the N best by `metric_for_best_model`.", ge=2)
+    freeze: Names | None = _technique(
         "Parts not to train: encoder, decoder.layers.0-3, embeddings, ...; !part excepts a part."
     )
-    learning_rate_factors: dict[str, float] = _technique(
-        "Factors of the learning rate by part (--learning_rate_factors.encoder 0.1).", dict
+    learning_rate_factors: dict[str, _Factor] = _technique(
+        "Factors of the learning rate by part (--learning_rate_factors.encoder 0.1).", {}
     )
-    layer_decay: float = _technique("Factor of the learning rate from each layer to the one below.", 1.0)
-    lora_rank: int | None = _technique("Rank of a LoRA adapter, which is trained instead of the weights.", minimum=1)
-    lora_alpha: float = _technique("Weight of the adapter before division by the rank.", 16.0)
-    lora_dropout: float = _technique("Dropout probability of the adapter's input.", 0.0, minimum=0)
-    lora_target_modules: list[str] | None = _technique("Layers with an adapter, such as q_proj [all linear].")
+    layer_decay: float = _technique("Factor of the learning rate from each layer to the one below.", 1.0, gt=0, le=1)
+    lora_rank: int | None = _technique("Rank of a LoRA adapter, which is trained instead of the weights.", ge=1)
+    lora_alpha: float = _technique(
+        "Weight of the adapter before division by the rank.", 16.0, effect_with="lora_rank", gt=0
+    )
+    lora_dropout: float = _technique(
+        "Dropout probability of the adapter's input.", 0.0, ge=0, lt=1, effect_with="lora_rank"
+    )
+    lora_target_modules: Names | None = _technique(
+        "Layers with an adapter, such as q_proj [all linear].", effect_with="lora_rank"
+    )
 
-    metrics: list[str] | None = _evaluation(
+    metrics: Names | None = _evaluation(
         f"Scores on validation and test: {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}]."
     )
     bleu_tokenize: str | None = _evaluation("sacreBLEU's tokenizer, such as 13a; none for tokenized text.")
     num_beams: int | None = _evaluation(
-        "Beams of the finished model. `generation_num_beams` holds during training.", minimum=1
+        "Beams of the finished model. `generation_num_beams` holds during training.", **_limits("num_beams")
     )
-    length_penalty: float | None = _evaluation("Exponent of the length that divides beam scores.")
+    length_penalty: float | None = _evaluation(
+        "Exponent of the length that divides beam scores.", **_limits("length_penalty")
+    )
     choose_decoding: bool = _evaluation(
         "Compare beams and length penalties on validation pairs at the end, unless one of them is given.", False
     )
-    no_repeat_ngram_size: int | None = _evaluation("Length of n-grams that may not repeat.", minimum=0)
-    repetition_penalty: float | None = _evaluation("Penalty of tokens that were generated before.")
+    no_repeat_ngram_size: int | None = _evaluation(
+        "Length of n-grams that may not repeat.", **_limits("no_repeat_ngram_size")
+    )
+    repetition_penalty: float | None = _evaluation(
+        "Penalty of tokens that were generated before.", **_limits("repetition_penalty")
+    )
     max_decoded_samples: int | None = _evaluation(
-        "Number of validation pairs, evenly spread, to decode during training [all].", minimum=1
+        "Number of validation pairs, evenly spread, to decode during training [all].", ge=1
     )
-    early_stopping_patience: int | None = _evaluation(
-        "Evaluations without a better score before training stops.", minimum=1
+    early_stopping_patience: int | None = _evaluation("Evaluations without a better score before training stops.", ge=1)
+    early_stopping_threshold: float | None = _evaluation(
+        "Minimum change that counts as better.", ge=0, effect_with="early_stopping_patience"
     )
-    early_stopping_threshold: float | None = _evaluation("Minimum change that counts as better.", minimum=0)
 
     search: dict[str, Any] = _search(
-        "Values that `metaphrase tune` tries, by field: a list, or {low: 1e-4, high: 1e-2, log: true}.", dict
+        "Values that `metaphrase tune` tries, by field: a list, or {low: 1e-4, high: 1e-2, log: true}.", {}
     )
 
 
@@ -205,25 +262,71 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     # Seconds. One process reads the corpus and scores the model while the others wait, which may take over half an hour.
     "ddp_timeout": 6 * 3600,
 }
-_TRAINING_HINTS = typing.get_type_hints(Seq2SeqTrainingArguments)
+# Values that transformers or torch would notice late, or not at all.
+_TRAINING_LIMITS = {
+    name: limits
+    for names, limits in (
+        ("gradient_accumulation_steps eval_accumulation_steps save_total_limit", {"ge": 1}),
+        ("per_device_train_batch_size per_device_eval_batch_size", {"ge": 1}),
+        ("warmup_steps eval_delay max_grad_norm neftune_noise_alpha", {"ge": 0}),
+        ("num_train_epochs logging_steps eval_steps save_steps", {"gt": 0}),
+        ("learning_rate weight_decay", {"ge": 0, "le": 100}),
+        ("label_smoothing_factor adam_beta1 adam_beta2", {"ge": 0, "lt": 1}),
+        ("seed data_seed", {"ge": 0, "lt": 2**32}),
+        ("adam_epsilon", {"gt": 0, "le": 1}),
+        ("max_steps", {"ge": -1}),
+        ("generation_max_length", {"ge": 2, "le": 2**20}),
+        ("generation_num_beams", _limits("num_beams")),
+    )
+    for name in names.split()
+}
+_HINTS = typing.get_type_hints(Seq2SeqTrainingArguments)
 # Also true: resume from the last checkpoint.
-_TRAINING_HINTS["resume_from_checkpoint"] = bool | str | None
-TRAINING_FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments) if item.init}
+_HINTS["resume_from_checkpoint"] = bool | str | None
+_ORDER = (bool, int, float, str)
+_TYPE_NAMES = {bool: "true or false", str: "text", list: "list of texts", dict: "mapping"}
+TRAINING_FIELDS = {name: field for name, field in Seq2SeqTrainingArguments.__dataclass_fields__.items() if field.init}
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """Return the types that a field accepts, such as `int` and `None`."""
+    if typing.get_origin(annotation) is Annotated:
+        return kinds_of(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return set().union(*map(kinds_of, typing.get_args(annotation)))
+    return {annotation}
+
+
+def _plain_type(name: str) -> Any:
+    """Return the type of a field of transformers, with the names of an enum in place of the enum."""
+    members, choices = kinds_of(_HINTS[name]), tuple(TRAINING_FIELDS[name].metadata.get("choices") or ())
+    for member in members:
+        if isinstance(member, type) and issubclass(member, enum.Enum):
+            choices = tuple(item.value for item in member)
+    if choices:
+        members = {Literal[choices], *(members & {type(None)})}
+    # A text such as "no" is a truth value first, and one text may be a list of names.
+    order = [*(kind for kind in _ORDER if kind in members), *(members - {*_ORDER})]
+    union = functools.reduce(operator.or_, (Names if kind == list[str] else kind for kind in order))
+    return Annotated[union, Field(union_mode="left_to_right")] if len(members - {type(None)}) > 1 else union
 
 
 def _training_default(name: str) -> Any:
-    default = TRAINING_FIELDS[name].default
-    return TRAINING_DEFAULTS.get(name, None if default is dataclasses.MISSING else default)
+    default = TRAINING_DEFAULTS.get(name, TRAINING_FIELDS[name].default)
+    # Lists are made by a factory, and `None` stands for an empty one.
+    return getattr(default, "value", default) if isinstance(default, enum.Enum | str | int | float | dict) else None
 
 
-# A copy of the fields alone: `Seq2SeqTrainingArguments.__post_init__` sets up devices and process groups.
-TrainingFields = dataclasses.make_dataclass(
-    "TrainingFields",
-    [(name, _TRAINING_HINTS[name], field(default=_training_default(name))) for name in TRAINING_FIELDS],
-    frozen=True,
-    kw_only=True,
+# The fields alone: `Seq2SeqTrainingArguments.__post_init__` sets up devices and process groups.
+AllFields = create_model(
+    "AllFields",
+    __base__=OwnFields,
+    **{
+        name: (_plain_type(name), Field(_training_default(name), **_TRAINING_LIMITS.get(name, {})))
+        for name in TRAINING_FIELDS
+    },
 )
-OWN_FIELDS = {item.name: item for item in dataclasses.fields(OwnFields)}
+OWN_FIELDS = OwnFields.model_fields
 
 
 def group_of(name: str, where: str = "a recipe") -> str:
@@ -235,4 +338,16 @@ def group_of(name: str, where: str = "a recipe") -> str:
     if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
         hint = did_you_mean(name, [*OWN_FIELDS, *TRAINING_FIELDS]) or " Fields of the network go below `model`."
         raise ValueError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")
-    return OWN_FIELDS[name].metadata["group"] if name in OWN_FIELDS else "training"
+    return OWN_FIELDS[name].json_schema_extra["group"] if name in OWN_FIELDS else "training"
+
+
+def type_name(annotation: Any) -> str:
+    """Return a type as a reader of a recipe writes it: `int`, or the permitted words."""
+    names = []
+    for kind in kinds_of(annotation) - {type(None)}:
+        origin = typing.get_origin(kind) or kind
+        is_choice = origin is Literal
+        names.append(
+            ", ".join(map(str, typing.get_args(kind))) if is_choice else _TYPE_NAMES.get(origin, origin.__name__)
+        )
+    return " or ".join(sorted(names))

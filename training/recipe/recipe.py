@@ -1,36 +1,33 @@
 """Recipe of a training run: one YAML file of flat keys, with overrides from the command line.
 
-A recipe has the fields of `OwnFields` and every field of `transformers.Seq2SeqTrainingArguments` under the same name. It is a
-plain frozen dataclass. `HfArgumentParser` ends the process with argparse's messages, accepts no nested keys and takes
-`str | int` for `int`; pydantic would be a new dependency and would still need `ValueType` for its error texts.
+A recipe has the fields of `OwnFields` and every field of `transformers.Seq2SeqTrainingArguments` under the same name.
 """
 
 import copy
-import dataclasses
-import enum
 import textwrap
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field, ValidationError, model_validator
 from transformers import SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.data.augmentation import TERM_TOKENS
 from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.storage.folders import file_in_one_step, read_text
+from metaphrase.storage.hints import explain_error
 from metaphrase.training.checkpointing.averaging import is_better_lower
 from metaphrase.training.recipe.checks import LEFT_OUT, check_recipe
 from metaphrase.training.recipe.fields import (
     OWN_FIELDS,
     TRAINING_DEFAULTS,
     TRAINING_FIELDS,
-    OwnFields,
-    TrainingFields,
+    AllFields,
     group_of,
+    kinds_of,
+    type_name,
 )
-from metaphrase.training.recipe.parsing import ValueType, dump_yaml, fit_value, fit_words, load_yaml, parse_words
+from metaphrase.training.recipe.parsing import dump_yaml, load_yaml
 
 # These belong to a machine or a moment, or are secret.
 NEVER_SAVED = ("data_dir", "time_budget", "hub_token", "resume_from_checkpoint", "local_rank")
@@ -46,8 +43,7 @@ _WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
 _DOTTED_PREFIXES = ("learning_rate_factors.", "search.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe(OwnFields, TrainingFields):
+class Recipe(AllFields):
     """All settings of a run, checked when they are made and not changed afterwards; `replace` makes a changed copy.
 
     Attributes:
@@ -55,24 +51,41 @@ class Recipe(OwnFields, TrainingFields):
         reasons: Comments of a saved recipe, each above the field that it belongs to.
 
     Raises:
-        ValueError: If two fields contradict each other, or one is out of range.
+        ValueError: If a value has a wrong type or is out of range, or two fields contradict each other.
     """
 
-    set_names: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    reasons: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    # False for the recipe of an earlier run, which newer checks may refuse.
-    is_checked: InitVar[bool] = True
+    set_names: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = Field({})
 
-    def __post_init__(self, is_checked: bool) -> None:
-        if is_checked:
-            check_recipe(self)
+    def __init__(self, **values: Any):
+        values.setdefault("set_names", tuple(name for name in values if name != "reasons"))
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(explain_error(error)) from None
 
-    def __repr__(self) -> str:
-        names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if self.is_set(name)]
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for name in (name for name, value in values.items() if isinstance(value, bool)):
+            if (kinds := kinds_of(cls.model_fields[name].annotation)) & {int, float} and bool not in kinds:
+                raise ValueError(f"`{name}` must be a number, got {values[name]}.")
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> "Recipe":
+        check_recipe(self)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and all(
+            getattr(self, name) == getattr(other, name) for name in AllFields.model_fields
+        )
+
+    def __repr_args__(self):
         # The token of the Hub is secret.
-        values = {name: "..." if name == "hub_token" else getattr(self, name) for name in names}
-        shown = [f"{name}={getattr(value, 'value', value)!r}" for name, value in values.items()]
-        return f"Recipe({', '.join(shown)})"
+        names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if self.is_set(name)]
+        return [(name, "..." if name == "hub_token" else getattr(self, name)) for name in names]
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], where: str) -> "Recipe":
@@ -85,29 +98,34 @@ class Recipe(OwnFields, TrainingFields):
         Raises:
             ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
         """
-        return cls._from_values(_fit_all(mapping, where))
+        for name in mapping:
+            group_of(name, where)  # refuses a name that is no field
+        # An own field may be empty, such as `model:` above lines that were all commented out. Then it is not set. A default
+        # value counts as set, so that a saved recipe outlives a change of defaults.
+        return cls(**{name: value for name, value in mapping.items() if value is not None or name in TRAINING_FIELDS})
 
-    @classmethod
-    def _from_values(cls, values: dict[str, Any], is_checked: bool = True) -> "Recipe":
-        # An own field of None is unset. A default value counts as set, so that a saved recipe outlives a change of defaults.
-        values = {name: value for name, value in values.items() if value is not None or name in TRAINING_FIELDS}
-        if isinstance(parts := values.get("datasets"), dict):
-            files = {name: {"train_file": part} for name, part in parts.items() if isinstance(part, str)}
-            values["datasets"] = parts | files
-        return cls(set_names=tuple(values), is_checked=is_checked, **values)
+    def replace(self, **values: Any) -> "Recipe":
+        """Return a copy with other values, which count as set and are not checked."""
+        if "set_names" not in values:
+            names = (*self.set_names, *(name for name in values if name != "reasons"))
+            values["set_names"] = tuple(dict.fromkeys(names))
+        return self.model_copy(update=values)
 
-    def replace(self, *, is_checked: bool = True, **values: Any) -> "Recipe":
-        """Return a copy with other values, which count as set."""
-        set_names = tuple(dict.fromkeys((*self.set_names, *values)))
-        return dataclasses.replace(self, set_names=set_names, is_checked=is_checked, **values)
+    def checked(self) -> "Recipe":
+        """Return an equal recipe whose values were checked.
+
+        Raises:
+            ValueError: As for a new recipe.
+        """
+        return Recipe(**{name: getattr(self, name) for name in (*self.set_names, "set_names", "reasons")})
 
     def is_set(self, name: str) -> bool:
-        """Return True if a field was given or differs from its default."""
-        return name in self.set_names or self.is_changed(name)
+        """Return True if a field was given."""
+        return name in self.set_names
 
     def is_changed(self, name: str) -> bool:
         """Return True if a field differs from its default."""
-        return getattr(self, name) != getattr(_DEFAULTS, name)
+        return getattr(self, name) != type(self).model_fields[name].default
 
     @property
     def is_augmented(self) -> bool:
@@ -224,16 +242,7 @@ class Recipe(OwnFields, TrainingFields):
             file.write_text(head + text, encoding="utf-8")
 
 
-_HINTS = typing.get_type_hints(Recipe)
-_DEFAULTS = Recipe(is_checked=False)
-
-
-def _type_of(name: str, where: str) -> ValueType:
-    group_of(name, where)  # refuses a name that is no field
-    return ValueType.of(_HINTS[name])
-
-
-def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_checked: bool = True) -> Recipe:
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply the overrides of the command line.
 
     Args:
@@ -241,49 +250,60 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_check
         overrides: Words of the command line: `--field value`, `--field=value`, `--flag` and `--no_flag` for true and false,
             `--model.hidden_size 256` for one key of a mapping, several words for a list. `null` unsets a field, one
             of transformers' arguments only where it may be none. The last of equal options holds.
-        is_checked: False to accept fields that are out of range or contradict each other.
 
     Raises:
         ValueError: If the file is not a YAML mapping with each key once, a field is unknown or of a wrong type, or the
             fields contradict each other.
         FileNotFoundError: If there is no such file.
     """
-    values = {} if path is None else _read_file(Path(path))
-    where = "the command line"
+    values = {} if path is None else _read_fields(Path(path))
     for option, words in _split_options(overrides):
         name, *keys = option.split(".", maxsplit=1 if option.startswith(_DOTTED_PREFIXES) else -1)
-        value_type = _type_of(name, where)
+        group_of(name, "the command line")
         if not keys:
-            is_unset = words == ["null"] and name in OWN_FIELDS
-            values[name] = None if is_unset else fit_words(name, words, value_type, where)
+            values[name] = _value_of_words(name, words)
             continue
-        if dict not in value_type.kinds:
-            raise ValueError(f"`{name}` must be {value_type}, which has no keys, got --{option} on {where}.")
-        values[name] = mapping = copy.deepcopy(values.get(name) or {})
+        mapping = values[name] = copy.deepcopy(values.get(name) or {})
         for key in keys[:-1]:
-            mapping = mapping.setdefault(key, {})
-            if not isinstance(mapping, dict):
-                raise ValueError(f"`{key}` must be a mapping to have keys, got {mapping!r} for --{option} on {where}.")
-        mapping[keys[-1]] = parse_words(words)
-    return Recipe._from_values(values, is_checked)
+            mapping = mapping.setdefault(key, {}) if isinstance(mapping, dict) else None
+        if not isinstance(mapping, dict):
+            raise ValueError(f"`{name}` must be a mapping to have keys, got --{option} on the command line.")
+        parsed = [load_yaml(word, f"`{option}`") for word in words] or [True]
+        mapping[keys[-1]] = parsed[0] if len(parsed) == 1 else parsed
+    return Recipe.from_mapping(values, str(path))
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def saved_recipe(path: str | Path) -> Recipe:
+    """Return the recipe that a run has saved. It is not checked again, because newer rules may refuse it.
+
+    Raises:
+        ValueError: If the file is not a YAML mapping with each key once.
+        FileNotFoundError: If there is no such file.
+    """
+    return Recipe().replace(**_read_fields(Path(path)))
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"A recipe must be a file that exists, got {path}.")
     mapping = load_yaml(read_text(path).removeprefix("\ufeff"), str(path))
     if not isinstance(mapping, dict | None):
         raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
-    return _fit_all(mapping or {}, str(path))
+    return mapping or {}
 
 
-def _fit_all(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
-    types = {name: _type_of(name, where) for name in mapping}
-    # An own field may be empty, such as `model:` above lines that were all commented out. Then it is not set.
-    return {
-        name: None if value is None and name in OWN_FIELDS else fit_value(name, value, types[name], where)
-        for name, value in mapping.items()
-    }
+def _value_of_words(name: str, words: Sequence[str]) -> Any:
+    """Return the value of the words after an option: none is true, several are a list, one may be YAML."""
+    kinds = {getattr(kind, "__origin__", kind) for kind in kinds_of(Recipe.model_fields[name].annotation)}
+    if len(words) > 1:
+        if not kinds & {list, dict}:
+            raise ValueError(
+                f"`{name}` must have one value, got {' '.join(words)}. A recipe or file stands before all options."
+            )
+        return list(words) if str in kinds else " ".join(words)
+    word = words[0] if words else "true"
+    is_text = kinds <= {str, type(None)} or (not word.startswith(("{", "[")) and kinds & {str, Literal})
+    return word if is_text and word != "null" else load_yaml(word, f"`{name}`")
 
 
 def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -312,20 +332,16 @@ def describe_fields() -> str:
     groups: dict[str, list[str]] = {}
     head = "Fields that you leave open are chosen from your pairs and this machine; --dry_run shows them. A value in [ ] holds\n"
     head += "where nothing is chosen."
-    for name, item in OWN_FIELDS.items():
-        groups.setdefault(item.metadata["group"], []).append(_describe(name, item.metadata["help"]))
     title = "training (fields of transformers.Seq2SeqTrainingArguments)"
+    texts = {name: (field.json_schema_extra["group"], field.description) for name, field in OWN_FIELDS.items()}
     for name, item in TRAINING_FIELDS.items():
         if not name.startswith(_UPLOAD_PREFIXES) and name not in (*_WITHOUT_EFFECT, *LEFT_OUT):
             text = " ".join(str(item.metadata.get("help", "")).split())
-            groups.setdefault(title, []).append(_describe(name, text.partition(". ")[0].removesuffix(".") + "."))
+            texts[name] = title, text.partition(". ")[0].removesuffix(".") + "."
+    for name, (group, text) in texts.items():
+        field = Recipe.model_fields[name]
+        shown = "" if field.default in (None, "", {}) else f" [{field.default}]"
+        indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+        lines = f"  --{name}{shown}  ({type_name(field.annotation)})\n" + textwrap.fill(text, width=110, **indents)
+        groups.setdefault(group, []).append(lines)
     return "\n\n".join([head, *(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())])
-
-
-def _describe(name: str, text: str) -> str:
-    default = getattr(_DEFAULTS, name)
-    if isinstance(default, enum.Enum):
-        default = default.value
-    shown = "" if default in (None, "", {}) else f" [{default}]"
-    head = f"  --{name}{shown}  ({ValueType.of(_HINTS[name])})"
-    return head + "\n" + textwrap.fill(text, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -41,7 +41,7 @@ def write(folder, ending, source, target, splits):
 
 
 def chosen(name, **fields):
-    recipe = OpenRecipe(Recipe(dataset_name=name, is_checked=False, **fields))
+    recipe = OpenRecipe(Recipe().replace(dataset_name=name, **fields))
     choose_dataset(recipe)
     return recipe.recipe
 

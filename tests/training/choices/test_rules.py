@@ -327,7 +327,7 @@ def test_much_text_is_read_three_times():
 
 
 def test_fields_of_equal_stacks_are_shown_once():
-    recipe = OpenRecipe(Recipe(metrics=["bleu"], model={}))
+    recipe = OpenRecipe(Recipe(metrics=["bleu"]))
     model = {**SIZES[0].fields, "decoder_layers": 1}
     recipe.choose("a reason", preset="metaphrase-tiny", model=model, bf16=True)
     assert str(recipe.choices[0]) == (
