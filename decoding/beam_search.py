@@ -11,13 +11,100 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from metaphrase.decoding.beam_state import BeamState
-from metaphrase.decoding.supported_processors import are_ends, process
+from metaphrase.decoding.decoder_state import DecoderState, with_reserve
+from metaphrase.decoding.options import are_ends, process
+from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
 
 # Stands for minus infinity. transformers' number, because ties depend on it.
 WORST = -1e9
 # Columns that `top_of_rows` compares as one.
 _BLOCK = 64
+# Unused tokens are dropped when the tokens have grown by so many steps, or by this share.
+_STEPS_BETWEEN, _SHARE_BETWEEN = 4, 0.25
+
+
+class BeamState(DecoderState):
+    """The state of beam search: the targets of a source continue one another, as branches of a tree.
+
+    A source has one row of the cache for the tokens of all its targets. A token that several targets share is stored and read
+    once. A target that continues another target copies its mask of tokens; no key or value moves. Tokens of no target are
+    dropped from time to time.
+
+    Source: Miao et al. 2024, section 4.2, arXiv 2305.09781, attend to a tree of tokens in this way.
+    """
+
+    def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
+        super().__init__(decoder, encoder_output, attention_mask)
+        sources = len(encoder_output)
+        # The position of each token of a source in its target, (sources, tokens).
+        self._token_positions = torch.zeros(sources, 0, dtype=torch.long, device=self.device)
+        # Added to the scores of each target, (sources, copies, tokens): 0 for its own tokens, the lowest number for others.
+        self._mask = torch.zeros(sources, 1, 0, dtype=self.dtype, device=self.device)
+        # With more tokens, `_drop_unused` looks for tokens to drop.
+        self._most_tokens = 0
+
+    def spread(self, copies: int) -> None:
+        self._mask = self._mask.repeat_interleave(copies, dim=1)
+        self._multiply_copies(copies)
+        self._rows_per_cache_row = self.copies
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Let each row continue the row of the same source with this index, (rows,)."""
+        self._mask = self._mask.flatten(0, 1).index_select(0, rows).view(self._mask.shape)
+
+    def select_sources(self, sources: torch.Tensor) -> None:
+        super().select_sources(sources)
+        self._token_positions = self._token_positions.index_select(0, sources)
+        self._mask = self._mask.index_select(0, sources)
+
+    def _make_room(self, length: int) -> None:
+        if length > self.num_positions:
+            self._make_tables(with_reserve(self.length, length))
+        if self._token_positions.shape[1] + self.copies > self._most_tokens:
+            self._drop_unused()
+        num_tokens = self._token_positions.shape[1]
+        if num_tokens + self.copies > self._target_cache.capacity:
+            self._target_cache.grow(num_tokens, 2 * max(self._most_tokens, num_tokens + self.copies))
+
+    def _drop_unused(self) -> None:
+        """Drop tokens that belong to no target."""
+        is_used = (self._mask == 0).any(dim=1)
+        count = int(is_used.sum(dim=1).max())
+        if count < self._token_positions.shape[1]:
+            # Used tokens first, in their order. A source with fewer used tokens keeps some unused ones.
+            indices = is_used.long().argsort(dim=1, descending=True, stable=True)[:, :count]
+            self._target_cache.select_tokens(indices)
+            self._token_positions = self._token_positions.take_along_dim(indices, dim=1)
+            self._mask = self._mask.take_along_dim(indices[:, None], dim=2)
+        self._most_tokens = count + max(_STEPS_BETWEEN * self.copies, int(_SHARE_BETWEEN * count))
+
+    def _prepare_step(self) -> None:
+        start = self._token_positions.shape[1]
+        stop = start + self.copies
+        # (layers, sources, copies, heads, head_dim); with one copy, without the axis.
+        keys = self._target_cache.keys[..., start:stop].movedim(4, 2).squeeze(2)
+        values = self._target_cache.values[..., start:stop, :].movedim(3, 2).squeeze(2)
+        self._new_entries = list(zip(keys.unbind(0), values.unbind(0), strict=True))
+        self._target_views = self._target_cache.views(stop)
+        lowest = torch.finfo(self.dtype).min
+        new = self._mask.new_full((self.copies, self.copies), lowest).fill_diagonal_(0)
+        self._mask = torch.cat((self._mask, new.expand(len(self._mask), -1, -1)), dim=2)
+        self._token_positions = nn.functional.pad(self._token_positions, (0, self.copies), value=self.length)
+        self._target_biases = self._map_biases(self._tree_bias)
+
+    def _tree_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the bias of the scores, (sources, 1 or key_value_heads, copies * groups, tokens).
+
+        Args:
+            bias: Position bias of the last position, (H, positions).
+        """
+        # (sources, copies, tokens) -> (sources, 1, copies, 1, tokens)
+        mask = self._mask[:, None, :, None]
+        if bias is None:
+            return mask.expand(-1, -1, -1, self.groups, -1).flatten(2, 3)
+        # (H, sources, tokens) -> (sources, key_value_heads, 1, groups, tokens)
+        token_bias = bias[:, bias.shape[1] - 1 - self.length + self._token_positions].transpose(0, 1)
+        return (mask + token_bias.unflatten(1, (-1, 1, self.groups))).flatten(2, 3)
 
 
 @dataclass
@@ -62,13 +149,7 @@ def top_of_rows(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 
 
 class Selection:
-    """Selection of the best continuations of each source.
-
-    Attributes:
-        groups: Searches of each source, which stand side by side and share the beams.
-    """
-
-    groups = 1
+    """Selection of the best continuations of each source."""
 
     def __init__(self, config: GenerationConfig, tokens: torch.Tensor | None = None):
         """Args:
@@ -78,25 +159,18 @@ class Selection:
         self.ends, self._tokens = config._eos_token_tensor, tokens
 
     def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:
-        """Select the candidates of one step.
+        """Select the candidates with the highest sums of log-probabilities.
 
         Args:
-            log_probs: Log-probabilities (sources, beams, V).
+            log_probs: Log-probabilities (sources, beams, V). The sums are written into it.
             beams: Hypotheses to continue.
             num_left: Most tokens behind the tokens of this step.
-        """
-        return self.choose_best(log_probs, beams.scores, num_left)
-
-    def choose_best(self, log_probs: torch.Tensor, scores: torch.Tensor, num_left: int) -> Candidates:
-        """Select the candidates with the highest sums of `log_probs` and of the scores of the beams, (sources, beams).
-
-        The sums are written into `log_probs`.
         """
         num_beams, vocab_size = log_probs.shape[1:]
         # Even if all end tokens are among the candidates, enough are left to continue.
         num_candidates = max(2, 1 + (0 if self.ends is None else len(self.ends))) * num_beams
         # (sources, beams, V) -> (sources, candidates), best first
-        scores, indices = top_of_rows(log_probs.add_(scores[:, :, None]).flatten(1), num_candidates)
+        scores, indices = top_of_rows(log_probs.add_(beams.scores[:, :, None]).flatten(1), num_candidates)
         parents, tokens = indices // vocab_size, indices % vocab_size
         tokens = tokens if self._tokens is None else self._tokens[tokens]
         is_end = are_ends(tokens, self.ends)
@@ -111,11 +185,10 @@ class Selection:
 
 
 class Beams:
-    """The hypotheses of the sources that are not done. Each search of a source counts as a source here.
+    """The hypotheses of the sources that are not done.
 
     Attributes:
         indices: Indices of the sources in the batch, (sources,).
-        is_over: True for searches that are done while other searches of the source continue, (sources,).
         ids: Ids of the hypotheses that continue, (sources, beams, length).
         scores: Sums of their log-probabilities, best first, (sources, beams).
         ended_ids: Ids of the best hypotheses that have ended, padded, (sources, beams, length).
@@ -126,7 +199,6 @@ class Beams:
     def __init__(self, prompt: torch.Tensor, beams: int):
         sources = len(prompt)
         self.indices = torch.arange(sources, device=prompt.device)
-        self.is_over = torch.zeros_like(self.indices, dtype=torch.bool)
         self.ids = prompt[:, None].expand(-1, beams, -1)
         self.scores = torch.zeros(sources, beams, device=prompt.device)
         # All beams are equal at first, and only the first one continues.
@@ -204,8 +276,7 @@ def beam_search(
     """
     selection = Selection(config) if selection is None else selection
     num_beams, prompt_length, max_length = config.num_beams, prompt.shape[1], config.max_length
-    groups, width = selection.groups, num_beams // selection.groups
-    beams, done = Beams(prompt.repeat_interleave(groups, dim=0), width), []
+    beams, done = Beams(prompt, num_beams), []
     for length in range(prompt_length, max_length):
         is_first, num_left = length == prompt_length, max_length - length - 1
         for token in prompt.unbind(1) if is_first else [beams.ids[:, :, -1].flatten()]:
@@ -217,52 +288,39 @@ def beam_search(
         # In place: a new tensor of this size costs more than the additions.
         log_probs = torch.log_softmax(logits, dim=-1, out=logits)
         log_probs = process(processors, beams.ids.flatten(0, 1), log_probs)
-        candidates = selection.choose(log_probs.unflatten(0, (-1, width)), beams, num_left)
+        candidates = selection.choose(log_probs.unflatten(0, (-1, num_beams)), beams, num_left)
         parents, tokens, chosen = candidates.parents, candidates.tokens, candidates.chosen
         ids = torch.cat((beams.ids.take_along_dim(parents[:, :, None], dim=1), tokens[:, :, None]), dim=2)
         beams.scores = candidates.chosen_scores
         beams.ids = ids.take_along_dim(chosen[:, :, None], dim=1)
         if bool(candidates.is_end.any()):
             beams.end(ids, candidates.scores, candidates.is_end, length + 1 - prompt_length, config)
-        if num_left == 0:
-            break
         parents = parents.take_along_dim(chosen, dim=1)
-        is_done = beams.are_done(length + 1 - prompt_length, max_length - prompt_length, config) & ~beams.is_over
+        is_done = beams.are_done(length + 1 - prompt_length, max_length - prompt_length, config) | (num_left == 0)
         if bool(is_done.any()):
             done.append(beams.select_sources(is_done.nonzero()[:, 0]))
-            beams.is_over = beams.is_over | is_done
-            # A source leaves the batch when all its searches are done.
-            is_left = ~beams.is_over.view(-1, groups).all(dim=1)
-            if not bool(is_left.any()):
-                return _collect(done, prompt_length, config, groups)
-            if not bool(is_left.all()):
-                searches = is_left.repeat_interleave(groups).nonzero()[:, 0]
-                beams, parents = beams.select_sources(searches), parents.index_select(0, searches)
-                selection.select_sources(searches)
-                state.select_sources(is_left.nonzero()[:, 0])
-        first = width * torch.arange(len(parents), device=parents.device)[:, None]
+            sources = (~is_done).nonzero()[:, 0]
+            if not len(sources):
+                break
+            beams, parents = beams.select_sources(sources), parents.index_select(0, sources)
+            selection.select_sources(sources)
+            state.select_sources(sources)
+        first = num_beams * torch.arange(len(parents), device=parents.device)[:, None]
         state.reorder((first + parents).flatten())
-    return _collect([*done, beams.select_sources((~beams.is_over).nonzero()[:, 0])], prompt_length, config, groups)
+    # No step is left behind a prompt of the maximum length.
+    return _collect(done or [beams], prompt_length, config)
 
 
-def _collect(
-    done: list[Beams], prompt_length: int, config: GenerationConfig, groups: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _collect(done: list[Beams], prompt_length: int, config: GenerationConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and scores of the ended hypotheses, in the order of the sources."""
     count, ends = config.num_return_sequences, config._eos_token_tensor
     # If the padding id is 0, transformers pads with the first end token.
     padding = -1 if ends is None else int(config._pad_token_tensor or ends[0])
     order = torch.cat([beams.indices for beams in done]).argsort()
     width = max(beams.ended_ids.shape[2] for beams in done)
-    # (sources * groups, beams, ...) -> (sources, hypotheses of all groups, ...)
-    ids, scores, lengths = (
-        torch.cat(tensors).index_select(0, order).unflatten(0, (-1, groups)).flatten(1, 2)
-        for tensors in (
-            [_pad(beams.ended_ids, width) for beams in done],
-            [beams.ended_scores for beams in done],
-            [beams.ended_lengths for beams in done],
-        )
-    )
+    ids = torch.cat([_pad(beams.ended_ids, width) for beams in done]).index_select(0, order)
+    scores = torch.cat([beams.ended_scores for beams in done]).index_select(0, order)
+    lengths = torch.cat([beams.ended_lengths for beams in done]).index_select(0, order)
     scores, best = scores.sort(dim=1, descending=True, stable=True)
     scores, best = scores[:, :count].flatten(), best[:, :count]
     lengths = lengths.take_along_dim(best, dim=1).flatten()

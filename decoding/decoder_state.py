@@ -1,28 +1,299 @@
-"""The state of decoding, the kv cache of sources and targets, and the decoding step.
+"""The decoding step: a decoder with prepared weights, the kv cache of sources and targets, and one token more of each target.
 
-`MetaphraseDecoder.forward` with a cache computes the same. Here, values that are the same in all steps are computed once, new
-keys and values are written in place, and attention of the one new token is two matrix products.
+`MetaphraseDecoder.forward` with a cache computes the same. Here projections are joined and copied, modules are not called, values
+that are the same in all steps are computed once, new keys and values are written in place, and attention of the one new token is
+two matrix products.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from metaphrase.decoding.kv_cache import KeyValueCache
-from metaphrase.decoding.prepacked_weights import is_plain
-from metaphrase.decoding.prepared_decoder import PreparedLayer, prepared_layers, prepared_norm
+from metaphrase.decoding.prepacked_weights import (
+    LARGEST_SIZE,
+    PrepackedWeight,
+    can_prepack,
+    can_record,
+    is_plain,
+    prepared_copies,
+)
+from metaphrase.decoding.quantization import PackedLinear
+from metaphrase.decoding.shortlist import ShortlistProjection, can_shortlist
+from metaphrase.modeling.compat import is_hooked, is_offloaded
 from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
-from metaphrase.modeling.layers import MetaphraseAttention, fold_copies, unfold_copies
+from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, fold_copies, unfold_copies
+from metaphrase.modeling.normalization import MetaphraseRMSNorm
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 
+# A model has one head, which takes a large part of a step: a copy pays up to a larger size than in a layer.
+_LARGEST_COPY = 2**26
+# Every decoder layer would hold a transposed copy of a larger single weight, which gains too little for the memory.
+_LARGEST_TRANSPOSED = 2**20
+# A CPU multiplies up to so many rows by a transposed weight, which it reads in order of memory, up to twice as fast.
+_FEW_TRANSPOSED_ROWS = 64
+# A cache grows by so many tokens, or by one for so many tokens in it. Smaller steps would copy it more often.
+_ADDED_TOKENS, _TOKENS_PER_ADDED_TOKEN = 16, 4
 # With so few entries of a product, and so few rows, the number of calls decides the time, not their size.
 _FEW_ENTRIES, _FEW_ROWS = 2**17, 8
-# These rotations depend on the length of the sequence so far.
-_CHANGING_ROTATIONS = ("dynamic", "longrope")
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class PreparedLinear:
+    """Linear layers that read the same input, as one product.
+
+    Small layers of torch are copied: side by side, and on a CPU in float32 also transposed and prepacked. Quantized layers are
+    joined. Other layers are called one by one.
+
+    Attributes:
+        copied: Weights and biases whose copies depend on them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        copies: bool = True,
+        largest: int = LARGEST_SIZE,
+        largest_transposed: int = _LARGEST_TRANSPOSED,
+    ):
+        """Choose which copies to make. A copy is made when it is first needed.
+
+        Args:
+            layers: Layers of one input width, all with a bias or none.
+            copies: True allows copies.
+            largest: Most entries of a weight to be copied.
+            largest_transposed: Most entries of a single layer's weight to be transposed.
+        """
+        self.copied: list[torch.Tensor] = []
+        self._calls, self._max_transposed_rows, kind = list(layers), 0, type(layers[0])
+        if copies and issubclass(kind, PackedLinear) and all(type(layer) is kind for layer in layers):
+            # The call of a module takes a tenth of the time of its product.
+            self._calls = [(layers[0] if len(layers) == 1 else kind(*layers)).forward]
+        self._reads_weights = copies and all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
+        if not self._reads_weights:
+            return
+        self._weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        is_single, are_plain = len(layers) == 1, all(map(is_plain, layers))
+        self._is_packed = are_plain and can_prepack(sum(map(len, self._weights)), self._weights[0].shape[1])
+        self._is_transposed = are_plain and not (is_single and self._weights[0].numel() > largest_transposed)
+        self._bias = biases[0]
+        if not is_single and biases[0] is not None:
+            self._bias = torch.cat([bias.detach() for bias in biases])
+            self.copied += biases
+        if not is_single or self._is_packed or self._is_transposed:
+            self.copied += self._weights
+        if self._is_transposed:
+            self._max_transposed_rows = 1 if self._is_packed else _FEW_TRANSPOSED_ROWS
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features of all layers)"""
+        if states.dim() == 2 and len(states) <= self._max_transposed_rows:
+            weight, bias = self._transposed, self._bias
+            return torch.mm(states, weight) if bias is None else torch.addmm(bias, states, weight)
+        if not self._reads_weights:
+            outputs = [call(states) for call in self._calls]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        has_several_rows = states.numel() > states.shape[-1]
+        if self._is_packed and has_several_rows:
+            return self._packed(states)
+        return nn.functional.linear(states, self._weight, self._bias)
+
+    @functools.cached_property
+    def _weight(self) -> torch.Tensor:
+        """All weights side by side, (out_features, in_features). A view, if there is a transposed copy."""
+        return self._transposed.t() if self._is_transposed and len(self._weights) > 1 else self._join()
+
+    @functools.cached_property
+    def _transposed(self) -> torch.Tensor:
+        return self._join().detach().t().contiguous()
+
+    @functools.cached_property
+    def _packed(self) -> PrepackedWeight:
+        return PrepackedWeight(self._join(), self._bias)
+
+    def _join(self) -> torch.Tensor:
+        weights = self._weights
+        # A single weight stays the parameter, so that `_weight` follows a cast or a move of the model.
+        return weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+
+
+class PreparedLayer:
+    """The projections, norms and activation of one decoder layer.
+
+    Attributes:
+        self_qkv: Projection to queries, keys and values of the self-attention, side by side.
+        self_output: Output projection of the self-attention.
+        cross_query: Projection to the queries of the cross-attention.
+        cross_key_value: Projection to its keys and values, side by side.
+        cross_output: Output projection of the cross-attention.
+        mlp_input: Projection to the inner width: gate, if there is one, and up projection, side by side.
+        mlp_output: Down projection.
+        norms: Norms of self-attention, cross-attention and feed-forward network.
+    """
+
+    def __init__(self, layer: MetaphraseDecoderLayer, copies: bool = True):
+        """Args:
+        layer: The layer, in evaluation mode.
+        copies: True allows copies of weights.
+        """
+        attention, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
+        self.self_qkv = PreparedLinear([attention.q_proj, attention.k_proj, attention.v_proj], copies)
+        self.self_output = PreparedLinear([attention.o_proj], copies)
+        self.cross_query = PreparedLinear([cross.q_proj], copies)
+        self.cross_key_value = PreparedLinear([cross.k_proj, cross.v_proj], copies)
+        self.cross_output = PreparedLinear([cross.o_proj], copies)
+        self.mlp_input = PreparedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], copies)
+        self.mlp_output = PreparedLinear([mlp.down_proj], copies)
+        self.activation, self.is_gated = mlp.activation, mlp.is_gated
+        self.self_head_norms, self.cross_head_norms = (
+            (module.q_norm, module.k_norm) if module.config.qk_norm else None for module in (attention, cross)
+        )
+        self.self_scaling, self.cross_scaling = attention.scaling, cross.scaling
+        self.norms = tuple(map(prepared_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
+        self.is_pre_norm = layer.is_pre_norm
+
+    @property
+    def copied(self) -> list[torch.Tensor]:
+        """The weights and biases that were copied."""
+        linears = [value for value in vars(self).values() if isinstance(value, PreparedLinear)]
+        return [weight for linear in linears for weight in linear.copied]
+
+    def feed_forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., D) -> (..., D)"""
+        inner = self.mlp_input(states)
+        if self.is_gated:
+            gate, inner = inner.chunk(2, dim=-1)
+            return self.mlp_output(self.activation(gate) * inner)
+        return self.mlp_output(self.activation(inner))
+
+
+def prepared_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function of a norm, without the call of a module where the class is known."""
+    if type(norm) is nn.LayerNorm:
+        shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        return lambda states: torch.layer_norm(states, shape, weight, bias, eps)
+    return norm.forward if type(norm) in (MetaphraseRMSNorm, nn.Identity) else norm
+
+
+def _prepare_layers(layers: nn.ModuleList) -> tuple[list[PreparedLayer], list[torch.Tensor]]:
+    prepared = [PreparedLayer(layer) for layer in layers]
+    return prepared, [weight for layer in prepared for weight in layer.copied]
+
+
+def _prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjection | None], list[torch.Tensor]]:
+    linear = PreparedLinear([head], largest=_LARGEST_COPY, largest_transposed=LARGEST_SIZE)
+    shortlist = ShortlistProjection(head) if can_shortlist(head) else None
+    return (linear, shortlist), list(head.parameters())
+
+
+def prepared_layers(decoder: nn.Module) -> list[PreparedLayer]:
+    """Return the prepared layers of a decoder for its current weights."""
+    if torch.is_autocast_enabled(decoder.device.type):
+        # Autocast caches the cast weights of the layers. It would cast copies again at each step.
+        return [PreparedLayer(layer, copies=False) for layer in decoder.layers]
+    return prepared_copies(decoder, decoder.layers, _prepare_layers)
+
+
+def prepared_head(
+    decoder: nn.Module, head: nn.Module
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], ShortlistProjection | None]:
+    """Return the projections of a decoder's output for its current weights.
+
+    Args:
+        decoder: The decoder.
+        head: Its head, from (..., D) to logits (..., V).
+
+    Returns:
+        A projection to logits, and one to shortlists, or None where all logits are computed as fast.
+    """
+    is_plain_call = not (is_hooked(head) or is_offloaded(head) or torch.is_autocast_enabled(decoder.device.type))
+    if is_plain_call and can_record(head) and head.weight.device.type == "cpu":
+        return prepared_copies(decoder, head, _prepare_head)
+    return head, None
+
+
+def prepared_rows(head: nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a head's projection to the logits of some tokens, (count,), or None if its rows cannot be selected."""
+    if is_hooked(head) or is_offloaded(head):
+        return None
+    if isinstance(head, PackedLinear):
+        return head.select_outputs(tokens).forward
+    if type(head) is not nn.Linear:
+        return None
+    # Indexing takes several times as long. A transposed or prepacked copy would not pay for one batch.
+    weight, bias = (
+        None if part is None else part.detach().index_select(0, tokens) for part in (head.weight, head.bias)
+    )
+    return functools.partial(nn.functional.linear, weight=weight, bias=bias)
+
+
+class KeyValueCache:
+    """Keys and values of the tokens of each row.
+
+    Keys stand in columns. On a CPU, the kernels for many small matrices read the second one by rows: a product with several
+    queries takes a fraction of the time.
+
+    Attributes:
+        keys: Shape (layers, rows, heads, head_dim, capacity).
+        values: Shape (layers, rows, heads, capacity, head_dim).
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        self.keys, self.values = keys, values
+
+    @property
+    def rows(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of each row."""
+        return self.keys.shape[4]
+
+    def grow(self, length: int, least: int) -> None:
+        """Grow the capacity to at least `least` tokens, and keep the first `length` tokens."""
+        *heads, head_dim, _ = self.keys.shape
+        capacity = with_reserve(length, least)
+        keys = self.keys.new_empty(*heads, head_dim, capacity)
+        values = self.values.new_empty(*heads, capacity, head_dim)
+        keys[..., :length], values[..., :length, :] = self.keys[..., :length], self.values[..., :length, :]
+        self.keys, self.values = keys, values
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace the rows by the rows with these indices, in this order. An index may repeat."""
+        self.keys, self.values = self.keys.index_select(1, rows), self.values.index_select(1, rows)
+
+    def select_tokens(self, indices: torch.Tensor) -> None:
+        """Move the tokens with these indices, (rows, count), to the front of each row."""
+        count, device = indices.shape[1], indices.device
+        is_in_place = (indices == torch.arange(count, device=device)).all(dim=0)
+        # The first tokens that stay in place in all rows are not moved.
+        start = int(is_in_place.long().cumprod(dim=0).sum())
+        if start == count:
+            return
+        indices = indices[:, start:]
+        *heads, head_dim, capacity = self.keys.shape
+        columns = indices[:, None, None].expand(*heads, head_dim, -1)
+        self.keys[..., start:count] = self.keys.gather(4, columns)
+        # (layers, rows, heads, 1) + (rows, 1, count - start)
+        flat = torch.arange(heads[0] * heads[1] * heads[2], device=device).view(*heads, 1) * capacity + indices[:, None]
+        values = self.values.view(-1, head_dim).index_select(0, flat.flatten())
+        self.values[..., start:count, :] = values.view(*flat.shape, head_dim)
+
+    def views(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys (rows * heads, head_dim, length) and values (rows * heads, length, head_dim) of each layer.
+
+        A view costs as much as a small product. One call makes the views of all layers.
+        """
+        keys, values = self.keys[..., :length], self.values[..., :length, :]
+        return list(zip(keys.flatten(1, 2).unbind(0), values.flatten(1, 2).unbind(0), strict=True))
+
+
+def with_reserve(length: int, least: int) -> int:
+    """Return the capacity to allocate for at least `least` tokens, of which `length` are there."""
+    return max(least, length + max(_ADDED_TOKENS, length // _TOKENS_PER_ADDED_TOKEN))
 
 
 class _AbsorbedAttention:
@@ -83,10 +354,7 @@ class DecoderState:
     Attributes:
         length: Tokens of each target so far.
         copies: Targets of each source.
-        rows_per_cache_row: Rows that share one row of the target cache.
     """
-
-    rows_per_cache_row = 1
 
     def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
         """Project the encoder output to keys and values.
@@ -99,11 +367,18 @@ class DecoderState:
         self.decoder, self.layers = decoder, prepared_layers(decoder)
         self._embedding_norm, self._norm = prepared_norm(decoder.embedding_norm), prepared_norm(decoder.norm)
         self.length, self.copies = 0, 1
+        # Rows that share one row of the target cache.
+        self._rows_per_cache_row = 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
-        self._source_cache = KeyValueCache.from_layers(
-            self._project_source(layer, encoder_output) for layer in self.layers
-        )
+        keys, values = [], []
+        for layer in self.layers:
+            # (sources, S, D) -> (sources, key_value_heads, S, head_dim) for both
+            states = layer.cross_key_value(encoder_output).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            key, value = states.chunk(2, dim=1)
+            keys.append((key if layer.cross_head_norms is None else layer.cross_head_norms[1](key)).transpose(2, 3))
+            values.append(value)
+        self._source_cache = KeyValueCache(torch.stack(keys), torch.stack(values))
         # Under autocast, projections have another dtype than the encoder output.
         self.device, self.dtype = encoder_output.device, self._source_cache.values.dtype
         self._source_bias = None
@@ -129,13 +404,23 @@ class DecoderState:
 
     @property
     def rows(self) -> int:
-        return self._target_cache.rows
+        return self._source_cache.rows * self.copies
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read one token of each row, (rows,), and return the decoder's output (rows, D)."""
         self._make_room(self.length + 1)
         self._prepare_step()
-        hidden_states, rotation = self._add_position(self.decoder.embed_tokens(input_ids))
+        embeddings, position, rotation = self.decoder.embed_tokens(input_ids), self.length, None
+        if self._positions is not None:
+            if position >= len(self._positions):
+                # Raises the decoder's error for a missing position.
+                positions = torch.tensor([[position]], device=embeddings.device)
+                self.decoder.enter(embeddings[:, None], positions, position + 1)
+            embeddings = embeddings + self._positions[position].to(embeddings.dtype)
+        if self._rotations is not None:
+            # (1, rotated)
+            rotation = tuple(angles[position, None].to(embeddings.dtype) for angles in self._rotations)
+        hidden_states = self._embedding_norm(embeddings)
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.length += 1
@@ -146,13 +431,18 @@ class DecoderState:
         if copies > 1:
             rows = torch.arange(self.rows, device=self.device)
             self._target_cache.select_rows(rows.repeat_interleave(copies))
-            self._spread_sources(copies)
+            self._multiply_copies(copies)
 
     def select_sources(self, sources: torch.Tensor) -> None:
         """Select the sources with these indices, (sources,), and their targets."""
-        self._select_source_cache(sources)
-        targets = torch.arange(self.copies, device=sources.device)
-        self._target_cache.select_rows((sources[:, None] * self.copies + targets).flatten())
+        count = self._target_cache.rows // self._source_cache.rows
+        self._target_cache.select_rows(
+            (sources[:, None] * count + torch.arange(count, device=sources.device)).flatten()
+        )
+        self._source_cache.select_rows(sources)
+        self._source_views = self._source_cache.views(self._source_cache.capacity)
+        if self._source_bias is not None:
+            self._source_bias = self._source_bias.index_select(0, sources)
 
     def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
@@ -172,16 +462,10 @@ class DecoderState:
         entries = self._source_cache.capacity * size // self.head_dim
         return entries <= size // 2 or (entries <= _FEW_ENTRIES and self.copies <= _FEW_ROWS)
 
-    def _spread_sources(self, copies: int) -> None:
+    def _multiply_copies(self, copies: int) -> None:
         self.copies *= copies
         if self._absorbed is not None and not self._gains_by_absorbing():
             self._absorbed = None
-
-    def _select_source_cache(self, sources: torch.Tensor) -> None:
-        self._source_cache.select_rows(sources)
-        self._source_views = self._source_cache.views(self._source_cache.capacity)
-        if self._source_bias is not None:
-            self._source_bias = self._source_bias.index_select(0, sources)
 
     def _make_room(self, length: int) -> None:
         """Grow the target cache to at least `length` tokens in each row."""
@@ -205,7 +489,7 @@ class DecoderState:
             if isinstance(table, LearnedPositionEmbedding):
                 positions = positions[:, : table.num_embeddings - table.offset]
             self._positions = table(positions, positions.shape[1])[0]
-        if rotary is not None and rotary.rope_type not in _CHANGING_ROTATIONS:
+        if rotary is not None:
             # (1, positions, rotated) -> (positions, rotated)
             self._rotations = tuple(angles[0] for angles in rotary(self._source_cache.values, positions))
 
@@ -226,21 +510,6 @@ class DecoderState:
         biases = {id(bias): bias for bias in self._biases}
         results = {key: make(bias) for key, bias in biases.items()}
         return [results[id(bias)] for bias in self._biases]
-
-    def _add_position(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
-        """Return the input of the first layer, (rows, D), and the rotation of all layers, (1, rotated)."""
-        decoder, position = self.decoder, self.length
-        has_position = self._positions is None or position < len(self._positions)
-        if has_position and (decoder.rotary_emb is None or self._rotations is not None):
-            if self._positions is not None:
-                embeddings = embeddings + self._positions[position].to(embeddings.dtype)
-            rotation = None
-            if self._rotations is not None:
-                rotation = tuple(angles[position, None].to(embeddings.dtype) for angles in self._rotations)
-            return self._embedding_norm(embeddings), rotation
-        positions = torch.tensor([[position]], device=embeddings.device)
-        hidden_states, rotation = decoder.enter(embeddings[:, None], positions, position + 1)
-        return hidden_states[:, 0], None if rotation is None else tuple(angles[0, 0] for angles in rotation)
 
     def _pass_layer(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
@@ -268,12 +537,6 @@ class DecoderState:
             query, key = query_norm(query), key_norm(key)
         return query, key, value
 
-    def _project_source(self, layer: PreparedLayer, encoder_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sources, S, D) -> keys and values (sources, key_value_heads, S, head_dim)"""
-        states = layer.cross_key_value(encoder_output).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        keys, values = states.chunk(2, dim=1)
-        return keys if layer.cross_head_norms is None else layer.cross_head_norms[1](keys), values
-
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
@@ -281,30 +544,28 @@ class DecoderState:
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         keys, values = self._new_entries[index]
-        if self.rows_per_cache_row > 1:
+        if self._rows_per_cache_row > 1:
             key, value = key.view(keys.shape), value.view(values.shape)
         keys.copy_(key)
         values.copy_(value)
         views, bias = self._target_views[index], self._target_biases[index]
-        return layer.self_output(self._attend(query, views, bias, layer.self_scaling, self.rows_per_cache_row))
+        return layer.self_output(self._attend(query, views, bias, layer.self_scaling, self._rows_per_cache_row))
 
     def _add_cross_attention(
         self, index: int, layer: PreparedLayer, residual: torch.Tensor, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         """Return the residual plus the cross-attention of the states, both (rows, ..., D)."""
-        if self._absorbed is None:
-            return residual + self._attend_to_source(index, layer, hidden_states)
-        if residual.ndim == 2:
-            return self._absorbed[index].add_to(residual, hidden_states)
-        flat = residual.flatten(0, -2), hidden_states.flatten(0, -2)
-        return self._absorbed[index].add_to(*flat).view(residual.shape)
-
-    def _attend_to_source(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._absorbed is not None:
+            if residual.ndim == 2:
+                return self._absorbed[index].add_to(residual, hidden_states)
+            flat = residual.flatten(0, -2), hidden_states.flatten(0, -2)
+            return self._absorbed[index].add_to(*flat).view(residual.shape)
         query, views = layer.cross_query(hidden_states), self._source_views[index]
         query = query.view(*query.shape[:-1], -1, self.head_dim)
         if layer.cross_head_norms is not None:
             query = layer.cross_head_norms[0](query)
-        return layer.cross_output(self._attend(query, views, self._source_bias, layer.cross_scaling, self.copies))
+        output = self._attend(query, views, self._source_bias, layer.cross_scaling, self.copies)
+        return residual + layer.cross_output(output)
 
     def _attend(
         self,

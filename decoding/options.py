@@ -1,12 +1,41 @@
-"""Options of `generate()`: those of command line and recipe, and one plain form for the arguments of a call."""
+"""Options of `generate()`: one plain form for the arguments of a call, and the logits processors that follow from them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.generation import logits_process, stopping_criteria
 
 from metaphrase.modeling.pipeline_support import generation_settings, override_lengths, use_floats
+
+# Options of the command line.
+GENERATION_OPTIONS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "length_penalty", "early_stopping"),
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
+    *("repetition_penalty", "no_repeat_ngram_size", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
+    "num_return_sequences",
+)
+# Options that turn sampling on.
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
+# Processors that only remove tokens.
+_REMOVERS = {
+    getattr(logits_process, name, None)
+    for name in (
+        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor"),
+        *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+        *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+    )
+}
+# Processors that look at each row by itself, so that rows may leave the batch.
+_ROW_PROCESSORS = _REMOVERS | {
+    getattr(logits_process, name, None)
+    for name in (
+        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
+        *("LogitNormalization", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
+        *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    )
+}
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,24 +76,80 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-# Options of the command line.
-GENERATION_OPTIONS = (
-    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "length_penalty"),
-    *("early_stopping", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),
-    *("epsilon_cutoff", "eta_cutoff", "top_h", "repetition_penalty", "no_repeat_ngram_size"),
-    *("renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences"),
-)
-# Options that turn sampling on.
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-
-
 def complete_sampling(options: dict) -> dict:
     """Set `do_sample` if an option needs it and the caller has set neither it nor a loop, and then one beam if none are set.
 
     A model may have beams of its own, and sampling within beams is another search.
     """
     chosen = {name for name, value in options.items() if value is not None}
-    if not chosen & {"do_sample", "custom_generate"} and chosen.intersection(_SAMPLING):
+    if not chosen & {"do_sample", "custom_generate"} and chosen & _SAMPLING:
         beams = {} if "num_beams" in chosen else {"num_beams": 1}
         return {**options, "do_sample": True, **beams}
     return options
+
+
+def has_unknown_processors(processors: Sequence[LogitsProcessor]) -> bool:
+    """Return True if a processor may need all rows of the batch."""
+    return any(
+        # A `prompt_ignore_length` in a tensor has an entry for each row of the first batch.
+        type(processor) not in _ROW_PROCESSORS
+        or isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+        for processor in processors
+    )
+
+
+def only_lower(processors: Sequence[LogitsProcessor]) -> bool:
+    """Return True if the processors raise no logit, except of a token that they force.
+
+    Then a token that has the largest logit before, and is not lowered, has the largest logit after.
+    """
+    return all(
+        type(processor) in _REMOVERS
+        or (type(processor) is logits_process.RepetitionPenaltyLogitsProcessor and processor.penalty >= 1)
+        for processor in processors
+    )
+
+
+def has_unknown_criteria(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> bool:
+    """Return True if a criterion differs from the limits of the configuration, such as a caller's own."""
+    ends = config._eos_token_tensor
+    for criterion in criteria:
+        if type(criterion) is stopping_criteria.MaxLengthCriteria:
+            is_known = criterion.max_length == config.max_length
+        else:
+            is_end = type(criterion) is stopping_criteria.EosTokenCriteria and ends is not None
+            is_known = is_end and (criterion.eos_token_id is ends or criterion.eos_token_id.tolist() == ends.tolist())
+        if not is_known:
+            return True
+    return False
+
+
+def process(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the scores (rows, V) as the processors change them after ids (rows, length).
+
+    `LogitsProcessorList` would inspect the signature of each processor at every step.
+    """
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores
+
+
+def process_permitted(
+    processors: Sequence[LogitsProcessor], permitted: torch.Tensor, vocab_size: int
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a processor for the scores (rows, count) of permitted tokens (count,). The processors see those of all tokens."""
+
+    def process_rows(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        whole = scores.new_full((len(scores), vocab_size), -torch.inf)
+        whole[:, permitted] = scores
+        return process(processors, ids, whole)[:, permitted]
+
+    return process_rows
+
+
+def are_ends(tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+    """Return True for each token, in any shape, that is one of the end tokens (count,)."""
+    if ends is None:
+        return torch.zeros_like(tokens, dtype=torch.bool)
+    # A comparison is many times faster than `isin`.
+    return tokens == ends if len(ends) == 1 else torch.isin(tokens, ends)

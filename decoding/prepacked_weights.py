@@ -1,18 +1,27 @@
-"""Prepacked weights: copies of linear layers' weights in the layout of a CPU kernel, which else packs them at each product.
+"""Copies of weights for the kernels of a CPU, and the encoder that runs with them and without padding.
 
-MKL packs them. On AMD processors oneDNN does, because there MKL's kernels are slower: by an eighth with 512 rows, by half with 4.
+A CPU kernel packs a weight at each product unless the weight has its layout already. MKL packs, and on AMD processors oneDNN,
+because there MKL's kernels are slower: by an eighth with 512 rows, by half with 4. Copies are made again when a module or a
+weight has changed.
 """
 
 import contextlib
 import functools
+import math
+import operator
 import platform
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
-from metaphrase.decoding.weight_copies import PreparedCopies, can_record
+from metaphrase.modeling.encoder_decoder import MetaphraseEncoder
+from metaphrase.modeling.packing import Segments
+from metaphrase.modeling.stacks import is_padding_mask
 
 # The product of a larger matrix gains little, and its copy takes much memory.
 LARGEST_SIZE = 2**22
@@ -23,13 +32,123 @@ _PACKED_ROWS = 512
 _AMD = ("AuthenticAMD", "HygonGenuine")
 # Row numbers that fill and that leave the blocks of the kernels.
 _CHECKED_ROWS, _CHECKED_OUTPUTS = (2, 5, 16, 37, 130), 1024
+# Reading an entry takes as long as a hundred additions, and each record reads so many entries of a weight.
+_SAMPLED_ENTRIES = 64
+# With less padding, or in a smaller model, moving the tokens takes as long as computing the padding.
+LEAST_PADDING, LEAST_HIDDEN_SIZE = 0.1, 256
+
+# By owner and by the function that made them. Not stored in the owner, which may be copied or saved.
+_copies: weakref.WeakKeyDictionary[nn.Module, dict[Callable, tuple[Any, "WeightRecord"]]] = weakref.WeakKeyDictionary()
+
+
+def prepared_copies(
+    owner: nn.Module, module: nn.Module, prepare: Callable[[nn.Module], tuple[Any, Sequence[torch.Tensor]]]
+) -> Any:
+    """Return copies of a module's current weights, which live as long as their owner.
+
+    Args:
+        owner: The stack that the module belongs to.
+        module: The module.
+        prepare: Makes the copies for a module. Returns them, and the weights on which they depend; see `WeightRecord`.
+    """
+    copies_of_owner = _copies.setdefault(owner, {})
+    copies, record = copies_of_owner.get(prepare, (None, None))
+    if record is None or not record.is_current(module):
+        # The memory of the old copies is free before new copies are made.
+        copies = record = None
+        copies_of_owner.pop(prepare, None)
+        copies, weights = prepare(module)
+        copies_of_owner[prepare] = copies, WeightRecord(module, weights)
+    return copies
+
+
+def free_copies(owner: nn.Module) -> None:
+    """Free all copies of an owner's weights: training needs the memory and will change the weights."""
+    _copies.pop(owner, None)
+
+
+class WeightRecord:
+    """The submodules and parameters of a module, and the addresses, versions and a sample of the entries of some weights.
+
+    The record shows replaced submodules and parameters, as by adapters or quantization. Writing into `weight.data`, or into an
+    array that shares the memory, does not change the version of a weight. The sample shows such a write if it changes a good
+    share of the weight; a write of a single row may stay unseen.
+    """
+
+    def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]):
+        """Args:
+        module: The module.
+        weights: Weights for which what is written into them counts, of layers for which `can_record` is true.
+        """
+        self._module, self._modules, self._weights = module, walk(module), weights
+        # Views show the current entries as long as the addresses are the same.
+        self._views = []
+        for weight in weights:
+            # A stride without a common divisor with the row length meets different columns in each row.
+            longest = max(1, weight.numel() // _SAMPLED_ENTRIES)
+            stride = next(step for step in range(longest, 0, -1) if math.gcd(step, weight.shape[-1]) == 1)
+            self._views.append(weight.detach().flatten()[::stride])
+        self._objects, self._versions, self._entries = self._read()
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Return True if this is the module, all objects in it are the same, and no write to the weights can be seen."""
+        objects, versions, entries = self._read()
+        return (
+            module is self._module
+            and len(objects) == len(self._objects)
+            and all(map(operator.is_, objects, self._objects))
+            and versions == self._versions
+            and torch.equal(entries, self._entries)
+        )
+
+    def _read(self) -> tuple[list[Any], list[tuple[int, int]], torch.Tensor]:
+        """Return the objects in the module, and the addresses, versions and sampled entries of the weights."""
+        objects: list[Any] = []
+        for module in self._modules:
+            # A parametrization changes the class of a module.
+            objects.append(type(module))
+            # Reading the dictionaries is many times faster than looking up each name.
+            objects += module._modules.values()
+            objects += module._parameters.values()
+        versions = [(weight.data_ptr(), weight._version) for weight in self._weights]
+        return objects, versions, torch.cat(self._views) if self._views else torch.empty(0)
+
+
+def walk(*modules: nn.Module) -> list[nn.Module]:
+    """Return modules and all their submodules. A shared submodule comes once per place.
+
+    `nn.Module.modules()` makes names as well, which takes several times as long.
+    """
+    reached = list(modules)
+    for module in reached:
+        # The loop also visits modules that it appends.
+        if module._modules:
+            reached += [child for child in module._modules.values() if child is not None]
+    return reached
+
+
+def can_record(layer: nn.Module) -> bool:
+    """Return True if a layer is an `nn.Linear` whose changes a `WeightRecord` can show."""
+    if type(layer) is not nn.Linear or not layer.weight.is_contiguous():
+        return False
+    # A tensor that was made in inference mode has no version.
+    return not any(parameter.is_inference() for parameter in layer.parameters())
 
 
 @contextlib.contextmanager
 def prepacked(stack: nn.Module) -> Iterator[None]:
     """Run the layers of a stack with prepacked weights, where they gain by it."""
+    parameter = next(stack.parameters())
+    can_prepack_stack = (
+        # The copies are not made again for a stack that moves to a CPU later.
+        parameter.dtype == torch.float32
+        and parameter.device.type == "cpu"
+        and not (stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        # A compiled or traced graph must contain the layers themselves.
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    )
     replaced = []
-    for layer, packed in _stacks.get(stack, stack.layers) if _can_prepack_stack(stack) else []:
+    for layer, packed in prepared_copies(stack, stack.layers, _prepack) if can_prepack_stack else []:
         # accelerate, for example, replaces `forward` to load the weights first.
         if isinstance(vars(layer).get("forward"), PrepackedWeight | None):
             # The instance attribute leaves the hooks of `nn.Module.__call__` in place.
@@ -54,20 +173,6 @@ def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"
     ]
     packed = [(layer, PrepackedWeight(layer.weight, layer.bias)) for layer in linears]
     return packed, [weight for layer in linears for weight in layer.parameters()]
-
-
-_stacks = PreparedCopies(_prepack)
-
-
-def _can_prepack_stack(stack: nn.Module) -> bool:
-    if stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-        return False
-    # A compiled or traced graph must contain the layers themselves.
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    # `_stacks` would not look again at a stack that moves to a CPU later.
-    parameter = next(stack.parameters())
-    return parameter.dtype == torch.float32 and parameter.device.type == "cpu"
 
 
 class PrepackedWeight:
@@ -148,3 +253,44 @@ def can_prepack(out_features: int, in_features: int) -> bool:
     except RuntimeError:
         # torch was built without the library behind the operators.
         return False
+
+
+def encode_without_padding(
+    encoder: MetaphraseEncoder, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
+) -> BaseModelOutput | None:
+    """Encode the tokens of a padded batch as one packed row.
+
+    Args:
+        encoder: The encoder.
+        embeddings: Embeddings (B, S, D).
+        attention_mask: 1 for a token, 0 for padding, (B, S).
+        **kwargs: Arguments of the layers.
+
+    Returns:
+        Output whose `last_hidden_state` (B, S, D) is 0 for padding. None if packing would not be faster, or if hooks of the
+        layers would see the packed row.
+    """
+    if encoder.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    # In float16, only the padded kernels keep large scores finite.
+    is_supported = embeddings.dtype in (torch.float32, torch.bfloat16) and encoder.config._attn_implementation == "sdpa"
+    if embeddings.device.type != "cpu" or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+        return None
+    if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
+        return None
+    is_token = attention_mask != 0
+    if is_token.sum() > (1 - LEAST_PADDING) * is_token.numel():
+        return None
+    # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
+    starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
+    if not bool((starts.sum(dim=1) == 1).all()) or any(
+        module._forward_hooks or module._forward_pre_hooks for module in encoder.layers.modules()
+    ):
+        return None
+    rows, length, _ = embeddings.shape
+    indices = is_token.flatten().nonzero()[:, 0]
+    segments = Segments(is_token.sum(dim=1), len(indices))
+    packed = encoder.encode_packed(embeddings.flatten(0, 1).index_select(0, indices)[None], segments, **kwargs)
+    tokens = packed.last_hidden_state[0]
+    output = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy_(0, indices, tokens)
+    return BaseModelOutput(last_hidden_state=output.view(rows, length, -1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from metaphrase.decoding.weight_copies import WeightRecord
+from metaphrase.decoding.prepacked_weights import WeightRecord
 from metaphrase.inference.ctranslate2.options import translate_exactly
 from metaphrase.inference.engine import Engine
 from metaphrase.modeling import MetaphraseForConditionalGeneration

@@ -39,7 +39,7 @@ def test_fast_code_is_plugged_into_the_network():
     assert acceleration.linear is linear_and_dropout.linear
     assert acceleration.packed_kernels.keys() == {"grid", "flex"}
     assert acceleration.encoding.__module__ == prepacked_weights.__name__
-    assert MetaphraseForConditionalGeneration._beam_search is fast_generation.FastGeneration._beam_search
+    assert MetaphraseForConditionalGeneration._beam_search is fast_generation.search
 
 
 @pytest.mark.parametrize("libraries", ["metaphrase, transformers", "transformers, metaphrase"])

@@ -5,7 +5,7 @@ Hypotheses compete only with hypotheses that have met as many tokens of the phra
 Source: Hokamp and Liu 2017 (arXiv 1704.07138); Post and Vilar 2018, section 3 (arXiv 1804.06609).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
-from metaphrase.decoding.beam_search import WORST, Beams, Candidates, Selection, beam_search
-from metaphrase.decoding.beam_state import BeamState
-from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepared_projections
+from metaphrase.decoding.beam_search import WORST, Beams, BeamState, Candidates, Selection, beam_search
+from metaphrase.decoding.fast_generation import find_obstacle, is_metaphrase, prepared_projections
+from metaphrase.decoding.options import are_ends
 from metaphrase.decoding.searches.phrase_automaton import START, Phrase, PhraseAutomaton
-from metaphrase.decoding.supported_processors import are_ends
 from metaphrase.tokenization import encode_phrase
 
 DEFAULT_NUM_BEAMS = 10
@@ -60,36 +59,40 @@ def constrained_beam_search(
         `sequences_scores`, as for beam search.
 
     Raises:
-        ValueError: If constraints are malformed, contradict each other or do not fit, other options leave a source without
-            such a target, or the fast decoder does not support the model or an option.
+        ValueError: If constraints are malformed or do not fit, other options leave a source without such a target, or the
+            fast decoder does not support the model or an option.
     """
-    if force_words_ids is None:
-        force_words_ids = generation_config.force_words_ids
-    config = generation_config
     if not is_metaphrase(model):
-        name = type(model).__name__
         raise ValueError(
-            f"Required phrases need a Metaphrase model, got a {name}. Convert it with `metaphrase convert`."
+            f"Required phrases need a Metaphrase model, got a {type(model).__name__}. Convert it with `metaphrase convert`."
         )
-    if reason := obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs):
+    config, vocab_size = generation_config, model.config.decoder_vocab_size
+    if config.num_beams < 2:
+        raise ValueError(f"`num_beams` must be at least 2 with required phrases, got {config.num_beams}.")
+    if reason := find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs):
         raise ValueError(f"Required phrases need the fast decoder, which does not support {reason}.")
-    vocab_size = model.config.decoder_vocab_size
-    constraints = _read_constraints(force_words_ids, first_words_ids, vocab_size, config)
-    special = [getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")]
-    special_ids = {*special_ids, config.forced_bos_token_id} - {None}
-    special_ids.update(token for tensor in special if tensor is not None for token in tensor.flatten().tolist())
+    special = {name: getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")}
+    special = {name: set() if ids is None else set(ids.flatten().tolist()) for name, ids in special.items()}
+    constraints = _read_constraints(
+        config.force_words_ids if force_words_ids is None else force_words_ids,
+        first_words_ids,
+        set(range(vocab_size)) - special["eos"] - special["pad"],
+    )
+    special_ids = {*special_ids, *set().union(*special.values()), config.forced_bos_token_id} - {None}
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
-    prompt = input_ids[:: max(config.num_beams, config.num_return_sequences)]
-    encoder_output, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
-    state, (project, _) = BeamState(model.get_decoder(), encoder_output, mask), prepared_projections(model)
+    # `generate()` repeats a source for each of its beams, which share it here.
+    prompt, mask = input_ids[:: config.num_beams], model_kwargs.get("attention_mask")
+    encoder_output = model_kwargs["encoder_outputs"].last_hidden_state[:: config.num_beams].contiguous()
+    state = BeamState(model.get_decoder(), encoder_output, None if mask is None else mask[:: config.num_beams])
+    project, _ = prepared_projections(model)
     selection = ConstrainedSelection(config, automaton, prompt)
     # A first token is forced only behind the start token.
     forced = [config.forced_eos_token_id, config.forced_bos_token_id if prompt.shape[1] == 1 else None]
-    num_tokens = selection.num_missing
     room = config.max_length - prompt.shape[1] - sum(token is not None for token in forced)
-    if num_tokens > room:
+    if selection.num_missing > room:
         raise ValueError(
-            f"`max_new_tokens` must leave room for the phrases of `force_words_ids`, got {num_tokens} tokens for {room} places."
+            "`max_new_tokens` must leave room for the phrases of `force_words_ids`, "
+            f"got {selection.num_missing} tokens for {room} places."
         )
     ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
     is_lacking = (scores <= WORST / 2).view(len(prompt), -1).any(dim=1)
@@ -106,53 +109,29 @@ def constrained_beam_search(
 
 def add_beams(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a search with required phrases: beams, and no sampling unless the caller asks for it."""
-    own = model.generation_config.num_beams or 1
-    num_beams = options.get("num_beams") or (own if own > 1 else DEFAULT_NUM_BEAMS)
+    default = model.generation_config.num_beams or 1
+    num_beams = options.get("num_beams") or (default if default > 1 else DEFAULT_NUM_BEAMS)
     return {"do_sample": False} | dict(options) | {"num_beams": num_beams}
 
 
 def _read_constraints(
-    force_words_ids: Sequence, first_words_ids: Sequence | None, vocab_size: int, config: GenerationConfig
+    force_words_ids: Sequence, first_words_ids: Sequence | None, usable: set[int]
 ) -> list[list[Phrase]]:
-    """Return the phrases of each constraint. Refuse malformed constraints, and those that no target can meet."""
-    if config.num_beams < 2:
-        raise ValueError(f"`num_beams` must be at least 2 for constrained beam search, got {config.num_beams}.")
-    if not isinstance(force_words_ids, list | tuple) or not force_words_ids:
-        raise ValueError(f"`force_words_ids` must be a list of at least one phrase, got {force_words_ids!r}.")
+    """Return the phrases of each constraint."""
     firsts = [[]] * len(force_words_ids) if first_words_ids is None else first_words_ids
-    if len(firsts) != len(force_words_ids):
-        raise ValueError(
-            "`first_words_ids` must have a list for each phrase of `force_words_ids`, "
-            f"got {len(firsts)} for {len(force_words_ids)}."
-        )
     constraints: list[list[Phrase]] = []
     for words, first in zip(force_words_ids, firsts, strict=True):
-        is_set = isinstance(words, list | tuple) and len(words) > 0 and all(isinstance(p, list | tuple) for p in words)
-        for ids in [*(words if is_set else [words]), *first]:
-            _check_phrase(ids, vocab_size, config)
-        phrases = [*map(tuple, words if is_set else [words]), *((START, *ids) for ids in first)]
-        phrases = list(dict.fromkeys(phrases))
-        if any(set(phrases) == set(constraint) for constraint in constraints):
-            raise ValueError(f"`force_words_ids` must not have a constraint twice, got {list(words)} again.")
-        constraints.append(phrases)
+        phrases = words if words and isinstance(words[0], list | tuple) else [words]
+        for ids in (*phrases, *first):
+            # Padding or an end would mean that the target has ended.
+            if not ids or not usable.issuperset(ids):
+                raise ValueError(
+                    f"Phrases of `force_words_ids` must hold ids below {max(usable) + 1}, and no end or padding, got {ids}."
+                )
+        constraints.append(list(dict.fromkeys([*map(tuple, phrases), *((START, *ids) for ids in first)])))
+    if not constraints:
+        raise ValueError("`force_words_ids` must hold at least one phrase, got none.")
     return constraints
-
-
-def _check_phrase(ids: Sequence[int], vocab_size: int, config: GenerationConfig) -> None:
-    is_list = isinstance(ids, list | tuple) and len(ids) > 0
-    if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ValueError(f"A phrase of `force_words_ids` must be a list of at least one token id, got {ids!r}.")
-    ids = list(ids)
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"`force_words_ids` must hold ids from 0 to {vocab_size - 1}, got {ids}.")
-    # Padding would mean that the target has ended.
-    ends = [tensor for tensor in (config._eos_token_tensor, config._pad_token_tensor) if tensor is not None]
-    ends = sorted(set(ids) & {token for tensor in ends for token in tensor.flatten().tolist()})
-    if ends:
-        raise ValueError(f"`force_words_ids` must not hold the end of sequence or padding, got {ends} in {ids}.")
-    for words in [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]:
-        if list(words) in (ids[start : start + len(words)] for start in range(len(ids))):
-            raise ValueError(f"A phrase must not be both forced and forbidden, got {ids} and {list(words)}.")
 
 
 class ConstrainedSelection(Selection):
@@ -281,20 +260,20 @@ def encode_phrases(
         The arguments with `force_words_ids`, `first_words_ids` and `special_ids`, and with `bad_words_ids`.
 
     Raises:
-        ValueError: If an option is no list of phrases, phrases are also set as ids, or `encode_phrase` raises it.
+        ValueError: If an option is a text, phrases are also set as ids, or `encode_phrase` raises it.
     """
     options = dict(options)
     must_contain, never_contain = options.pop("must_contain", None), options.pop("never_contain", None)
     for name, phrases in (("must_contain", must_contain), ("never_contain", never_contain)):
-        if phrases is not None and not isinstance(phrases, list | tuple):
+        # Each character of a text would be a phrase.
+        if isinstance(phrases, str):
             raise ValueError(f"`{name}` must be a list of phrases, got {phrases!r}.")
     if must_contain:
         if options.get("force_words_ids") is not None:
-            raise ValueError("`force_words_ids` must be None where `must_contain` is given.")
+            raise ValueError("`must_contain` and `force_words_ids` are the same and must not be given together.")
         options["force_words_ids"], options["first_words_ids"] = [], []
         for phrases in must_contain:
-            is_one = isinstance(phrases, str) or not isinstance(phrases, Iterable)
-            phrases = [phrases] if is_one else phrases
+            phrases = phrases if isinstance(phrases, list | tuple) else [phrases]
             encoded = [encode_phrase(tokenizer, phrase) for phrase in phrases]
             options["force_words_ids"].append([ids for inside, _ in encoded for ids in inside])
             options["first_words_ids"].append([ids for _, first in encoded for ids in first])

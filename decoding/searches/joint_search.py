@@ -1,6 +1,5 @@
 """Joint search: several models read a source and write one target. Base of speculative decoding, and ensembles."""
 
-import abc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +9,9 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
-from metaphrase.decoding.beam_search import beam_search
-from metaphrase.decoding.beam_state import BeamState
+from metaphrase.decoding.beam_search import BeamState, beam_search
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.fast_generation import (
-    calls_are_plain,
-    computing_dtype,
-    obstacle,
-    prepared_projections,
-)
+from metaphrase.decoding.fast_generation import find_obstacle, find_obstacle_of_model, prepared_projections
 from metaphrase.decoding.sampling import sample
 
 ENSEMBLE_MEANS = ("linear", "log_linear")
@@ -37,8 +30,11 @@ class Partner:
     sources: Sequence[Sequence[int]]
 
 
-class JointSearch(abc.ABC):
-    """A search with several models, for `generate(custom_generate=...)` of the first model."""
+class JointSearch:
+    """A search with several models, for `generate(custom_generate=...)` of the first model.
+
+    Subclasses define `search`.
+    """
 
     def __call__(
         self,
@@ -69,21 +65,18 @@ class JointSearch(abc.ABC):
         Raises:
             ValueError: If an option needs transformers' own loops, which know one model, or this search does not support it.
         """
-        config, criteria, models = generation_config, stopping_criteria, [model, *(partner for partner, _ in partners)]
-        if reason := obstacle(model, input_ids, logits_processor, criteria, config, **kwargs):
+        config, copies = generation_config, max(generation_config.num_beams, generation_config.num_return_sequences)
+        models = [model, *(partner for partner, _ in partners)]
+        obstacle = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **kwargs)
+        if obstacle := next(filter(None, [obstacle, *map(find_obstacle_of_model, models[1:])]), None):
             raise ValueError(
                 "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
-                f"cache, and without streamers and hooks. Not supported here: {reason}, got num_beams={config.num_beams}, "
-                f"do_sample={config.do_sample}, use_cache={config.use_cache}."
+                f"cache, and without streamers and hooks. Not supported here: {obstacle}."
             )
-        encoded = [(kwargs["encoder_outputs"].last_hidden_state, kwargs.get("attention_mask"))]
+        mask = kwargs.get("attention_mask")
+        # `generate()` repeats a source for each of its hypotheses, which share it here.
+        encoded = [(kwargs["encoder_outputs"][0][::copies].contiguous(), None if mask is None else mask[::copies])]
         for partner, inputs in partners:
-            dtype, is_plain = computing_dtype(partner), calls_are_plain(partner)
-            if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
-                raise ValueError(
-                    "All models of a search must be in float32 or bfloat16, not in training and without hooks, "
-                    f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
-                )
             encoded.append((partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
         state_class = self.state_class(config)
         states = [state_class(item.get_decoder(), *source) for item, source in zip(models, encoded, strict=True)]
@@ -91,11 +84,10 @@ class JointSearch(abc.ABC):
         ids, scores = self.search(projections, states, input_ids, logits_processor, config, return_scores)
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
-    @abc.abstractmethod
     def state_class(self, config: GenerationConfig) -> type[DecoderState]:
         """Return the class of the decoders' states."""
+        return BeamState if config.num_beams > 1 else DecoderState
 
-    @abc.abstractmethod
     def search(
         self,
         projections: Sequence[Callable[[torch.Tensor], torch.Tensor]],
@@ -115,6 +107,7 @@ class JointSearch(abc.ABC):
             config: The prepared generation config.
             return_scores: True if scores are needed.
         """
+        raise NotImplementedError
 
 
 class EnsembleState:
@@ -172,9 +165,6 @@ class EnsembleSearch(JointSearch):
         if ensemble_mean not in ENSEMBLE_MEANS:
             raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {ensemble_mean!r}.")
         self.mean = ensemble_mean
-
-    def state_class(self, config: GenerationConfig) -> type[DecoderState]:
-        return BeamState if config.num_beams > 1 else DecoderState
 
     def search(self, projections, states, prompt, processors, config, return_scores):
         """Search as in `JointSearch`."""

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from metaphrase.decoding.decoder_state import DecoderState, Rotation, attend
-from metaphrase.decoding.prepared_decoder import PreparedLayer
+from metaphrase.decoding.decoder_state import DecoderState, PreparedLayer, Rotation, attend
+from metaphrase.decoding.options import are_ends, process
 from metaphrase.decoding.searches.joint_search import JointSearch
-from metaphrase.decoding.supported_processors import are_ends, process
 from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
 from metaphrase.modeling.layers import fold_copies, unfold_copies
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
@@ -152,16 +151,10 @@ class SpeculativeSearch(JointSearch):
         """Search as in `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
 
         Raises:
-            ValueError: If there are beams, or a model's positions depend on the length of the batch.
+            ValueError: If there are beams.
         """
         if config.num_beams > 1:
             raise ValueError(f"`num_beams` must be 1 with `assistant_model`, got {config.num_beams}.")
-        for state in states:
-            rope_type = (state.decoder.config.rope_parameters or {}).get("rope_type", "default")
-            if rope_type in ("dynamic", "longrope"):
-                raise ValueError(
-                    f"`rope_type` must not depend on the length with `assistant_model`, got {rope_type!r}."
-                )
         speculation = _Speculation(self, projections, states, prompt, processors, config, return_scores)
         while len(speculation.rows) and prompt.shape[1] < config.max_length:
             speculation.take_round()

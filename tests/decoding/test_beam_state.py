@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.beam_state`: targets that continue one another are as if each was alone."""
+"""Tests of `metaphrase.decoding.beam_search`: targets that continue one another are as if each was alone."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from decoder_states import assert_near, fill_new_tensors_with_nan, make_state, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS
 
-from metaphrase.decoding.beam_state import BeamState
+from metaphrase.decoding.beam_search import BeamState
 
 COPIES = 4
 # The target of its source that each target continues: itself, mostly others, one for all.
@@ -42,7 +42,7 @@ def walk(setup, turns, seed=3, leaving=None):
             tokens = draw(model.config.decoder_vocab_size, len(paths), 1, low=3)
             paths = torch.cat((paths, tokens), dim=1)
             outputs = state.step(tokens[:, 0])
-            kept.append(state.num_tokens)
+            kept.append(state._token_positions.shape[1])
             assert_near(outputs, whole(model, encoder_output[sources], mask[sources], paths)[:, -1])
             if turn == leaving:
                 state.select_sources(torch.tensor([0, 2]))
@@ -78,7 +78,7 @@ def test_unwritten_entries_may_be_nan(monkeypatch):
     setup = setting(**DESIGNS["relative"])[:3]
     fill_new_tensors_with_nan(monkeypatch)
     state, _ = walk(setup, turns=20, leaving=9)
-    assert state._target_cache.keys[..., state.num_tokens :].isnan().any()
+    assert state._target_cache.keys[..., state._token_positions.shape[1] :].isnan().any()
 
 
 def test_bfloat16_has_the_error_of_the_forward_pass():

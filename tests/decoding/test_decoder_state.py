@@ -5,7 +5,7 @@ import torch
 from decoder_states import assert_near, make_state, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS, tiny_model
 
-from metaphrase.decoding.beam_state import BeamState
+from metaphrase.decoding.beam_search import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.searches.speculative_decoding import RaggedDecoderState
 
@@ -102,13 +102,3 @@ def test_targets_of_a_source_differ_and_sources_leave(design):
     outputs = step_through(state, paths[:, 5:])
     assert_near(outputs, whole(model, encoder_output[sources], mask[sources], paths)[:, 5:])
     assert (state.rows, state.copies, state.length) == (8, 4, 7)
-
-
-def test_sources_and_biases_are_computed_once(monkeypatch):
-    model, encoder_output, mask, targets = setting(position_embedding_type="relative")
-    calls, project = [], DecoderState._project_source
-    monkeypatch.setattr(DecoderState, "_project_source", lambda *given: calls.append("source") or project(*given))
-    model.get_decoder().position_bias.register_forward_hook(lambda *_: calls.append("bias"))
-    step_through(make_state(DecoderState, model, encoder_output, mask), targets)
-    # Once more where the state grew.
-    assert (calls.count("source"), calls.count("bias")) == (2, 2)

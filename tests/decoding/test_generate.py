@@ -207,8 +207,7 @@ def test_encoded_and_embedded_sources(design, beams):
     with torch.no_grad():
         encoder_output = model.get_encoder()(ids, attention_mask=mask)
         embeddings = model.get_input_embeddings()(ids)
-    for encoder_outputs in (encoder_output, encoder_output.to_tuple()):
-        assert torch.equal(model.generate(encoder_outputs=encoder_outputs, **options), expected)
+    assert torch.equal(model.generate(encoder_outputs=encoder_output, **options), expected)
     assert torch.equal(model.generate(inputs_embeds=embeddings, **options), expected)
 
 

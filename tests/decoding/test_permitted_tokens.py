@@ -109,7 +109,7 @@ def test_other_loops_and_heads_select_from_all_tokens():
     inputs = random_sources(model.config, batch=3)
     expected = model.generate(**inputs, **OPTIONS)
     arguments = OPTIONS | {"custom_generate": search, "return_scores": False, "permitted": PERMITTED}
-    ids = model.generate(**inputs, **arguments, use_cache=False).sequences
+    ids = model.generate(**inputs, **arguments, cache_implementation="static").sequences
     assert model.last_search.loop == "transformers" and ids.tolist() == expected.tolist()
     hook = model.lm_head.register_forward_hook(lambda *_: None)
     assert model.generate(**inputs, **arguments).sequences.tolist() == expected.tolist()

@@ -8,9 +8,9 @@ from tiny_generator import SOURCES, tiny_generator
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.decoding import prepacked_weights, prepared_decoder
+from metaphrase.decoding import decoder_state, prepacked_weights
+from metaphrase.decoding.decoder_state import PreparedLinear
 from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain, prefers_onednn
-from metaphrase.decoding.prepared_decoder import PreparedLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
 
@@ -36,7 +36,7 @@ def products(monkeypatch):
         return call(packed, states)
 
     monkeypatch.setattr(PrepackedWeight, "__call__", recorded)
-    for module in (prepacked_weights, prepared_decoder):
+    for module in (prepacked_weights, decoder_state):
         monkeypatch.setattr(module, "can_prepack", lambda *shape: True)
     return made
 
@@ -155,7 +155,7 @@ def test_searches_write_the_same(design, beams, library, products, monkeypatch):
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 8}
     with monkeypatch.context() as patch:
-        for module in (prepacked_weights, prepared_decoder):
+        for module in (prepacked_weights, decoder_state):
             patch.setattr(module, "can_prepack", lambda *shape: False)
         expected = copy.deepcopy(model).generate(**inputs, **options)
     assert not products
@@ -214,12 +214,12 @@ def test_changed_weights_are_packed_again(change, products):
     after = encode(model)
     assert not torch.allclose(after, before, atol=1e-3)
     torch.testing.assert_close(after, encode_plainly(model), atol=1e-5, rtol=1e-5)
-    packed, _ = prepacked_weights._stacks._by_owner[model.get_encoder()]
+    packed = prepacked_weights._copies[model.get_encoder()][prepacked_weights._prepack][0]
     assert model.get_encoder().layers[0].mlp.down_proj in [linear for linear, _ in packed]
 
 
 def test_training_frees_prepacked_weights_and_they_are_not_saved(products):
-    model, owners = tiny_model(), prepacked_weights._stacks._by_owner
+    model, owners = tiny_model(), prepacked_weights._copies
     names = set(model.state_dict())
     encode(model)
     assert model.get_encoder() in owners and set(model.state_dict()) == names

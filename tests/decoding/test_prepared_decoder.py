@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.prepared_decoder`: prepared layers and heads follow the current weights of the model."""
+"""Tests of `metaphrase.decoding.decoder_state`: prepared layers and heads follow the current weights of the model."""
 
 import copy
 import gc
@@ -8,9 +8,8 @@ import torch
 from tiny_models import DESIGNS, random_batch, random_sources, tiny_model
 from torch import nn
 
-from metaphrase.decoding import prepared_decoder
-from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.prepared_decoder import PreparedLinear, prepared_head, prepared_layers
+from metaphrase.decoding import decoder_state, prepacked_weights
+from metaphrase.decoding.decoder_state import DecoderState, PreparedLinear, prepared_head, prepared_layers
 
 
 def linears(*sizes, bias=True):
@@ -141,7 +140,7 @@ def test_copies_serve_again_as_long_as_nothing_changes():
 
 def test_copies_are_freed_with_training_and_with_the_model_and_not_saved():
     model = tiny_model()
-    names, decoder, owners = set(model.state_dict()), model.get_decoder(), prepared_decoder._layers._by_owner
+    names, decoder, owners = set(model.state_dict()), model.get_decoder(), prepacked_weights._copies
     first_step(model)
     assert decoder in owners and set(model.state_dict()) == names
     assert copy.deepcopy(model).get_decoder() not in owners
@@ -193,7 +192,7 @@ def test_changed_head_is_copied_again():
         assert head_of(model) is not before
         torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
     model.train()
-    assert model.get_decoder() not in prepared_decoder._heads._by_owner
+    assert model.get_decoder() not in prepacked_weights._copies
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -223,6 +222,6 @@ def test_head_that_becomes_contiguous_is_copied():
 @pytest.mark.parametrize("limit", ["LARGEST_SIZE", "_LARGEST_COPY"])
 def test_large_head_has_no_copy(limit, monkeypatch):
     model, states = tiny_model(tie_word_embeddings=False), torch.randn(1, 32)
-    monkeypatch.setattr(prepared_decoder, limit, model.lm_head.weight.numel() - 1)
+    monkeypatch.setattr(decoder_state, limit, model.lm_head.weight.numel() - 1)
     assert head_of(model).copied == []
     torch.testing.assert_close(head_of(model)(states), model.lm_head(states))

@@ -13,7 +13,7 @@ from tiny_models import CROSSED, random_sources, run_model, tiny_model
 from torch import nn
 
 from metaphrase.decoding import quantization
-from metaphrase.decoding.prepared_decoder import prepared_layers
+from metaphrase.decoding.decoder_state import prepared_layers
 from metaphrase.decoding.quantization import Float16Linear, Int8Linear, has_kernels, quantization_of
 from metaphrase.inference import Generator, quantize
 

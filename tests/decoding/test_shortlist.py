@@ -5,8 +5,9 @@ import torch
 from tiny_models import DESIGNS, random_sources, tiny_model
 from torch import nn
 
-from metaphrase.decoding import prepared_decoder, shortlist
+from metaphrase.decoding import decoder_state, prepacked_weights, shortlist
 from metaphrase.decoding.fast_generation import search as fast_search
+from metaphrase.decoding.prepacked_weights import free_copies
 from metaphrase.decoding.quantization import (
     activation_levels,
     has_kernels,
@@ -16,7 +17,6 @@ from metaphrase.decoding.quantization import (
     scale_rows,
 )
 from metaphrase.decoding.shortlist import Shortlist, ShortlistProjection
-from metaphrase.decoding.weight_copies import free_copies
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
@@ -172,7 +172,7 @@ def greedy(model, **options):
 def check_greedy_search(model, lists, monkeypatch, **options):
     """Check that greedy search uses lists and writes the same tokens without. Return the ids."""
     with monkeypatch.context() as patch:
-        patch.setattr(prepared_decoder, "can_shortlist", lambda head: False)
+        patch.setattr(decoder_state, "can_shortlist", lambda head: False)
         free_copies(model.get_decoder())
         lists.clear()
         expected = greedy(model, **options)
@@ -258,7 +258,7 @@ def test_changed_weights_are_rounded_again(lists):
     fresh.load_state_dict(model.state_dict())
     assert greedy(fresh) == after
     model.train()
-    assert model.get_decoder() not in prepared_decoder._heads._by_owner
+    assert model.get_decoder() not in prepacked_weights._copies
 
 
 def test_an_overridden_projection_is_called(lists):

@@ -1,10 +1,10 @@
-"""Tests of `metaphrase.decoding.unpadded_encoding`: outputs are those with padding, which is not computed."""
+"""Tests of `metaphrase.decoding.prepacked_weights`: outputs are those with padding, which is not computed."""
 
 import pytest
 import torch
 from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 
-from metaphrase.decoding import unpadded_encoding as module
+from metaphrase.decoding import prepacked_weights as module
 from metaphrase.modeling.encoder_decoder import MetaphraseEncoder
 
 LENGTHS = [9, 4, 1, 6]

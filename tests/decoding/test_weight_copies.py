@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.weight_copies`: a record shows every replaced module and parameter."""
+"""Tests of `metaphrase.decoding.prepacked_weights`: a record shows every replaced module and parameter."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 from torch import nn
 from torch.nn.utils import parametrize
 
-from metaphrase.decoding.weight_copies import WeightRecord, walk
+from metaphrase.decoding.prepacked_weights import WeightRecord, walk
 
 
 def make_module():

@@ -196,13 +196,11 @@ def test_members_that_do_not_fit_are_refused_by_name(name):
 
 
 def test_what_only_one_model_can_do_is_refused(models):
-    with pytest.raises(ValueError, match="use_cache=False"):
-        ensemble(models, use_cache=False)
-    with pytest.raises(ValueError, match="num_beams=2, do_sample=True"):
+    with pytest.raises(ValueError, match="sampled beams"):
         ensemble(models, num_beams=2, do_sample=True)
     with pytest.raises(ValueError, match="`ensemble_mean` must be one of linear, log_linear, got 'harmonic'"):
         EnsembleSearch("harmonic")
-    with pytest.raises(ValueError, match=r"must be in float32 or bfloat16, .* got one with dtype=torch.float16"):
+    with pytest.raises(ValueError, match="Not supported here: dtype"):
         ensemble((models[0], copy.deepcopy(models[1]).half()))
 
 

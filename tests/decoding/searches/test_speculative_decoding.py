@@ -302,8 +302,6 @@ def test_what_does_not_fit_is_refused(generator, draft):
         generator.generate(SOURCES, assistant_model=draft, num_assistant_tokens=0)
     with pytest.raises(ValueError, match="`num_beams` must be 1 with `assistant_model`, got 3"):
         generator.generate(SOURCES, assistant_model=draft, num_beams=3)
-    with pytest.raises(ValueError, match="use_cache=False"):
-        generator.generate(SOURCES, assistant_model=draft, use_cache=False)
     other = tiny_generator(seed=1)
     other.model.config.decoder_start_token_id = 4
     with pytest.raises(
@@ -320,7 +318,5 @@ def test_what_does_not_fit_is_refused(generator, draft):
     scaled = tiny_model(
         position_embedding_type="rotary", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     )
-    with pytest.raises(
-        ValueError, match="`rope_type` must not depend on the length with `assistant_model`, got 'dynamic'"
-    ):
+    with pytest.raises(ValueError, match="Not supported here: rope_type"):
         speculate(scaled, scaled)
