@@ -1,6 +1,5 @@
 """LoRA: what is trained, evaluated and saved, that accumulation stays exact, and that merging changes nothing that is said."""
 
-import contextlib
 import json
 import sys
 
@@ -73,18 +72,8 @@ def test_adapter_says_nothing_at_first_and_is_all_that_is_trained():
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert {tuple(weight.shape) for name, weight in names.items() if "lora_A" in name} <= {(3, 32), (3, 48), (3, 40)}
     assert is_adapted(adapted) and not is_adapted(tiny_model())
-    assert adapted.peft_config["default"].lora_dropout == 0.2
-
-
-def test_adapter_adds_its_product_by_hand():
-    model = tiny_model()
-    weight, states = model.model.decoder.layers[1].mlp.up_proj.weight.detach().clone(), torch.randn(3, 32)
-    adapted = moved_lora(model, rank=4, alpha=6, target_modules=["decoder.layers.1.mlp.up_proj"])
-    layer = adapted.base_model.model.model.decoder.layers[1].mlp.up_proj
-    (first, second) = adapter_weights(adapted).values()
-    expected = states @ (weight + 6 / 4 * second @ first).T + layer.base_layer.bias
-    torch.testing.assert_close(layer(states), expected, atol=1e-5, rtol=1e-5)
-    assert (second @ first).abs().max() > 0.05
+    config = adapted.peft_config["default"]
+    assert (config.lora_alpha, config.lora_dropout) == (5, 0.2)
 
 
 TOUCHED_EMBEDDINGS = [
@@ -119,19 +108,14 @@ def test_layers_can_be_chosen(targets, count):
 
 def test_what_cannot_be_adapted_is_refused():
     for options, message in (
-        ({"rank": 0}, "should be a positive integer value but the value passed is 0"),
-        ({"dropout": 1.1}, "has to be between 0 and 1, but got 1.1"),
         ({"target_modules": ["q_proj", "qproj"]}, "got 'qproj', which names nothing"),
         ({"target_modules": ["embed_tokens"]}, "linear layers, got 'model.encoder.embed_tokens', a ScaledEmb"),
         ({"target_modules": ["lm_head"]}, "must name weights that are not tied, got 'lm_head'"),
-        ({"target_modules": "lm_.*"}, "must name weights that are not tied, got 'lm_head'"),
     ):
         model = tiny_model()
         with pytest.raises(ValueError, match=message):
             add_lora(model, **options)
         assert all(parameter.requires_grad for parameter in model.parameters())
-    with pytest.raises(ValueError, match="`model` must be without adapters, got one that has some"):
-        add_lora(add_lora(tiny_model()))
 
 
 def test_missing_package_says_how_to_install_it(monkeypatch):
@@ -161,18 +145,13 @@ def test_accumulated_steps_equal_one_large_step(tmp_path):
         loss = trainer.train().training_loss
         trained[accumulation] = (loss, adapter_weights(model))
         assert_equal(base_weights(model), base)
+        assert any(not torch.equal(weight, start[name]) for name, weight in adapter_weights(model).items())
     assert trained[8][0] == pytest.approx(trained[1][0], abs=1e-5)
     torch.testing.assert_close(trained[8][1], trained[1][1], atol=1e-6, rtol=1e-5)
-    # The step is that of the loss by hand.
+    # The loss is that of the model by hand.
     model = moved_lora(tiny_model(initializer_range=0.2)).train()
     loss = model(**PairCollator(0)(PAIRS), smoothing=smoothing).loss
     assert trained[1][0] == pytest.approx(loss.item(), abs=1e-5)
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            expected = parameter.detach() - 0.1 * parameter.grad
-            torch.testing.assert_close(trained[1][1][name], expected, atol=1e-6, rtol=1e-5)
-            assert not torch.equal(trained[1][1][name], start[name])
 
 
 def test_evaluation_of_an_adapted_model(tmp_path):
@@ -347,25 +326,3 @@ def test_what_cannot_be_merged_is_refused(base_folder, tmp_path):
         merge_lora(tmp_path / "nameless", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert is_adapted(load_lora(tmp_path / "nameless", tiny_model()))
-
-
-@pytest.mark.parametrize("beams", [1, 2])
-def test_each_source_may_have_an_adapter_of_its_own(beams):
-    model = moved_lora(tiny_model(**UNTIED), target_modules=["q_proj", "v_proj"])
-    model.add_adapter("other", model.peft_config["default"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B.other" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(3))
-    inputs = random_batch(model.config)
-    del inputs["decoder_input_ids"]
-    options = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    names = ["other", "__base__", "default"]
-    found = model.generate(**inputs, **options, adapter_names=names)
-    alone = []
-    for row, name in enumerate(names):
-        with model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
-            if name != "__base__":
-                model.set_adapter(name)
-            alone.append(model.generate(**inputs, **options)[row].tolist())
-    assert found.tolist() == alone and alone[0] != alone[1]

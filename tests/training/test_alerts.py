@@ -1,7 +1,6 @@
 """Tests of alerts: each one is said in a run that deserves it, and not in a run that does not."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,14 +8,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from small_experiments import make_recipe, train
-from small_trainers import make_trainer
+from small_trainers import make_trainer, small_pairs
 from tiny_models import tiny_model
 from transformers import TrainerState, TrainingArguments
 
 from metaphrase.data.profile import SideProfile
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
-from metaphrase.training import alerts
 from metaphrase.training.alerts import (
     TrainingAlerts,
     frequency_loss,
@@ -25,7 +23,6 @@ from metaphrase.training.alerts import (
     unfinished_alerts,
 )
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.recipe import Recipe
 
 CURVES = Path(__file__).parents[2] / "benchmarks" / "results" / "choices.json"
 SYMBOLS = SideProfile.of(["jump left walk", "walk right", "jump", "run right walk"] * 1000)
@@ -91,25 +88,6 @@ def test_bad_pairs_raise_one_alert(change, alert, tmp_path, pairs, caplog):
 def test_a_vocabulary_that_is_too_large_is_named(tmp_path, pairs, caplog):
     [message] = alerts_of_data(tmp_path, pairs, caplog, vocab_size=8000)
     assert "is too large for the training pairs" in message and "Set `vocab_size` to about 500" in message
-
-
-def test_the_size_that_is_named_grows_with_the_text():
-    # 24,000 tokens of each side: 2,000 entries occur 12 times, or 6,000 entries 4 times.
-    sides = {"input_ids": [[*range(2000)] * 12], "labels": [[*range(6000)] * 4]}
-    tokenizers = SimpleNamespace(is_joint=False, source=range(2000), target=range(6000))
-    [message] = alerts._vocabulary_alerts(Recipe(tokenizer_kind="word"), tokenizers, Dataset.from_dict(sides))
-    assert message.startswith("The vocabulary of 6,000") and "Set `target_vocab_size` to about 1000" in message
-
-
-def test_like_sides_are_not_taken_for_swapped():
-    train, others = [Counter("ab" * 500 + text) for text in "ab"], [Counter("ab" * 50 + text) for text in "ba"]
-    assert not alerts._are_swapped(train, others)
-    assert alerts._are_swapped([Counter("aab"), Counter("abb")], [Counter("abb"), Counter("aab")])
-
-
-def test_long_references_are_counted_in_held_out_splits():
-    pairs = Dataset.from_dict({"target_length": [2, 3, 4, 5]})
-    assert alerts.count_long_references({"train": pairs, "validation": pairs, "test": iter(())}, 3) == {"validation": 2}
 
 
 @pytest.mark.parametrize("languages", [("en", "de"), ("de", "en")])
@@ -178,25 +156,14 @@ def test_a_sample_counts_outputs_that_run_away(generator):
 
 
 @pytest.mark.parametrize(("rate", "falls"), [(1e-9, False), (1e-2, True)])
-def test_a_loss_that_does_not_fall_is_named_once(rate, falls, pairs_of_ids, tmp_path, caplog):
+def test_a_loss_that_does_not_fall_is_named_once(rate, falls, tmp_path, caplog):
+    pairs_of_ids = small_pairs()
     counts = np.bincount(np.concatenate([pair["labels"] for pair in pairs_of_ids]))
     callback = TrainingAlerts([], None, None, frequency_loss(counts, 60, 0.0))
-    options = {
-        "max_steps": 100,
-        "logging_steps": 20,
-        "per_device_train_batch_size": 12,
-        "learning_rate": rate,
-    }
+    options = {"max_steps": 100, "logging_steps": 20, "per_device_train_batch_size": 12, "learning_rate": rate}
     model = tiny_model(dropout=0.0, vocab_size=60, encoder_layers=1, decoder_layers=1)
     make_trainer(model, pairs_of_ids, tmp_path, callbacks=[callback], **options).train()
     assert caplog.text.count("The loss does not fall") == (not falls)
-
-
-@pytest.fixture(name="pairs_of_ids")
-def _pairs_of_ids():
-    from small_trainers import small_pairs
-
-    return small_pairs()
 
 
 def test_the_loss_of_frequencies():
@@ -246,10 +213,9 @@ def test_scores_that_stay_at_zero(caplog):
     assert replay(zero, caplog, 6000, ["bleu", "chrf"]) == []
     exact = [(step, {"exact_match": 0.0}) for step in (300, 600, 900)]
     assert replay(exact, caplog, 1200, ["exact_match"]) == []
-    assert len(replay(exact, caplog, 1200, ["exact_match"], targets=SYMBOLS)) == 1
     # Nearly right comes before right.
-    assert replay(exact, caplog, 2000, ["exact_match"], targets=SYMBOLS) == []
-    assert replay([(step // 10, scores) for step, scores in exact], caplog, 120, ["exact_match"], targets=SYMBOLS) == []
+    found = [len(replay(exact, caplog, updates, ["exact_match"], targets=SYMBOLS)) for updates in (1200, 2000)]
+    assert found == [1, 0]
     # BLEU of single words is 0, and would choose no checkpoint.
     words = SideProfile.of(["ging", "lief", "kam"] * 100)
     right = [(step, {"exact_match": 90.0, "bleu": 0.0}) for step in (300, 600, 900)]
@@ -289,6 +255,4 @@ def test_bleu_that_flatters(bleu, exact, targets, flatters, caplog):
     if bleu is not None and targets is not None:
         curve = [(step, {"exact_match": exact, "bleu": bleu}) for step in (300, 900)]
         messages = replay(curve, caplog, 1200, ["exact_match", "bleu"], targets=targets)
-        assert [message.startswith("BLEU flatters: it is 71, but only 14 %") for message in messages] == [
-            True
-        ] * flatters
+        assert [message.startswith("BLEU flatters") for message in messages] == [True] * flatters

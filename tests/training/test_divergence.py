@@ -3,19 +3,17 @@
 import math
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from small_experiments import ONE_STEP, make_recipe
-from small_runs import Seq2SeqTrainer, make_trainer, names
+from small_runs import make_trainer, names
 
-from metaphrase.training.divergence import FiniteTraining
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.trainer import MetaphraseTrainer
 
 DIVERGING = {"learning_rate": 1e30, "max_steps": 9, "lr_scheduler_type": "constant"}
 
 
-class Spoiled(FiniteTraining, Seq2SeqTrainer):
+class Spoiled(MetaphraseTrainer):
     """A trainer whose loss is infinite in some updates, without a change of the gradients."""
 
     updates: tuple[int, ...] = ()
@@ -69,22 +67,3 @@ def test_a_loss_that_recovers_ends_no_training(updates, fp16, stops, tmp_path):
         with pytest.raises(ValueError, match="must be finite, got NaN or infinity since update 2"):
             trainer.train()
         assert trainer.state.global_step == stops
-
-
-def test_the_count_of_updates_is_read_only_with_a_report_on_other_devices(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, Spoiled, max_steps=9, save_strategy="no", logging_steps=6)
-    trainer.updates = tuple(range(2, 10))
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with pytest.raises(ValueError, match="since update 2 of 9"):
-        trainer.train()
-    assert trainer.state.global_step == 6
-
-
-def test_weights_that_are_not_trained_are_not_compared(tmp_path):
-    trainer = make_trainer(tmp_path, Spoiled)
-    first = next(trainer.model.parameters()).requires_grad_(False)
-    first.data[0] = math.nan
-    trainer._check_weights()
-    next(weight for weight in trainer.model.parameters() if weight.requires_grad).data[0] = torch.inf
-    with pytest.raises(ValueError, match="The weights must be finite"):
-        trainer._check_weights()

@@ -44,7 +44,7 @@ def assert_same_sums(sums, expected):
 # Of batches of 5, the last one lacks rows, or processes lack a batch, or there are fewer pairs than processes, or all is even.
 @pytest.mark.parametrize(
     ("family", "processes", "count"),
-    [("ours", 2, 12), ("other", 2, 12), ("ours", 3, 6), ("ours", 3, 2), ("ours", 2, 10), ("other", 3, 6)],
+    [("ours", 2, 12), ("other", 2, 12), ("ours", 3, 2), ("ours", 2, 10)],
 )
 def test_several_processes_count_each_pair_once(family, processes, count, model, pairs, tmp_path, monkeypatch):
     trainer = make_trainer(model if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
@@ -62,31 +62,6 @@ def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_pa
     expected = trainer.evaluation_loss.clone()
     dataset = with_lengths(pairs)
     total = evaluated_by(trainer, 2, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
-    assert_same_sums(total, expected)
-
-
-def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs, tmp_path, monkeypatch):
-    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
-    dataset = with_lengths(pairs[:2])
-    expected = trainer.evaluate(dataset)["eval_loss"]
-    monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 3)
-    loader = trainer.get_eval_dataloader(dataset)
-    [batch] = list(loader)
-    assert len(batch["labels"]) == 2
-    monkeypatch.undo()
-    assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(model, pairs, tmp_path, monkeypatch):
-    dataset = with_lengths(pairs[:7])
-    trainer = make_trainer(model, pairs[:7], tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
-    # Of a pair each, however short.
-    monkeypatch.setattr(
-        "metaphrase.data.token_budget.cut_into_batches", lambda order, *_: [[int(index)] for index in order]
-    )
-    trainer.evaluate()
-    expected = trainer.evaluation_loss.clone()
-    total = evaluated_by(trainer, 3, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
     assert_same_sums(total, expected)
 
 
@@ -174,19 +149,6 @@ def test_predictions_reach_the_score_in_order(model, pairs, tmp_path):
         assert decoded == alone[:end]
 
 
-def test_rows_are_decoded_in_the_order_in_which_they_are_given(model, pairs, tmp_path):
-    seen = []
-    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.append(given) or {}, num_train_epochs=20)
-    trainer.train()
-    for rows in ([0, 4, 8], [8, 0, 4]):
-        trainer.decoded_rows = rows
-        trainer.evaluate()
-    (sorted_ids, sorted_labels), (ids, labels) = seen
-    assert len(set(map(tuple, sorted_ids))) == 3
-    assert sorted_labels == [pairs[row]["labels"] for row in (0, 4, 8)]
-    assert (ids, labels) == tuple([side[2], side[0], side[1]] for side in (sorted_ids, sorted_labels))
-
-
 @pytest.mark.parametrize("rows", [None, [1, 5, 7]])
 def test_predictions_are_those_that_are_scored(rows, model, pairs, tmp_path):
     seen = {}
@@ -238,11 +200,7 @@ def test_evaluation_decodes_as_it_is_asked_to(model, pairs, tmp_path):
     # The start token is not among what is scored.
     assert trainer.evaluate()["eval_longest"] == 8
     assert trainer.evaluate(max_length=5)["eval_longest"] == 4
-    assert trainer.evaluate(max_new_tokens=6)["eval_longest"] == 6
     assert trainer.predict(trainer.eval_dataset, max_length=4).metrics["test_longest"] == 3
     trainer.generation_options = {"max_new_tokens": 7}
     assert trainer.evaluate()["eval_longest"] == 7
-    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
-    trainer.generation_options = {"max_length": 7}
-    assert trainer.evaluate()["eval_longest"] == 6
     assert trainer.evaluate(max_length=5)["eval_longest"] == 4

@@ -127,17 +127,6 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
     assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
 
 
-def test_a_run_none_of_whose_checkpoints_has_a_score_is_not_lost(data, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("metaphrase.training.recipe.checks._check_scored_checkpoints", lambda *_: None)
-    fields = {"average_best": 2, "metric_for_best_model": "loss", "early_stopping_patience": 1, "learning_rate": 0.0}
-    fields |= {"max_steps": 100, "save_steps": 4, "eval_steps": 3, "test_file": None}
-    with caplog.at_level(logging.WARNING):
-        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert "0 in" in caplog.text and "The finished model has the weights of step 6" in caplog.text
-    last = weights(tmp_path / "run" / "checkpoint-4")
-    assert all(torch.equal(last[name], weight) for name, weight in weights(tmp_path / "run").items())
-
-
 @pytest.mark.parametrize(("steps", "kept"), [(7, [6, 7]), (3, [3])])
 def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, steps, kept):
     with caplog.at_level(logging.WARNING):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from largest_tensor import LargestTensor
 from small_trainers import make_sgd_trainer, pairs_of_eight_lengths
 from tiny_models import random_batch, tiny_model
 from torch import nn
@@ -63,36 +62,7 @@ def test_rows_without_a_label_have_no_say_whatever_stands_there():
     assert symmetric_divergence(first, second, torch.full_like(labels, IGNORED_LABEL)).item() == 0
 
 
-def test_divergence_is_computed_in_float32():
-    first, second, labels = two_predictions(rows=600)
-    first, second = first.detach().bfloat16(), second.detach().bfloat16()
-    divergence = symmetric_divergence(first, second, labels)
-    assert divergence.dtype == torch.float32
-    torch.testing.assert_close(divergence.double(), reference_divergence(first, second, labels), rtol=1e-5, atol=0)
-
-
-def test_memory_is_bounded_by_the_chunk():
-    first, second, labels = two_predictions(rows=400)
-    given, kept = {tensor.untyped_storage().data_ptr() for tensor in (first, second)}, []
-
-    def keep(tensor):
-        kept.append(0 if tensor.untyped_storage().data_ptr() in given else tensor.numel())
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda _: None), LargestTensor() as largest:
-        symmetric_divergence(first, second, labels, 10)
-    # One element for each label says whether it counts; nothing as wide as the vocabulary is longer than a chunk, or kept.
-    assert largest.elements == 400 and 10 * 11 < 400
-    assert sum(kept) == 400
-
-
 # The loss
-
-
-def test_batch_is_repeated_row_by_row_and_shared_inputs_are_not():
-    labels = torch.tensor([[5, 6], [7, -100], [8, 9]])
-    repeated = repeat_batch({"labels": labels, "position_ids": torch.tensor([[0, 1]]), "smoothing": 0.1})
-    assert repeated["labels"].tolist() == labels.tolist() * 2
-    assert repeated["position_ids"].tolist() == [[0, 1]] and repeated["smoothing"] == 0.1
 
 
 def twice(batch, alpha, num_items_in_batch=None, **options):
@@ -121,12 +91,7 @@ def test_loss_equals_two_passes_by_hand(smoothing, num_items_in_batch):
 
 @pytest.mark.parametrize(
     ("fields", "smoothing", "rows"),
-    [
-        ({}, 0.0, 1),
-        ({"logits_bias": True}, 0.2, 4),
-        ({"logits_scale": 0.5}, 0.0, 4),
-        ({"tie_word_embeddings": False}, 0.2, 1000),
-    ],
+    [({}, 0.0, 1), ({"logits_bias": True}, 0.2, 4), ({"logits_scale": 0.5, "tie_word_embeddings": False}, 0.2, 1000)],
 )
 def test_without_logits_loss_and_gradients_are_the_same(fields, smoothing, rows, monkeypatch):
     monkeypatch.setattr(projected, "_CHUNK_ENTRIES", 1)

@@ -1,12 +1,8 @@
 """Tests of `report_to`: the scores that trackers get, from a resumed run too."""
 
 import struct
-import sys
 import time
-from importlib.machinery import ModuleSpec
-from itertools import chain, repeat
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 from small_experiments import make_recipe, train
@@ -54,43 +50,9 @@ def test_tensorboard_gets_all_of_a_resumed_run_without_set_up(data, tmp_path):
     assert set(values["train/loss"]) == {1, 2, 3, 4} and set(values["eval/exact_match"]) == {2, 4}
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Return a function that installs a module which records all calls."""
-
-    def install(name: str) -> MagicMock:
-        module = MagicMock(name=name, __spec__=ModuleSpec(name, None), __version__="9.0")
-        monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
-        return module
-
-    return install
-
-
-@pytest.mark.parametrize("name", ["trackio", "wandb", "mlflow"])
-def test_other_trackers_get_the_same_under_the_name_of_the_folder(name, stand_in, data, tmp_path, monkeypatch):
-    module = stand_in(name)
-    if name == "mlflow":
-        module.utils.validation.MAX_PARAM_VAL_LENGTH = module.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
-        module.active_run.side_effect = chain([None], repeat(MagicMock()))
-        begin, logged = module.start_run, module.log_metrics
-    else:
-        module.run = None
-        begin, logged = module.init, module.log
-    if name == "wandb":
-        module.init.side_effect = lambda **_: setattr(module, "run", MagicMock())
-        for part in ("sdk", "sdk.lib", "sdk.lib.config_util"):
-            monkeypatch.setitem(sys.modules, f"wandb.{part}", MagicMock(ConfigError=KeyError))
-    train(data, tmp_path / "my_run", **FIELDS, report_to=name)
-    [call] = begin.call_args_list
-    assert call.kwargs["run_name" if name == "mlflow" else "name"] == "my_run"
-    names = {key for call in logged.call_args_list for key in (call.args or [call.kwargs.get("metrics")])[0]}
-    expected = {key.removeprefix("train/").replace("eval/", "eval_") for key in LOGGED} if name == "mlflow" else LOGGED
-    assert names >= expected
-
-
-def test_a_given_name_stays(data, tmp_path):
-    assert make_recipe(data, tmp_path / "run", run_name="mine").training_arguments().run_name == "mine"
+@pytest.mark.parametrize(("fields", "name"), [({}, "run"), ({"run_name": "mine"}, "mine")])
+def test_a_run_has_the_name_of_its_folder_unless_it_is_given_one(fields, name, data, tmp_path):
+    assert make_recipe(data, tmp_path / "run", **fields).training_arguments().run_name == name
 
 
 def test_a_tracker_that_is_not_installed_is_refused(data, tmp_path, monkeypatch):

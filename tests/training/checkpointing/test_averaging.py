@@ -16,7 +16,6 @@ from tiny_models import random_batch, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 from weights import TIES, expected_groups, tie_groups
 
-from metaphrase.storage.weight_files import WeightFiles
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
 
@@ -209,26 +208,6 @@ def test_all_else_that_belongs_to_the_model_comes_from_the_last(joint, tmp_path)
 
 
 # The folder that is written
-
-
-def test_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    _, folders = save_models(tmp_path / "models", count=2)
-    read, count = WeightFiles.read, []
-
-    def failing(self, name):
-        count.append(name)
-        # An interruption is no Exception.
-        if len(count) == 7:
-            assert [path.name.endswith(".partial") for path in (tmp_path / "output").iterdir()] == [True]
-            raise KeyboardInterrupt
-        return read(self, name)
-
-    monkeypatch.setattr(WeightFiles, "read", failing)
-    with pytest.raises(KeyboardInterrupt):
-        average_checkpoints(folders, tmp_path / "output" / "mean")
-    assert list((tmp_path / "output").iterdir()) == []
-    average_checkpoints(folders, tmp_path / "output" / "mean")
-    assert [path.name for path in (tmp_path / "output").iterdir()] == ["mean"]
 
 
 def test_average_is_replaced_only_when_told_and_only_by_a_whole_one(tmp_path, monkeypatch):

@@ -59,14 +59,6 @@ def test_the_best_is_chosen_anew_by_another_metric(tmp_path, caplog, is_noted):
     assert "where less is better: by that, checkpoint-3 is the best" in caplog.text
 
 
-def test_a_checkpoint_that_is_gone_is_not_the_best(tmp_path):
-    train(tmp_path, "loss", False)
-    shutil.rmtree(tmp_path / "checkpoint-1")
-    trainer = train(tmp_path, "score", True, resume=True, max_steps=4)
-    # Its score of 30 would be above that of step 4, too.
-    assert best_of(trainer) == (25.0, 4, str(tmp_path / "checkpoint-4"))
-
-
 @pytest.mark.parametrize("is_noted", [True, False])
 def test_the_best_stays_by_the_same_metric(tmp_path, caplog, is_noted):
     train(tmp_path, "loss", False)
@@ -77,16 +69,6 @@ def test_the_best_stays_by_the_same_metric(tmp_path, caplog, is_noted):
     # One evaluation was worse before, the next one is worse now.
     assert trainer.state.global_step == 4
     assert "another `metric_for_best_model`" not in caplog.text
-
-
-def test_where_no_checkpoint_has_a_score_there_is_no_best_yet(tmp_path, caplog):
-    train(tmp_path, "loss", False)
-    state = read(tmp_path / "checkpoint-3" / "trainer_state.json")
-    state["log_history"] = [{k: v for k, v in entry.items() if k != "eval_score"} for entry in state["log_history"]]
-    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text(json.dumps(state))
-    trainer = train(tmp_path, "score", True, resume=True, max_steps=5)
-    assert best_of(trainer) == (26.0, 5, str(tmp_path / "checkpoint-5"))
-    assert "by that, no checkpoint is known to be the best so far" in caplog.text
 
 
 def test_a_score_that_is_not_a_number_is_not_the_best(tmp_path):

@@ -6,8 +6,7 @@ import shutil
 import pytest
 import torch
 from small_runs import is_whole, make_trainer, names, read
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_jit_checkpoint import CheckpointManager
+from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from metaphrase.training.checkpointing.folders import (
@@ -90,20 +89,6 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
     assert done[move_at + 1 :] == [str(tmp_path)]
 
 
-@pytest.mark.parametrize(
-    ("free", "kind", "message"), [(4096, OSError, "No space left on device"), (2**30, RuntimeError, "pos 1")]
-)
-def test_a_full_disk_is_called_so(free, kind, message, run, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 0")
-
-    monkeypatch.setattr(torch, "save", fail)
-    usage = type(shutil.disk_usage(run))(2**30, 2**30 - free, free)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(kind, match=message):
-        make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
-
-
 def test_one_that_was_replaced_is_removed(run):
     checkpoint = run / "checkpoint-3"
     shutil.copytree(checkpoint, unfinished_folder(checkpoint))
@@ -170,19 +155,6 @@ def test_the_hub_gets_a_checkpoint_under_its_name(tmp_path, monkeypatch):
     trainer.args.push_to_hub = True
     trainer.train()
     assert pushed == [(str(tmp_path / "run" / f"checkpoint-{step}"), True) for step in (1, 2)]
-
-
-def test_a_checkpoint_on_a_signal_is_whole_too(tmp_path, caplog):
-    class OnSignal(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                CheckpointManager(trainer).execute_jit_checkpoint()
-
-    trainer = make_trainer(tmp_path / "run", callbacks=[OnSignal()], save_steps=3)
-    trainer.train()
-    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
-    assert is_whole(tmp_path / "run" / "checkpoint-2")
-    assert "A checkpoint in the middle of a step" in caplog.text
 
 
 def test_a_run_in_float16_goes_on_in_another_precision(run):
