@@ -23,7 +23,7 @@ from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
-from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, EXPONENTIAL_AVERAGE_NAME
+from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME
 from metaphrase.training.recipe.parsing import dump_yaml
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ REASONS = {
     "checkpoint-*": "a checkpoint of the training run",
     "runs": "logs of the training run",
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.pkl"), "not safetensors: can run code when it is loaded"),
-    **dict.fromkeys((EXPONENTIAL_AVERAGE_NAME, TRAINER_STATE_NAME, ARGUMENTS_NAME), "a state of the training run"),
+    **dict.fromkeys((TRAINER_STATE_NAME, ARGUMENTS_NAME), "a state of the training run"),
     "*.py": "not code of the model",
     "*.png": "not a picture of the card",
     "*": "not a file of the model",

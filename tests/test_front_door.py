@@ -109,7 +109,7 @@ print("loaded:", *sys.modules)
             "metaphrase generate --num_",
             ["--num_assistant_tokens", "--num_beams", "--num_processes", "--num_return_sequences"],
         ),
-        ("metaphrase train demo --learning_rate_f", ["--learning_rate_factors"]),
+        ("metaphrase train demo --label_sm", ["--label_smoothing_factor"]),
         ("metaphrase export model out --format o", ["onnx"]),
     ],
 )

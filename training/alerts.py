@@ -205,7 +205,7 @@ def run_alerts(recipe: Recipe, arguments: Any, corpus: PairCorpus, encoded: Mapp
 def rate_alerts(recipe: Recipe, arguments: Any, width: int) -> Iterator[str]:
     """Yield an alert of a peak learning rate of AdamW that is far from usual for this hidden size."""
     rate, usual = arguments.learning_rate, 2e-3 * (256 / max(128, width)) ** 0.75
-    if not arguments.optim.value.startswith("adamw") or recipe.learning_rate_factors:
+    if not arguments.optim.value.startswith("adamw"):
         return
     kind, lowest, highest, advice = "a new network", usual / 10, 2.5 * usual, f"{usual:.1g}"
     if recipe.lora_rank is not None:

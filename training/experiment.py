@@ -43,7 +43,6 @@ from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.decoding_choice import fill_decoding, final_share, is_choice_open
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.early_end import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
-from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.final_weights import average_run, check_averaged, save_final
 from metaphrase.training.mixtures import StagedCorpus, TaskCorpus
 from metaphrase.training.model_setup import (
@@ -325,8 +324,6 @@ class Experiment:
         if recipe.early_stopping_patience is not None:
             threshold = recipe.early_stopping_threshold or 0.0
             callbacks.append(EarlyStopping(recipe.early_stopping_patience, threshold))
-        if recipe.exponential_average_decay is not None:
-            callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         if recipe.time_budget is not None:
             splits = self.corpus.splits
             sizes = [len(splits.get(split) or ()) for split in (self.corpus.scored_split(), "validation")]
@@ -355,8 +352,6 @@ class Experiment:
             decoded_rows=sample.rows if sample is not None else [],
             r_drop_alpha=recipe.r_drop_alpha,
             r_drop_start_step=recipe.r_drop_start_step,
-            learning_rate_factors=recipe.learning_rate_factors,
-            layer_decay=recipe.layer_decay,
             num_best_kept=recipe.average_best or 0,
             num_last_kept=recipe.average_last or 0,
             best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,

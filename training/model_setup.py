@@ -56,13 +56,11 @@ def check_parts_of_model(recipe: Recipe) -> None:
         ValueError: Naming the field.
         OSError: If there is no such model.
     """
-    # Names of an adapter's parts cannot be checked before the adapter is made.
-    rates = recipe.learning_rate_factors if recipe.lora_rank is None else {}
-    if not (recipe.freeze or rates or recipe.lora_target_modules):
+    if not (recipe.freeze or recipe.lora_target_modules):
         return
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(_load_config(recipe), trust_remote_code=False)
-    check_parts(model, recipe.freeze or (), rates)
+    check_parts(model, recipe.freeze or ())
     if recipe.lora_target_modules:
         check_targets(model, recipe.lora_target_modules, "lora_target_modules")
 

@@ -1,4 +1,4 @@
-"""Optimizer of a trainer: frozen weights, learning rates by part of the model, and Adafactor's own options.
+"""Optimizer of a trainer: frozen weights, and Adafactor's own options.
 
 Patterns name parts of a model: `encoder`, `decoder.layers.0`, `encoder.layers.0-3` (the first four), `*.cross_attn`, `lm_head`,
 `embeddings` (of tokens and positions, on both sides). A pattern names a module with all its parameters, or one parameter. The
@@ -9,9 +9,8 @@ import importlib.util
 import itertools
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +27,6 @@ _ADAFACTOR_OPTIONS = ("scale_parameter", "clip_threshold", "decay_rate")
 _WRAPPERS = ("base_model", "model", "module")
 _INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _EMBEDDINGS = ("shared", "*embed_tokens", "*embed_positions")
-_LAYER = re.compile(r"(encoder|decoder)\.(?:layers|block)\.(\d+)\.")
-_FINAL_NORMS = ("norm", "final_layer_norm", "layer_norm")
 
 
 def adafactor_options(optim_args: str | None) -> dict[str, bool | float]:
@@ -119,7 +116,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     frozen = _select_frozen(names, patterns)
     included = [pattern for pattern in patterns if not pattern.startswith("!")]
     for parameter in frozen:
-        _warn_of_ties(names[parameter], included, "is frozen")
+        _warn_of_ties(names[parameter], included)
         parameter.requires_grad_(False)
     count = sum(parameter.numel() for parameter in frozen)
     total = sum(parameter.numel() for parameter in names)
@@ -127,79 +124,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     return count
 
 
-def check_parts(model: nn.Module, frozen: Sequence[str], rates: Collection[str]) -> None:
-    """Check the patterns of `freeze` and `parameter_groups` against a model, which may be on the meta device.
-
-    Args:
-        model: The model to train.
-        frozen: Patterns of `freeze`.
-        rates: Patterns of `learning_rate_factors`.
+def check_parts(model: nn.Module, frozen: Sequence[str]) -> None:
+    """Check the patterns of `freeze` against a model, which may be on the meta device.
 
     Raises:
         ValueError: If a pattern matches nothing, or nothing is left to train.
     """
-    names = _names_of_parameters(model)
-    _select_frozen(names, frozen)
-    for pattern in rates:
-        _select(names, pattern, "learning_rate_factors")
-
-
-def parameter_groups(
-    model: nn.Module,
-    learning_rate: float,
-    weight_decay: float = 0.0,
-    rates: Mapping[str, float] | None = None,
-    layer_decay: float = 1.0,
-    decay_names: Collection[str] | None = None,
-) -> list[dict[str, Any]]:
-    """Return groups of parameters for an optimizer, each with its learning rate and weight decay.
-
-    With `layer_decay`, the top layer of each stack and all above it (final norm, output projection) learn at the full rate. Each
-    layer below learns at the rate of the layer above times `layer_decay`. Embeddings and position biases count as one layer more.
-    A weight in several of these positions learns at the lowest of their rates.
-
-    Source: Howard and Ruder 2018, section 3.2, arXiv 1801.06146 (rates that fall from layer to layer); Clark et al. 2020,
-    appendix B, arXiv 2003.10555 (with a constant factor, for fine-tuning a Transformer).
-
-    Args:
-        model: Parameters without gradient are left out.
-        learning_rate: The full rate.
-        weight_decay: Decay of the parameters in `decay_names`.
-        rates: Factors of the learning rate by pattern; the last matching pattern holds.
-        layer_decay: Factor from layer to layer, in (0, 1].
-        decay_names: Parameters with weight decay; by default those that transformers' `Trainer` chooses, which are neither biases
-            nor in norms.
-
-    Returns:
-        Dictionaries with `params`, `lr` and `weight_decay`. Groups of the full rate come first: transformers logs the first rate.
-
-    Raises:
-        ValueError: If a pattern matches nothing, a factor is out of range, or nothing is to be trained.
-    """
-    if not 0 < layer_decay <= 1:
-        raise ValueError(f"`layer_decay` must be above 0 and at most 1, got {layer_decay}.")
-    names = _names_of_parameters(model)
-    factors = _layer_factors(names, layer_decay) if layer_decay < 1 else dict.fromkeys(names, 1.0)
-    for parameter, factor in _rate_factors(names, rates or {}).items():
-        factors[parameter] *= factor
-    if decay_names is None:
-        decay_names = Trainer.get_decay_parameter_names(None, model)
-    decay_names = set(decay_names)
-    decaying = {parameter for name, parameter in model.named_parameters() if name in decay_names}
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for parameter, factor in factors.items():
-        if parameter.requires_grad:
-            groups.setdefault((factor, parameter in decaying), []).append(parameter)
-    if not groups:
-        raise ValueError("`model` must have something to train, got all of it frozen.")
-    result = []
-    for factor, decays in sorted(groups, key=lambda group: (group[0] != 1, -group[0], not group[1])):
-        members = groups[factor, decays]
-        group = {"lr": learning_rate * factor, "weight_decay": weight_decay if decays else 0.0}
-        result.append({"params": members, **group})
-        count = f"{sum(parameter.numel() for parameter in members):,}"
-        logger.info("Learning rate %g, weight decay %g: %s parameters.", group["lr"], group["weight_decay"], count)
-    return result
+    _select_frozen(_names_of_parameters(model), frozen)
 
 
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -233,7 +164,7 @@ def _matches(glob: str, name: str) -> bool:
     return any(fnmatchcase(module, glob) for module in modules for glob in globs)
 
 
-def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -> set[nn.Parameter]:
+def _select(names: Mapping[nn.Parameter, list[str]], pattern: str) -> set[nn.Parameter]:
     """Return the parameters that match a pattern.
 
     Raises:
@@ -245,7 +176,7 @@ def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -
         if not matching:
             parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
             raise ValueError(
-                f"`{field}` must name parts of the model, got {pattern!r}, and there is no {glob!r}. "
+                f"`freeze` must name parts of the model, got {pattern!r}, and there is no {glob!r}. "
                 f"At the top there are {', '.join(parts)}."
             )
         selected |= matching
@@ -255,53 +186,17 @@ def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -
 def _select_frozen(names: Mapping[nn.Parameter, list[str]], patterns: Sequence[str]) -> set[nn.Parameter]:
     frozen = set()
     for pattern in patterns:
-        selected = _select(names, pattern.removeprefix("!"), "freeze")
+        selected = _select(names, pattern.removeprefix("!"))
         frozen = frozen - selected if pattern.startswith("!") else frozen | selected
     if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
         raise ValueError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
     return frozen
 
 
-def _warn_of_ties(aliases: Sequence[str], patterns: Sequence[str], effect: str) -> None:
+def _warn_of_ties(aliases: Sequence[str], patterns: Sequence[str]) -> None:
     """Warn of a weight that also has names which no pattern matches."""
     globs = [glob for pattern in patterns for glob in _expand_ranges(pattern)]
     unnamed = [alias for alias in aliases if not any(_matches(glob, alias) for glob in globs)]
     if unnamed and len(unnamed) < len(aliases):
         named = next(alias for alias in aliases if alias not in unnamed)
-        logger.warning("%s %s, and with it, being the same weight: %s.", named, effect, ", ".join(unnamed))
-
-
-def _rate_factors(names: Mapping[nn.Parameter, list[str]], rates: Mapping[str, float]) -> dict[nn.Parameter, float]:
-    factors, pattern_of = {}, {}
-    for pattern, factor in rates.items():
-        if not factor > 0:
-            raise ValueError(
-                f"`learning_rate_factors` must be above 0, got {factor} for {pattern!r}: freeze it instead."
-            )
-        for parameter in _select(names, pattern, "learning_rate_factors"):
-            factors[parameter], pattern_of[parameter] = factor, pattern
-    for parameter, factor in factors.items():
-        if parameter.requires_grad and factor != 1:
-            _warn_of_ties(names[parameter], [pattern_of[parameter]], f"learns at {factor:g} times the rate")
-    return factors
-
-
-def _layer_factors(names: Mapping[nn.Parameter, list[str]], layer_decay: float) -> dict[nn.Parameter, float]:
-    num_layers: dict[str, int] = {}
-    for stack, index in itertools.chain.from_iterable(map(_LAYER.findall, itertools.chain(*names.values()))):
-        num_layers[stack] = max(num_layers.get(stack, 0), int(index) + 1)
-    if not num_layers:
-        raise ValueError("`layer_decay` must come with a model with `encoder.layers` or `decoder.layers`.")
-    return {
-        parameter: layer_decay ** max(_layers_above(alias, num_layers) for alias in aliases)
-        for parameter, aliases in names.items()
-    }
-
-
-def _layers_above(name: str, num_layers: Mapping[str, int]) -> int:
-    """Return the number of layers between a parameter and the top of its stack."""
-    stack, *rest = name.split(".")
-    if stack not in num_layers or rest[0] in _FINAL_NORMS:
-        return 0
-    layer = _LAYER.match(name)
-    return num_layers[stack] - 1 - int(layer[2]) if layer else num_layers[stack]
+        logger.warning("%s is frozen, and with it, being the same weight: %s.", named, ", ".join(unnamed))

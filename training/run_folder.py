@@ -44,7 +44,6 @@ _FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "v
 _FREE |= {f"{split}{kind}" for split in ("validation", "test") for kind in ("_file", "_source_file", "_target_file")}
 _FREE |= {"max_validation_samples", "max_test_samples", "dataset_validation_split", "dataset_test_split"}
 _FREE |= {"average_last", "average_best", "r_drop_alpha", "r_drop_start_step"}
-_FREE |= {"exponential_average_decay", "exponential_average_warmup"}
 # Fields of transformers that a resumed run may not change. The checkpoint's optimizer would silently keep its old settings, and
 # the seeds decide which pairs are taken out of training, and their order.
 _SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
@@ -52,8 +51,7 @@ _SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_
 _SETTLED_TRAINING += ("seed", "data_seed")
 # Pairs of fields of which a run has one.
 _ALTERNATIVES = (("max_tokens_per_batch", "per_device_train_batch_size"), ("max_steps", "num_train_epochs"))
-_ALTERNATIVES += (("average_last", "average_best"), ("average_last", "exponential_average_decay"))
-_ALTERNATIVES += (("average_best", "exponential_average_decay"),)
+_ALTERNATIVES += (("average_last", "average_best"),)
 # Fields that a run chose for its last weights.
 _DECODING = ("num_beams", "length_penalty")
 # Fields that may become `skip` after a fault has ended a run.

@@ -1,6 +1,5 @@
 """`MetaphraseTrainer`: transformers' `Seq2SeqTrainer` for encoder-decoders, with all that this package adds to training."""
 
-import contextlib
 import inspect
 import json
 import logging
@@ -31,9 +30,8 @@ from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs
 from metaphrase.training.divergence import FiniteTraining
 from metaphrase.training.evaluation_loop import EvaluationMixin
-from metaphrase.training.exponential_average import ExponentialAverage, has_average
 from metaphrase.training.loaders import DataLoadersMixin
-from metaphrase.training.optimizer import optimizer_class_and_options, parameter_groups
+from metaphrase.training.optimizer import optimizer_class_and_options
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +63,6 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
         decoded_rows: Sequence[int] | None = None,
         r_drop_alpha: float = 0.0,
         r_drop_start_step: int = 0,
-        learning_rate_factors: Mapping[str, float] | None = None,
-        layer_decay: float = 1.0,
         num_best_kept: int = 0,
         num_last_kept: int = 0,
         best_kept_metric: str | None = None,
@@ -84,8 +80,6 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
             decoded_rows: Rows of `eval_dataset` to decode; `None` means all. Of other data sets, all rows are decoded.
             r_drop_alpha: Weight of the divergence of two passes (5 for translation in Liang et al. 2021); 0 is plain training.
             r_drop_start_step: Updates of plain training before R-Drop.
-            learning_rate_factors: See `parameter_groups`.
-            layer_decay: See `parameter_groups`.
             num_best_kept: Number of checkpoints, the best by `best_kept_metric`, to keep whatever their age.
             num_last_kept: Number of last checkpoints to keep beside the best.
             best_kept_metric: An evaluated metric; by default `metric_for_best_model`, or else BLEU.
@@ -98,8 +92,6 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
         self.decoded_rows = decoded_rows
         self.r_drop_alpha = r_drop_alpha
         self.r_drop_start_step = r_drop_start_step
-        self.learning_rate_factors = learning_rate_factors
-        self.layer_decay = layer_decay
         self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
         self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or DEFAULT_METRIC
         self.label_smoothing = self.args.label_smoothing_factor
@@ -113,10 +105,6 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
         self.add_callback(ProcessSeeds(self.accelerator))
 
     def _check_arguments(self) -> None:
-        if self.optimizer is not None and self._has_parameter_groups:
-            raise ValueError(
-                "`optimizers` must be left out with `learning_rate_factors` or `layer_decay`, which make one."
-            )
         if self.decodes and self.compute_metrics is not None:
             raise ValueError("`score` and `compute_metrics` must not both be given with `predict_with_generate`.")
         if not 0 <= self.label_smoothing < 1:
@@ -136,46 +124,6 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
             )
 
     # Training
-
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        average = self.exponential_average
-        if average is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            kind = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
-            raise ValueError(f"An exponential average needs the whole model on each device, got it sharded by {kind}.")
-        checkpoint = self.find_checkpoint(resume_from_checkpoint, trial)
-        if average is not None:
-            average.resumed_folder = None if checkpoint is None else Path(checkpoint)
-        elif checkpoint is not None and has_average(checkpoint):
-            logger.warning("%s holds an exponential average, which this run leaves alone.", checkpoint)
-        return super().train(checkpoint, trial, ignore_keys_for_eval)
-
-    def create_optimizer(self, model=None):
-        if self.optimizer is not None or not self._has_parameter_groups:
-            return super().create_optimizer(model)
-        trained = self.model if model is None else model
-        chosen = self.optimizer_cls_and_kwargs
-        optimizer_class, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, trained)
-        groups = parameter_groups(
-            trained,
-            self.args.learning_rate,
-            self.args.weight_decay,
-            self.learning_rate_factors,
-            self.layer_decay,
-            self.get_decay_parameter_names(trained),
-        )
-        is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-        if not is_class or options.keys() & {"params", "model", "optimizer_dict"}:
-            name = self.args.optim.value
-            raise ValueError(f"`optim` must be an optimizer that takes groups, got {name}, which makes its own.")
-        self.optimizer_cls_and_kwargs = (optimizer_class, {**options, "params": groups})
-        try:
-            return super().create_optimizer(model)
-        finally:
-            self.optimizer_cls_and_kwargs = chosen
-
-    @property
-    def _has_parameter_groups(self) -> bool:
-        return bool(self.learning_rate_factors) or self.layer_decay != 1
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -242,24 +190,6 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
 
     # Evaluation
 
-    @property
-    def exponential_average(self) -> ExponentialAverage | None:
-        """The exponential average among the callbacks, if there is one."""
-        callbacks = self.callback_handler.callbacks
-        return next((callback for callback in callbacks if isinstance(callback, ExponentialAverage)), None)
-
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        average = self.exponential_average
-        return contextlib.nullcontext() if average is None else average.swapped_in(self.model)
-
-    def evaluate(self, *args, **kwargs):
-        with self._averaged():
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args, **kwargs):
-        with self._averaged():
-            return super().predict(*args, **kwargs)
-
     def whole_model(self) -> PreTrainedModel:
         """Return the model to decode with, whole on each process. If weights are sharded, all processes must call this."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -287,16 +217,10 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
         last = checkpoints[-self.num_last_kept :] if self.num_last_kept else []
         return [*super().protected_checkpoints(run), *scored[: self.num_best_kept], *last]
 
-    def is_loaded_as_scored(self, checkpoint: Path) -> bool:
-        # Without the callback, the weights beside the averages are loaded.
-        return self.exponential_average is not None or not has_average(checkpoint)
-
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save the model as the parent does, and whole even if checkpoints are not. A checkpoint gets averages beside weights."""
-        average = self.exponential_average
+        """Save the model as the parent does, and whole even if checkpoints are not."""
         if not (_internal_call and output_dir is not None):
-            with self._averaged():
-                self._save_whole(output_dir, _internal_call)
+            self._save_whole(output_dir, _internal_call)
             return
         if self.has_whole_checkpoints or not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
@@ -305,9 +229,6 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
             with as_plain_class(self.model):
                 self.model.config.save_pretrained(output_dir)
             self._save_beside_weights(output_dir, has_generation_config=False)
-        if average is not None and average.averages and self.args.should_save:
-            average.save(output_dir)
-            set_modes_of_weights(Path(output_dir))
 
     def _save_whole(self, output_dir: str | None, _internal_call: bool) -> None:
         if self.has_whole_checkpoints:

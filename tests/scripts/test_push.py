@@ -240,7 +240,7 @@ def test_weights_that_are_not_whole_are_refused(hub, folder, options):
     with pytest.raises(ValueError, match="must hold whole weights, got "):
         execute(push, push_words(folder, *options))
     # What is not the model's is not taken for it.
-    (folder / "model.safetensors").rename(folder / "exponential_average.safetensors")
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
     with pytest.raises(ValueError, match=r"but model\.safetensors is missing"):
         execute(push, push_words(folder, *options))
     assert hub.calls == []

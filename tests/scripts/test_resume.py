@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from killed_runs import CASES, Server
-from safetensors import torch as safetensors_torch
 from small_runs import is_whole
 from transformers.trainer_pt_utils import safe_globals
 
@@ -85,9 +84,6 @@ def assert_same_run(whole, resumed):
                 # An argument of the resumed run alone.
                 content.pop("resume_from_checkpoint", None)
             assert_same(*pair, name)
-        elif first.name == "exponential_average.safetensors":
-            # Its notes come in any order.
-            assert_same(*(safetensors_torch.load_file(path) for path in (first, second)), name)
         elif first.suffix in (".pt", ".pth"):
             with safe_globals():
                 assert_same(*(torch.load(path, weights_only=True) for path in (first, second)), name)
@@ -210,7 +206,7 @@ def write_recipe(tmp_path, **changed):
     fields |= {f"model.{side}_ffn_dim": 8 for side in ("encoder", "decoder")} | {"generation_max_length": 9}
     fields |= {"max_steps": 7, "per_device_train_batch_size": 4, "eval_steps": 2, "save_steps": 2, "logging_steps": 1}
     fields |= {"eval_strategy": "steps", "save_strategy": "steps", "disable_tqdm": "true", "early_stopping_patience": 3}
-    fields |= {"load_best_model_at_end": "true", "metric_for_best_model": "chrf", "exponential_average_decay": 0.5}
+    fields |= {"load_best_model_at_end": "true", "metric_for_best_model": "chrf"}
     fields = {name: value for name, value in (fields | changed).items() if value is not None}
     return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
 
@@ -224,7 +220,6 @@ def test_an_experiment_killed_while_it_saves(server, tmp_path):
     assert checkpoints_in(run)[-1].name == "checkpoint-4"
     assert not server.run(run, recipe=recipe, resume=True)[0]
     assert_same_run(whole, run)
-    assert (run / "checkpoint-6" / "exponential_average.safetensors").is_file()
 
 
 @pytest.mark.slow
@@ -246,11 +241,10 @@ def test_killed_anywhere(case, server, whole_run, tmp_path):
     assert kills >= 6
 
 
-PLAIN = {"load_best_model_at_end": None, "exponential_average_decay": None, "early_stopping_patience": None}
+PLAIN = {"load_best_model_at_end": None, "early_stopping_patience": None}
 RECIPES = {
     "plain": PLAIN,
-    "token budget with an exponential average": PLAIN
-    | {"per_device_train_batch_size": None, "max_tokens_per_batch": 120, "exponential_average_decay": 0.5},
+    "token budget": PLAIN | {"per_device_train_batch_size": None, "max_tokens_per_batch": 120},
     "average of the best": PLAIN | {"average_best": 2},
 }
 

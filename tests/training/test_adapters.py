@@ -15,8 +15,6 @@ from metaphrase.data.collators import PairCollator
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import add_lora, is_adapted, load_lora, merge_lora
-from metaphrase.training.exponential_average import ExponentialAverage
-from metaphrase.training.optimizer import parameter_groups
 
 peft = pytest.importorskip("peft")
 UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}
@@ -216,20 +214,6 @@ def test_best_adapter_comes_back_at_the_end(base_folder, tmp_path):
     for model in (load_lora(best, is_trainable=True), trainer.model):
         assert_equal({name.replace(".default", ""): weight for name, weight in adapter_weights(model).items()}, saved)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
-
-
-def test_average_and_rates_by_part_work_on_adapters(base_folder, tmp_path):
-    average = ExponentialAverage(0.5)
-    trainer = fine_tune(base_folder, tmp_path / "run", callbacks=[average])
-    assert average.num_updates == 4
-    moved = adapter_weights(trainer.model)
-    saved = load_file(tmp_path / "run" / "checkpoint-4" / "adapter_model.safetensors")
-    assert any(not torch.equal(weight, saved[name.replace(".default", "")]) for name, weight in moved.items())
-    groups = parameter_groups(trainer.model, 1.0, 0.0, {"encoder": 0.1, "decoder.layers.0": 0.5})
-    counts = dict.fromkeys((1.0, 0.5, 0.1), 0)
-    for group in groups:
-        counts[group["lr"]] += len(group["params"])
-    assert counts == {1.0: 2 * 11, 0.5: 2 * 11, 0.1: 2 * 2 * 7}
 
 
 # Merging

@@ -216,11 +216,8 @@ def test_run_in_bfloat16_says_where_it_is_slow(data, tmp_path, monkeypatch, capl
 def test_techniques_of_training_act(data, tmp_path):
     plain = train(data, tmp_path / "plain")
     ways = {
-        "average": {"exponential_average_decay": 0.5},
         "r_drop": {"r_drop_alpha": 3, "model.dropout": 0.2, "max_tokens_per_batch": 300},
         "late_r_drop": {"r_drop_alpha": 3, "r_drop_start_step": 1, "model.dropout": 0.2, "max_tokens_per_batch": 300},
-        "factors": {"learning_rate_factors.encoder": 0.1},
-        "decay": {"layer_decay": 0.5, "model.encoder_layers": 2},
     }
     for name, fields in ways.items():
         assert train(data, tmp_path / name, **fields)["loss"] != plain["loss"], name

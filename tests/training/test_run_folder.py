@@ -134,15 +134,6 @@ def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
     assert contents(run) == before
 
 
-def test_a_resumed_run_may_begin_an_average(data, tmp_path, caplog):
-    train(data, tmp_path, **ONE_STEP)
-    changed = {"max_steps": 2, "resume_from_checkpoint": "true", "exponential_average_decay": 0.5}
-    train(data, tmp_path, **ONE_STEP | changed)
-    assert "checkpoint-1 holds no exponential average: it begins with the weights there." in caplog.text
-    assert (tmp_path / "checkpoint-2" / "exponential_average.safetensors").is_file()
-    assert load_recipe(tmp_path / "recipe.yaml").exponential_average_decay == 0.5
-
-
 def test_a_field_that_contradicts_the_run_is_refused(tmp_path):
     stages = {"only": {"shares": {"a": 1}, "until": {"a": 1}}}
     run = {"datasets": {"a": "a.tsv"}, "stages": stages, "max_tokens_per_batch": 99, "average_best": 3}
@@ -151,7 +142,7 @@ def test_a_field_that_contradicts_the_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`stages` and `num_train_epochs` must not both be given"):
         with_fields_of_run(Recipe.from_mapping(resumed, "the test"), tmp_path)
     # Another average takes the place of that of the run.
-    resumed = {"resume_from_checkpoint": True, "exponential_average_decay": 0.9}
+    resumed = {"resume_from_checkpoint": True, "average_last": 2}
     assert with_fields_of_run(Recipe.from_mapping(resumed, "the test"), tmp_path).average_best is None
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +22,6 @@ from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.training.adapters import add_lora
-from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME
 from metaphrase.training.checkpointing.sharding import gather_model, is_sharded, load_whole_weights, whole_shape
 from metaphrase.training.model_setup import fit_vocabulary
 from metaphrase.training.trainer import MetaphraseTrainer
@@ -350,16 +349,6 @@ def test_weights_that_are_missing_are_named(mesh, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"must hold all weights of the model, got none for .*embed_tokens"):
         load_whole_weights(tiny_model(share_embeddings=False, decoder_vocab_size=31), tmp_path)
-
-
-def test_averages_beside_weights_are_left_alone(tmp_path):
-    model, other = tiny_model(initializer_range=0.3), tiny_model()
-    model.save_pretrained(tmp_path)
-    averages = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
-    save_file(averages, tmp_path / EXPONENTIAL_AVERAGE_NAME)
-    load_whole_weights(other, tmp_path)
-    for name, weight in other.state_dict().items():
-        assert torch.equal(weight, model.state_dict()[name]), name
 
 
 def test_weights_that_are_never_saved_stay(tmp_path):

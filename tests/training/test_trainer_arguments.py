@@ -95,8 +95,6 @@ BUDGET = {"max_tokens_per_batch": 60}
             "`r_drop_alpha` must be left out with `compute_loss_func`",
         ),
         ({"compute_metrics": dict, "score": dict}, "`score` and `compute_metrics` must not both be given"),
-        ({"optimizers": (1, None), "layer_decay": 0.5}, "`optimizers` must be left out with `learning_rate_factors`"),
-        ({"optimizers": (1, None), "learning_rate_factors": {"encoder": 0.5}}, "`optimizers` must be left out"),
     ],
 )
 def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_path):

@@ -30,7 +30,6 @@ from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_we
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.checkpointing.folders import (
     ARGUMENTS_NAME,
-    EXPONENTIAL_AVERAGE_NAME,
     PROGRESS_NAME,
     checkpoints_in,
     step_of,
@@ -114,8 +113,6 @@ def _scores(log: Sequence[Mapping], by_step: Mapping[int, Path], metric: str) ->
         known = sorted({key for entry in log for key in entry if key.startswith("eval_")})
         which = f"one of {', '.join(known)}, got" if known else "where nothing was evaluated, got"
         raise ValueError(f"`metric` must be one that was logged, {which} {metric!r}.")
-    if any((path / EXPONENTIAL_AVERAGE_NAME).is_file() for path in by_step.values()):
-        logger.warning("The scores are those of exponential averages; the mean is one of the weights under them.")
     return {step: score for step, score in scores_in(log, metric).items() if step in by_step}
 
 

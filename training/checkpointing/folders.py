@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 PROGRESS_NAME = "progress.json"
 # Arguments of the trainer. transformers writes them as a pickle, `training_args.bin`, which checkpoints of earlier versions hold.
 ARGUMENTS_NAME = "training_args.json"
-EXPONENTIAL_AVERAGE_NAME = "exponential_average.safetensors"
 # A folder in the run's folder, on the same file system. transformers does not upload names with an underscore.
 UNFINISHED_NAME = "_unfinished"
 # Prefix of a folder with the checkpoints after the one that the run went back to.

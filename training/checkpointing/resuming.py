@@ -106,13 +106,11 @@ def choose_best_again(trainer: Trainer, run: Path, progress: dict[str, Any] | No
     """
     state, criterion = trainer.state, best_criterion(trainer.args)
     metric, is_greater_better = criterion["metric_for_best_model"], criterion["greater_is_better"]
-    best = state.best_model_checkpoint
-    is_as_scored = best is None or trainer.is_loaded_as_scored(Path(best))
     logged = [(entry["step"], entry[f"eval_{metric}"]) for entry in state.log_history if f"eval_{metric}" in entry]
     logged = [(checkpoint_of_step(run, step), score) for step, score in logged if not math.isnan(score)]
-    if metric is None or (is_as_scored and _has_same_criterion(criterion, state, logged, progress)):
+    if metric is None or _has_same_criterion(criterion, state, logged, progress):
         return
-    scores = {path: score for path, score in logged if path.is_dir() and trainer.is_loaded_as_scored(path)}
+    scores = {path: score for path, score in logged if path.is_dir()}
     state.best_metric = state.best_global_step = state.best_model_checkpoint = None
     if scores:
         # The first of equal scores, as a Trainer chooses.
@@ -122,9 +120,8 @@ def choose_best_again(trainer: Trainer, run: Path, progress: dict[str, Any] | No
         if isinstance(callback, EarlyStoppingCallback):
             callback.early_stopping_patience_counter = 0
     logger.warning(
-        "The run goes on with another `metric_for_best_model`%s, %s, where %s is better: by that, %s so far. "
+        "The run goes on with another `metric_for_best_model`, %s, where %s is better: by that, %s so far. "
         "Early stopping counts anew.",
-        "" if is_as_scored else " or without the averages that were scored",
         metric,
         "more" if is_greater_better else "less",
         f"{best.name} is the best" if scores else "no checkpoint is known to be the best",

@@ -69,7 +69,7 @@ class WholeCheckpoints:
     With three or more processes, a resumed run may differ in the last digits. If DDP does not look for unused parameters, as with
     gradient checkpointing, its first step determines the order in which it adds gradients.
 
-    Subclasses may extend `data_layout`, `protected_checkpoints` and `is_loaded_as_scored`.
+    Subclasses may extend `data_layout` and `protected_checkpoints`.
     """
 
     _resumed: _Resumed | None = None
@@ -129,10 +129,6 @@ class WholeCheckpoints:
     def protected_checkpoints(self, run: Path) -> list[str | Path | None]:
         """Return the checkpoints that `save_total_limit` keeps whatever their age."""
         return [self.state.best_model_checkpoint]
-
-    def is_loaded_as_scored(self, checkpoint: Path) -> bool:
-        """True if loading the checkpoint gives the weights that were scored."""
-        return True
 
     # Resuming
 

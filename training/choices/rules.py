@@ -274,8 +274,8 @@ def choose_weights(recipe: OpenRecipe, num_evaluations: float) -> None:
     metrics = recipe.recipe.metrics or ["bleu"] if decodes(recipe.recipe) else ["loss"]
     metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
     is_kept = recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED
-    # A checkpoint of an adapter, or of averaged weights, holds no weights to average.
-    if is_kept and is_chosen and recipe.is_open("lora_rank", "exponential_average_decay"):
+    # A checkpoint of an adapter holds no weights to average.
+    if is_kept and is_chosen and recipe.is_open("lora_rank"):
         checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
     else:
         checkpoints = {"load_best_model_at_end": True}

@@ -58,7 +58,6 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
         max_tokens_per_batch=recipe.max_tokens_per_batch,
         pad_to_multiple_of=experiment.pad_to_multiple_of,
         r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
-        is_averaged=recipe.exponential_average_decay is not None,
         devices=devices,
         flops_per_second=rate,
         staged=train if isinstance(train, StagedPairs) else None,

@@ -90,7 +90,6 @@ class RunEstimate:
             "gradients": state.gradients,
             "gradients on their way": state.buffers,
             "optimizer": state.optimizer,
-            "exponential average": state.average,
         }
         tokens = f"{batch.source_tokens:,} source and {batch.target_tokens:,} target tokens"
         rows = [
@@ -130,7 +129,6 @@ def estimate_run(
     max_tokens_per_batch: int | None = None,
     pad_to_multiple_of: int = 1,
     r_drop_start_step: int | None = None,
-    is_averaged: bool = False,
     devices: int | None = None,
     on_accelerator: bool | None = None,
     flops_per_second: float | None = None,
@@ -145,7 +143,6 @@ def estimate_run(
         max_tokens_per_batch: Token budget per device; None for `per_device_train_batch_size` pairs.
         pad_to_multiple_of: Multiple that the collator rounds widths up to, if batches are not packed.
         r_drop_start_step: Steps before R-Drop begins; None without R-Drop.
-        is_averaged: True if the run keeps an exponential average of the trained weights.
         devices: Number of devices to plan for; those of this run by default.
         on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
@@ -182,7 +179,7 @@ def estimate_run(
         shapes = [shape.repeated(2) for shape in shapes]
     optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
     accumulates = arguments.gradient_accumulation_steps > 1
-    state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
+    state = estimate_states(model, optimizer, precision, sharding, accumulates)
     is_known = model.config.model_type == MetaphraseConfig.model_type
 
     def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate | None:
@@ -205,7 +202,6 @@ def estimate_run(
     notes = (
         (is_checkpointed and kept_options, _NOTE_ON_LAYERS),
         (r_drop_start_step is not None, "R-Drop passes each batch twice: the largest one is counted with both."),
-        (is_averaged, "While it evaluates, an exponential average needs as much again as the trained weights do."),
         (remark, remark),
         (not on_accelerator, _NOTE_ON_PROCESS),
         (not on_accelerator and sharding.engine == "fsdp", _NOTE_ON_FSDP),

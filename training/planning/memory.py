@@ -177,7 +177,6 @@ class StateMemory:
         buffers: Gradients in transfer between devices.
         optimizer: Share of the optimizer's state.
         gradients_persist: True if gradients stay while the next batch is computed.
-        average: Exponential average of the trained weights.
     """
 
     weights: int
@@ -187,11 +186,10 @@ class StateMemory:
     buffers: int
     optimizer: int
     gradients_persist: bool
-    average: int = 0
 
     def peak(self, activations: ActivationEstimate | None) -> int:
         """Return the maximum bytes at a time, with activations if they are known."""
-        fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer + self.average
+        fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer
         if activations is None:
             return fixed + self.gradients + self.cast_weights
         return fixed + activations.peak(self.gradients, self.gradients_persist, self.cast_weights)
@@ -203,7 +201,6 @@ def estimate_states(
     precision: Precision,
     sharding: Sharding,
     accumulates: bool = False,
-    is_averaged: bool = False,
 ) -> StateMemory:
     """Estimate the bytes of weights, gradients and optimizer on one device.
 
@@ -213,7 +210,6 @@ def estimate_states(
         precision: Precision of the step.
         sharding: Distribution among devices.
         accumulates: True if gradients of several batches are added up.
-        is_averaged: True if each device keeps an exponential average of the trained weights.
     """
     devices, stage = sharding.devices, sharding.stage
 
@@ -223,7 +219,6 @@ def estimate_states(
     parameters = list(model.parameters())
     trained_parameters = [parameter for parameter in parameters if parameter.requires_grad]
     weights, trained = (sum(p.numel() * p.element_size() for p in group) for group in (parameters, trained_parameters))
-    average = sum(p.numel() * max(p.element_size(), FLOAT32_BYTES) for p in trained_parameters)
     is_deepspeed = sharding.engine == "deepspeed"
     if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
         # Weights and gradients are in half precision. The optimizer holds the float32 weights that it updates.
@@ -239,7 +234,6 @@ def estimate_states(
         buffers=buffers,
         optimizer=0 if sharding.is_offloaded else share(optimizer, 1),
         gradients_persist=accumulates or is_deepspeed,
-        average=average if is_averaged else 0,
     )
 
 

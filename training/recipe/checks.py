@@ -43,7 +43,7 @@ _CONFLICTS = (
     ("model_name_or_path", ("preset", "model"), "a model to fine-tune has its dimensions"),
     ("average_last", ("average_best",), "one mean is kept"),
     *(
-        (name, ("exponential_average_decay", "lora_rank"), "a checkpoint does not hold the whole model that is kept")
+        (name, ("lora_rank",), "a checkpoint does not hold the whole model that is kept")
         for name in ("average_last", "average_best")
     ),
     ("lora_rank", ("freeze",), "all but the adapter is frozen"),

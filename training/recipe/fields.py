@@ -35,7 +35,6 @@ _DataSets = Annotated[
     ),
 ]
 _Share = Annotated[float, Field(gt=0, le=1, strict=True)]
-_Factor = Annotated[float, Field(gt=0, le=1000, strict=True)]
 
 
 def _field(group: str, text: str, default: Any = None, effect_with: str | None = None, **limits: Any) -> Any:
@@ -194,21 +193,11 @@ class OwnFields(BaseModel):
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).",
         {},
     )
-    exponential_average_decay: float | None = _technique(
-        "Decay of an exponential average of the weights, such as 0.999, which is evaluated and saved.", ge=0, lt=1
-    )
-    exponential_average_warmup: bool = _technique(
-        "Use a smaller decay in the beginning.", True, effect_with="exponential_average_decay"
-    )
     average_last: int | None = _technique("Save the mean of the last N checkpoints.", ge=2)
     average_best: int | None = _technique("Save the mean of the N best by `metric_for_best_model`.", ge=2)
     freeze: Names | None = _technique(
         "Parts not to train: encoder, decoder.layers.0-3, embeddings, ...; !part excepts a part."
     )
-    learning_rate_factors: dict[str, _Factor] = _technique(
-        "Factors of the learning rate by part (--learning_rate_factors.encoder 0.1).", {}
-    )
-    layer_decay: float = _technique("Factor of the learning rate from each layer to the one below.", 1.0, gt=0, le=1)
     lora_rank: int | None = _technique("Rank of a LoRA adapter, which is trained instead of the weights.", ge=1)
     lora_alpha: float = _technique(
         "Weight of the adapter before division by the rank.", 16.0, effect_with="lora_rank", gt=0

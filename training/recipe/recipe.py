@@ -40,7 +40,7 @@ _UPLOAD_PREFIXES = ("push_to_hub", "hub_")
 # Nothing reads them: transformers' own scripts do.
 _WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
 # The keys of these mappings are names of model parts or of fields, which have dots.
-_DOTTED_PREFIXES = ("learning_rate_factors.", "search.")
+_DOTTED_PREFIXES = ("search.",)
 
 
 class Recipe(AllFields):

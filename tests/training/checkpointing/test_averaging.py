@@ -175,7 +175,6 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
 def test_all_else_that_belongs_to_the_model_comes_from_the_last(joint, tmp_path):
     pair = tiny_pair(joint)
     left = (
-        "exponential_average.safetensors",
         "optimizer.pt",
         "progress.json",
         "trainer_state.json",
@@ -310,7 +309,7 @@ def test_what_counts_errors_is_better_when_it_is_lower(metric, tmp_path):
     assert names(select_checkpoints(run, best=1, metric="bleu")) == ["checkpoint-1"]
 
 
-def test_scores_are_those_of_the_latest_state(tmp_path, caplog):
+def test_scores_are_those_of_the_latest_state(tmp_path):
     """A run that was killed has its log in its last checkpoint alone."""
     run = make_run(tmp_path, {1: 3.0, 2: 1.0})
     shutil.move(run / "trainer_state.json", run / "checkpoint-2" / "trainer_state.json")
@@ -318,10 +317,6 @@ def test_scores_are_those_of_the_latest_state(tmp_path, caplog):
     make_run(tmp_path / "older", {1: 9.0})
     shutil.move(tmp_path / "older" / "trainer_state.json", run / "trainer_state.json")
     assert names(select_checkpoints(run, best=2)) == ["checkpoint-2", "checkpoint-1"]
-    (run / "checkpoint-1" / "exponential_average.safetensors").touch()
-    with caplog.at_level(logging.WARNING):
-        select_checkpoints(run, best=1)
-    assert "The scores are those of exponential averages" in caplog.text
 
 
 def test_what_cannot_be_chosen_is_refused(tmp_path):

@@ -208,7 +208,6 @@ def test_little_time_has_as_many_evaluations():
         ({"load_best_model_at_end": True}, {"eval_strategy": "steps", "average_best": None, "save_total_limit": 3}),
         ({"load_best_model_at_end": False}, {"average_best": None, "metric_for_best_model": None}),
         ({"average_last": 2}, {"eval_strategy": "steps", "average_best": None, "load_best_model_at_end": False}),
-        ({"exponential_average_decay": 0.9}, {"average_best": None, "load_best_model_at_end": True}),
         ({"predict_with_generate": False}, {"metric_for_best_model": "loss", "max_decoded_samples": None}),
         ({"eval_steps": 2, "save_steps": 1}, {"eval_strategy": "steps", "average_best": None}),
         ({"eval_steps": 2, "save_steps": 6}, {"average_best": 3}),

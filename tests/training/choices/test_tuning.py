@@ -101,7 +101,7 @@ def test_the_default_search_is_around_the_rule():
         ({"label_smoothing_factor": {**RANGE}}, "`label_smoothing_factor` and .* must be above 0 with log, got 0.0"),
         ({"label_smoothing_factor": [0.1, 1.5]}, "`label_smoothing_factor` must be below 1, got 1.5"),
         ({"learning_rate": ["much"]}, "`learning_rate` must be .*, got .much."),
-        ({"exponential_average_decay": {"low": 0.1, "high": 0.9}}, "must be a number to be searched .* got None"),
+        ({"lora_rank": {"low": 1, "high": 9}}, "must be a number to be searched .* got None"),
         ({"model.hidden_size": [30]}, "hidden_size"),
     ],
 )

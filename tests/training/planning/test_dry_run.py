@@ -47,17 +47,6 @@ def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique
     assert part.parameters.trainable == trained < whole.parameters.trainable
 
 
-def test_an_exponential_average_is_counted(data, tmp_path):
-    plain, averaged = (
-        dry_run(Experiment(make_recipe(data, tmp_path / "run", exponential_average_decay=decay)))
-        for decay in (None, 0.99)
-    )
-    size = 4 * plain.parameters.trainable
-    assert (plain.state.average, averaged.state.average) == (0, size)
-    assert averaged.peak == plain.peak + size
-    assert "\n  exponential average" in str(averaged) and "exponential average" not in str(plain)
-
-
 @pytest.mark.parametrize(
     ("objective", "is_exact"), [("span_corruption", True), ("ul2", False), ("text_infilling", False)]
 )

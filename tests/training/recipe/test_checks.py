@@ -108,8 +108,6 @@ LORA = {"lora_rank": 2, "model_name_or_path": "x"}
     ("name", "good", "bad", "others"),
     [
         ("label_smoothing_factor", (0.0, 0.9), (1.0, 10.0, -0.1), {}),
-        ("exponential_average_decay", (0.0, 0.999), (1.0, 2.0), {}),
-        ("layer_decay", (0.5, 1.0), (0.0, 1.1, -1.0), {}),
         ("noise_density", (0.15,), (0.0, 1.0), {"objective": "span_corruption"}),
         ("subword_sampling", (0.1,), (0.0, 1.0), {}),
         ("lora_dropout", (0.0, 0.1), (1.0,), LORA),
@@ -133,7 +131,6 @@ LORA = {"lora_rank": 2, "model_name_or_path": "x"}
         ("repetition_penalty", (1.2,), (INF, 1e-320), {}),
         ("length_penalty", (0.6, -1.0), (INF, 1000.0), {}),
         ("log_level", ("info",), ("junk",), {}),
-        ("learning_rate_factors", ({"decoder": 1},), tuple({"a": x} for x in ("fast", None, True, 0, -1.0, 1e38)), {}),
     ],
 )
 def test_values_have_their_bounds_at_the_entrance(name, good, bad, others):
@@ -145,7 +142,7 @@ def test_values_have_their_bounds_at_the_entrance(name, good, bad, others):
 
 
 def test_consistent_fields_are_accepted(caplog):
-    Recipe(learning_rate_factors={"decoder": 1, "encoder": 0.1}, bleu_tokenize="none", max_decoded_samples=3)
+    Recipe(bleu_tokenize="none", max_decoded_samples=3)
     Recipe(auto_find_batch_size=True, neftune_noise_alpha=5.0)
     Recipe(max_tokens_per_batch=9, per_device_train_batch_size=4, neftune_noise_alpha=None)
     Recipe(**STREAM, max_steps=5, save_strategy="steps", eval_strategy="no")

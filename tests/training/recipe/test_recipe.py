@@ -132,12 +132,6 @@ def test_refused_files(recipe_file, text, message):
         load_recipe(recipe_file(text))
 
 
-def test_parts_of_a_model_keep_the_dots_of_their_names():
-    words = "--learning_rate_factors.encoder.layers.0-3 0.1 --learning_rate_factors.decoder 2"
-    recipe = load_recipe(None, words.split())
-    assert recipe.learning_rate_factors == {"encoder.layers.0-3": 0.1, "decoder": 2}
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
