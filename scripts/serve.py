@@ -15,11 +15,10 @@ from metaphrase.scripts.parsers.options import chosen_generation_options, chosen
 try:
     import uvicorn
 
-    from metaphrase.serving.app import make_app
+    from metaphrase.serving.app import Server, make_app
     from metaphrase.serving.batcher import Batcher
     from metaphrase.serving.limits import Limits
     from metaphrase.serving.models import ServedModel
-    from metaphrase.serving.server import Server
     from metaphrase.serving.service import Service
 except ModuleNotFoundError as error:
     if error.name not in ("uvicorn", "fastapi", "prometheus_client", "python_multipart"):

@@ -1,18 +1,24 @@
-"""The web application: all APIs, metrics, health and the page, before one service."""
+"""The web application with all APIs, and the HTTP server, which answers all requests of open connections before it ends."""
 
+import asyncio
 import contextlib
+import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import anyio
+import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from metaphrase.serving import deepl, huggingface, libretranslate, open_inference, openai, ui
-from metaphrase.serving.errors import handle_errors
-from metaphrase.serving.middleware import Gate
+from metaphrase.serving.gate import Gate, Metrics, handle_errors
 from metaphrase.serving.service import Service
+
+# Time for clients of open connections to send a request that they began before the end.
+_GRACE_SECONDS = 0.5
 
 
 def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
@@ -29,7 +35,8 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
         # All requests are answered by now.
         await anyio.to_thread.run_sync(service.batcher.close)
 
-    middleware = [Middleware(Gate, service=service)]
+    metrics = Metrics(service)
+    middleware = [Middleware(Gate, service=service, metrics=metrics)]
     if cors_origins:
         cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
         # Before the gate, so that a browser can read its refusals.
@@ -47,8 +54,31 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
         return {"status": "ok"}
 
     @app.get("/metrics", tags=["Server"], response_class=Response)
-    async def metrics() -> Response:
+    async def render_metrics() -> Response:
         """Return metrics for Prometheus."""
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app
+
+
+class Server(uvicorn.Server):
+    """Runs an application until a signal.
+
+    Then it takes no new connections. On open ones it answers the requests that still come for a moment, and tells each client
+    that its connection ends. uvicorn alone would reset a connection whose next request has arrived but is not read.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        """Join the parts."""
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End when all requests are answered."""
+        for server in self.servers:
+            server.close()
+        self._service.is_draining = True
+        end = time.monotonic() + _GRACE_SECONDS
+        while self.server_state.connections and time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(0.02)
+        await super().shutdown(sockets)

@@ -13,6 +13,7 @@ import torch
 
 from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.generator import EncodedTexts, Plan
+from metaphrase.modeling.pipeline_support import batches_by_length
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,8 @@ class Batcher:
     """Decodes the sentences of all requests in one or more threads.
 
     Each thread decodes a batch of its own. Requests take turns, so that a long document does not hold up a short text. The
-    request whose turn it is gives a batch its first sentence. The nearest in length, of all requests with equal options, fill
-    the batch. A sentence has the same target in any batch.
+    longest sentence of the request whose turn it is decides on the batch: sentences of similar length, of all requests with
+    equal options. A sentence has the same target in any batch.
 
     Attributes:
         observe: Called after each batch with its facts.
@@ -293,27 +294,16 @@ class Batcher:
         return rows
 
     def _choose(self, search: _Search) -> list[_Row]:
-        """Return the first sentence of a search, and the nearest of all searches in length."""
+        """Return the batch of the longest sentence of a search, with sentences of similar length of all searches."""
         if search.is_random:
             # The random numbers must not depend on other requests.
             return [(search, index) for index in search.waiting]
-        generator, first = search.plan.generators[0], search.waiting[0]
-        width = search.lengths[first]
-        candidates = [
-            (other, index)
-            for other in self._searches
-            if other.key == search.key
-            for index in other.waiting
-            if (other, index) != (search, first)
-        ]
-        candidates.sort(key=lambda row: abs(row[0].lengths[row[1]] - width))
-        rows = [(search, first)]
-        for other, index in candidates:
-            width = max(width, other.lengths[index])
-            if len(rows) == generator.batch_size or (len(rows) + 1) * width > generator.max_tokens_per_batch:
-                break
-            rows.append((other, index))
-        return rows
+        generator = search.plan.generators[0]
+        rows = [(other, index) for other in self._searches if other.key == search.key for index in other.waiting]
+        lengths = [other.lengths[index] for other, index in rows]
+        first = rows.index((search, search.waiting[0]))
+        batches = batches_by_length(lengths, generator.batch_size, generator.max_tokens_per_batch)
+        return [rows[row] for row in next(batch for batch in batches if first in batch)]
 
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))

@@ -11,10 +11,8 @@ from starlette.exceptions import HTTPException
 
 from metaphrase.inference.texts.terms import Terms
 from metaphrase.serving.bodies import check_fields, read_body, schema_of
-from metaphrase.serving.languages import base_code, name_of
-from metaphrase.serving.models import read_pair
-from metaphrase.serving.service import Service
-from metaphrase.serving.translation import Query
+from metaphrase.serving.models import base_code, name_of, read_pair
+from metaphrase.serving.service import Query, Service
 
 # The client refuses these targets without a region.
 _REGIONS = {

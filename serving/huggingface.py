@@ -9,11 +9,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.errors import message_of
+from metaphrase.serving.gate import message_of
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Service
-from metaphrase.serving.streaming import TextStream, cut_pieces
-from metaphrase.serving.translation import Query, cut_at
+from metaphrase.serving.service import Query, Service, TextStream, cut_at, cut_pieces
 
 _OUTPUTS = {
     "translation": "translation_text",

@@ -9,10 +9,9 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.languages import base_code, identify_languages, name_of
-from metaphrase.serving.middleware import WRONG_KEY, read_key
-from metaphrase.serving.service import Service
-from metaphrase.serving.translation import Query
+from metaphrase.serving.gate import WRONG_KEY, read_key
+from metaphrase.serving.models import base_code, identify_languages, name_of
+from metaphrase.serving.service import Query, Service
 
 _KINDS = ("application/json", "application/x-www-form-urlencoded")
 

@@ -9,8 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.service import Service
-from metaphrase.serving.translation import Query
+from metaphrase.serving.service import Query, Service
 
 _INPUT, _OUTPUT, _VERSION = "text", "text", "1"
 _ANY_SHAPE = [-1]

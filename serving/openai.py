@@ -15,11 +15,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.errors import find_api, message_of
+from metaphrase.serving.gate import find_api, message_of
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Service
-from metaphrase.serving.streaming import TextStream, cut_pieces
-from metaphrase.serving.translation import Query, cut_at
+from metaphrase.serving.service import Query, Service, TextStream, cut_at, cut_pieces
 
 # Fields with their values that change nothing. Other values are refused.
 _NEUTRAL = {

@@ -1,4 +1,4 @@
-"""Service: models, limits and keys, and the way of a request from its endpoint to the models and back."""
+"""The way of a request from its endpoint to the models and back: checks, whole texts sentence by sentence, and streams."""
 
 import asyncio
 import contextlib
@@ -6,25 +6,75 @@ import hmac
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import anyio
+import torch
 from fastapi import Request
 
+from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
+from metaphrase.inference import Generator
+from metaphrase.inference.generator import Plan, make_splitter
+from metaphrase.inference.texts.documents import Document, keep_whole
+from metaphrase.inference.texts.placement import Links, Sentence
 from metaphrase.inference.texts.terms import Terms
+from metaphrase.inference.whole_texts import TextDecoder
+from metaphrase.modeling.pipeline_support import resolve_settings
 from metaphrase.serving.batcher import Batcher, Ticket
-from metaphrase.serving.languages import base_code, identify_languages
 from metaphrase.serving.limits import Limits
-from metaphrase.serving.metrics import Metrics
-from metaphrase.serving.models import ServedModel, ServedModels
-from metaphrase.serving.translation import Answer, Query, answer, check_query
+from metaphrase.serving.models import QueuedGenerator, ServedModel, ServedModels, base_code, identify_languages
+from metaphrase.storage.model_files import check_options
 
 Result = TypeVar("Result")
+# A client may not choose special tokens.
+CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
 # A refused client comes back after at most this time.
 _LONGEST_RETRY = 60
 _TAGS = re.compile(r"<[^<>]*>")
+# The end of a character that needs more bytes.
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Query:
+    """Texts and options of a request.
+
+    Attributes:
+        texts: Sources.
+        source_lang: Code of their language; `None` for that of the model.
+        target_lang: The same for targets.
+        text_format: `text`, `html` or `xml`.
+        split_sentences: True to decode each sentence alone; `None` for translation only.
+        terms: Parts that targets keep, and terms with a given translation.
+        keep_tags: Elements of markup whose content stays as it is.
+        num_targets: Targets for each source, of which all but the first are alternatives.
+        options: Options of `generate()`.
+    """
+
+    texts: Sequence[str]
+    source_lang: str | None = None
+    target_lang: str | None = None
+    text_format: str = "text"
+    split_sentences: bool | None = None
+    terms: Terms = field(default_factory=Terms)
+    keep_tags: Collection[str] = ()
+    num_targets: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Targets of a request.
+
+    Attributes:
+        targets: For each source the best target and its alternatives.
+        num_unfinished: Targets, or their sentences, that met the length limit.
+    """
+
+    targets: list[list[str]]
+    num_unfinished: int
 
 
 class OverloadError(Exception):
@@ -47,7 +97,7 @@ class Service:
         batcher: Decodes the sentences of all requests.
         limits: Limits of requests.
         glossaries: Terms by their id in requests.
-        metrics: Metrics of requests and batches.
+        num_requests: Requests that wait or run.
         is_draining: True while the server ends. Then each answer closes its connection.
     """
 
@@ -60,14 +110,12 @@ class Service:
         api_keys: Iterable[str] = (),
         glossaries: Mapping[str, Terms] | None = None,
     ):
-        """Join the parts.
-
-        Args:
-            models: The models, the default one first.
-            batcher: The batcher of the models.
-            limits: Limits of requests.
-            api_keys: Keys of clients. Without keys every client may use the server.
-            glossaries: Terms by their id in requests.
+        """Args:
+        models: The models, the default one first.
+        batcher: The batcher of the models.
+        limits: Limits of requests.
+        api_keys: Keys of clients. Without keys every client may use the server.
+        glossaries: Terms by their id in requests.
 
         Raises:
             ValueError: If two models have the same name.
@@ -78,9 +126,8 @@ class Service:
         self.glossaries = dict(glossaries or {})
         self.is_draining = False
         self._keys = [key.encode() for key in api_keys]
-        self._num_requests = 0
+        self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
-        self.metrics = Metrics(batcher, lambda: self._num_requests)
 
     @property
     def needs_key(self) -> bool:
@@ -104,14 +151,14 @@ class Service:
             OverloadError: If too many requests run, or the request would wait longer than its time.
         """
         expected, limits = self.batcher.expected_seconds(), self.limits
-        if self._num_requests >= limits.max_requests or expected > limits.timeout_seconds:
+        if self.num_requests >= limits.max_requests or expected > limits.timeout_seconds:
             retry_after = max(1, min(math.ceil(expected), _LONGEST_RETRY))
             raise OverloadError("The server is overloaded. Try again later.", retry_after)
-        self._num_requests += 1
+        self.num_requests += 1
         try:
             yield Ticket(time.monotonic() + limits.timeout_seconds, seed)
         finally:
-            self._num_requests -= 1
+            self.num_requests -= 1
 
     async def run_in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function that waits for the models in another thread.
@@ -125,21 +172,26 @@ class Service:
         except TimeoutError as error:
             raise OverloadError(str(error) or "The request took longer than the server allows.", 1) from error
 
-    @contextlib.asynccontextmanager
-    async def watching(self, request: Request, ticket: Ticket) -> AsyncIterator[None]:
-        """Return a context that cancels a ticket when its client goes away."""
+    async def run(self, request: Request, function: Callable[[Ticket], Result], seed: int | None = None) -> Result:
+        """Run a function of a request's ticket in another thread, until the client goes away.
 
-        async def watch() -> None:
-            # After the body, the only further message tells that the client has gone.
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            ticket.is_cancelled = True
+        Raises:
+            CancelledRequest: If the client has gone.
+            OverloadError: If the server has no room, or the request takes too long.
+        """
+        with self.admit(seed) as ticket:
 
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
+            async def watch() -> None:
+                # After the body, the only further message tells that the client has gone.
+                while (await request.receive())["type"] != "http.disconnect":
+                    pass
+                ticket.is_cancelled = True
+
+            task = asyncio.create_task(watch())
+            try:
+                return await self.run_in_thread(lambda: function(ticket))
+            finally:
+                task.cancel()
 
     async def answer(self, request: Request, model: ServedModel, query: Query, seed: int | None = None) -> Answer:
         """Decode the texts of a request.
@@ -150,9 +202,7 @@ class Service:
             ValueError: If a text or an option is wrong or beyond a limit.
         """
         check_query(query, self.limits)
-        with self.admit(seed) as ticket:
-            async with self.watching(request, ticket):
-                return await self.run_in_thread(lambda: answer(model, query, ticket))
+        return await self.run(request, lambda ticket: answer(model, query, ticket), seed)
 
     async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
         """Translate texts, each by a model for its language.
@@ -187,3 +237,263 @@ class Service:
             targets.update(zip(indices, result.targets, strict=True))
             num_unfinished += result.num_unfinished
         return Answer([targets[index] for index in range(len(best))], num_unfinished), languages
+
+
+class _QueuedDecoder(TextDecoder):
+    """Computes alignments in the thread of the models, since they change the kernels of a model for a moment."""
+
+    generator: QueuedGenerator
+
+    def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
+        if not sentences:
+            # A call would wait for the batch that the models decode.
+            return []
+        align = super()._align
+        return self.generator.batcher.call(self.generator.ticket, lambda: align(sentences, targets))
+
+
+def check_query(query: Query, limits: Limits) -> None:
+    """Check a request before it waits.
+
+    Raises:
+        ValueError: If a text or an option is beyond a limit.
+    """
+    if len(query.texts) > limits.max_texts:
+        raise ValueError(f"A request must have at most {limits.max_texts} texts, got {len(query.texts)}.")
+    if (total := sum(map(len, query.texts))) > limits.max_text_characters:
+        raise ValueError(f"A request must have at most {limits.max_text_characters} characters, got {total}.")
+    for name, value in query.options.items():
+        if name not in CLIENT_OPTIONS or not isinstance(value, int | float):
+            raise ValueError(
+                f"An option must be one of {', '.join(CLIENT_OPTIONS)} with a number, true or false, got {name!r}: {value!r}."
+            )
+    check_options(query.options)
+    largest = dict.fromkeys(
+        ("max_new_tokens", "max_length", "min_length", "min_new_tokens"), limits.max_new_tokens_per_text
+    )
+    largest |= dict.fromkeys(("num_beams", "num_return_sequences"), limits.max_beams)
+    for name, most in largest.items():
+        if query.options.get(name, 0) > most:
+            raise ValueError(f"`{name}` must be at most {most}, got {query.options[name]}.")
+    if not isinstance(query.num_targets, int) or not 1 <= query.num_targets <= limits.max_beams:
+        raise ValueError(f"The number of targets must be from 1 to {limits.max_beams}, got {query.num_targets!r}.")
+
+
+def splitting_language(model: ServedModel, query: Query) -> str | bool:
+    """Return the language to split texts into sentences by, True for the generator's, or False to keep them whole."""
+    if not (model.task == "translation" if query.split_sentences is None else query.split_sentences):
+        return False
+    return next((base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code), True)
+
+
+def split_text(model: ServedModel, query: Query, generator: Generator) -> Document:
+    """Return the sentences and the layout of the one text of a request."""
+    if language := splitting_language(model, query):
+        [document] = make_splitter([generator], language).split(query.texts)
+    else:
+        [document] = keep_whole(query.texts)
+    return document
+
+
+def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
+    """Decode the texts of a request.
+
+    Raises:
+        CancelledRequest: If the client has gone.
+        TimeoutError: If the request takes too long.
+        ValueError: As `Generator.generate()`, or if markup or terms come with alternatives.
+    """
+    generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
+    options = complete_sampling(dict(query.options)) | language_options
+    split_sentences = splitting_language(model, query)
+    needs_decoder = query.text_format != "text" or bool(query.terms)
+    if query.num_targets > 1:
+        if needs_decoder:
+            raise ValueError("Alternatives must be left out with markup and terms, got both.")
+        if not options.get("do_sample"):
+            # Each target needs a beam.
+            beams = options.get("num_beams") or generator.model.generation_config.num_beams or 1
+            options["num_beams"] = max(beams, query.num_targets)
+        options["num_return_sequences"] = query.num_targets
+        rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
+        targets = [[scored.text for scored in row] for row in rows]
+    elif needs_decoder or split_sentences:
+        decoder = _QueuedDecoder(
+            generator,
+            text_format=query.text_format,
+            split_sentences=split_sentences,
+            terms=query.terms,
+            keep_tags=query.keep_tags,
+        )
+        targets = [[text] for text in decoder.decode(query.texts, **options)]
+    else:
+        targets = [[text] for text in generator.generate(query.texts, **options)]
+    return Answer(targets, generator.num_unfinished)
+
+
+def cut_at(text: str, stops: Sequence[str] | None) -> str:
+    """Return a text up to the first of several strings."""
+    ends = [text.find(stop) for stop in stops or () if stop and stop in text]
+    return text[: min(ends)] if ends else text
+
+
+class _PieceStreamer:
+    """Receives each token of one target, and emits the text that it adds."""
+
+    def __init__(self, generator: QueuedGenerator, emit: Callable[[str], None]):
+        self._generator, self._emit = generator, emit
+        self._ids: list[int] = []
+        self._has_start = False
+        self.text = ""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Take tokens from `generate()`. The first ones are the decoder's start. An error here ends the search."""
+        self._generator.ticket.check()
+        if not self._has_start:
+            self._has_start = True
+            return
+        self._ids += tokens.flatten().tolist()
+        [text] = self._generator.tokenizers.decode_targets([self._ids])
+        # A tokenizer may rewrite earlier text; then the piece comes with the end.
+        if text.startswith(self.text) and not text.endswith(_INCOMPLETE):
+            self.finish(text)
+
+    def end(self) -> None:
+        """Do nothing: the caller has the whole target."""
+
+    def finish(self, text: str) -> None:
+        """Emit the text behind what was emitted before."""
+        if text.startswith(self.text) and len(text) > len(self.text):
+            self._emit(text[len(self.text) :])
+        self.text = text
+
+
+class TextStream:
+    """The target of one text in pieces.
+
+    Attributes:
+        query: The request.
+        is_finished: False if the target, or a sentence of it, met the length limit. Known at the end.
+    """
+
+    def __init__(self, service: Service, model: ServedModel, query: Query, seed: int | None = None):
+        """Check a request.
+
+        Raises:
+            ValueError: If there is more than one text, or a text or an option is beyond a limit.
+        """
+        check_query(query, service.limits)
+        if len(query.texts) != 1 or query.num_targets != 1:
+            raise ValueError("A stream must have one text and one target.")
+        if query.text_format != "text" or query.terms:
+            raise ValueError("Markup and terms must be left out of a stream.")
+        self.is_finished = True
+        self.query = query
+        self._service, self._model, self._seed = service, model, seed
+
+    async def start(self) -> AsyncIterator[str]:
+        """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own.
+
+        Raises:
+            CancelledRequest: If the client has gone.
+            OverloadError: If the server has no room, or the request takes too long.
+            ValueError: As `Generator.generate()`.
+        """
+        pieces = self._pieces()
+        first = await anext(pieces, "")
+
+        async def all_pieces() -> AsyncIterator[str]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        return all_pieces()
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+
+        def put(piece: str | None) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, piece)
+
+        with self._service.admit(self._seed) as ticket:
+
+            def work() -> int:
+                try:
+                    return write_pieces(self._model, self.query, ticket, put)
+                finally:
+                    put(None)
+
+            task = asyncio.create_task(self._service.run_in_thread(work))
+            try:
+                while (piece := await queue.get()) is not None:
+                    yield piece
+                self.is_finished = not await task
+            finally:
+                # The client may have gone.
+                ticket.is_cancelled = True
+
+
+async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str] | None) -> AsyncIterator[str]:
+    """Yield pieces up to the first of several strings."""
+    most = max(map(len, stops or ()), default=0)
+    waiting = ""
+    async for piece in pieces:
+        waiting += piece
+        if (text := cut_at(waiting, stops)) != waiting:
+            yield text
+            return
+        # A stop may begin in this piece and end in the next one.
+        ready = len(waiting) - max(most - 1, 0)
+        if ready > 0:
+            yield waiting[:ready]
+            waiting = waiting[ready:]
+    if waiting:
+        yield waiting
+
+
+def write_pieces(model: ServedModel, query: Query, ticket: Ticket, emit: Callable[[str], None]) -> int:
+    """Decode the one text of a request, and emit its target in pieces.
+
+    Returns:
+        Number of sentences that met the length limit.
+
+    Raises:
+        CancelledRequest: If the client has gone.
+        TimeoutError: If the request takes too long.
+        ValueError: As `Generator.generate()`.
+    """
+    generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
+    options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
+    settings = resolve_settings(generator.model, options)
+    document = split_text(model, query, generator)
+    first, *gaps = document.layout
+    if first:
+        emit(first)
+    for sentence, gap in zip(document.sentences, gaps, strict=True):
+        if (settings.get("num_beams") or 1) == 1:
+            _stream_tokens(generator, sentence, options, emit)
+        else:
+            [text] = generator.generate([sentence], **options)
+            emit(text)
+        if gap:
+            emit(gap)
+    return generator.num_unfinished
+
+
+def _stream_tokens(
+    generator: QueuedGenerator, sentence: str, options: dict[str, Any], emit: Callable[[str], None]
+) -> None:
+    """Decode a sentence alone in the thread of the models."""
+
+    def decode() -> None:
+        if generator.ticket.seed is not None:
+            torch.manual_seed(generator.ticket.seed)
+        streamer = _PieceStreamer(generator, emit)
+        plan = Plan.of(generator, options | {"streamer": streamer}, 1)
+        sources = plan.encode([sentence])
+        # Not the method of a queued generator, which would wait for this thread.
+        hypotheses = Generator.search_encoded(generator, plan, sources, False)
+        [[scored]] = plan.decode_texts(sources.documents, hypotheses, False)
+        streamer.finish(scored.text)
+
+    generator.batcher.call(generator.ticket, decode)

@@ -12,14 +12,10 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from metaphrase.inference.alignment import aligned_layer, cross_attentions, word_weights
-from metaphrase.inference.generator import make_splitter
-from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.languages import name_of
-from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Service
-from metaphrase.serving.translation import Query, answer, check_query, splitting_language
+from metaphrase.serving.models import ServedModel, name_of
+from metaphrase.serving.service import Query, Service, answer, check_query, split_text
 
 _FOLDER = Path(__file__).with_name("page")
 # The weights of all layers and heads grow with the product of both lengths.
@@ -73,9 +69,7 @@ def make_router(service: Service) -> APIRouter:
         model = service.models.find(body.model)
         query = Query([body.text], body.source_lang, body.target_lang, num_targets=body.num_targets)
         check_query(query, service.limits)
-        with service.admit() as ticket:
-            async with service.watching(request, ticket):
-                return await service.run_in_thread(lambda: _translate(model, query, ticket))
+        return await service.run(request, lambda ticket: _translate(model, query, ticket))
 
     @router.post("/ui/attention", openapi_extra=schema_of(PairFields))
     async def attend(request: Request) -> dict[str, Any]:
@@ -83,11 +77,9 @@ def make_router(service: Service) -> APIRouter:
         body = await read_body(request, PairFields)
         model = service.models.find(body.model)
         check_query(Query([body.source, body.target]), service.limits)
-        with service.admit() as ticket:
-            async with service.watching(request, ticket):
-                return await service.run_in_thread(
-                    lambda: service.batcher.call(ticket, lambda: _attend(model, body, ticket))
-                )
+        return await service.run(
+            request, lambda ticket: service.batcher.call(ticket, lambda: _attend(model, body, ticket))
+        )
 
     return router
 
@@ -133,10 +125,7 @@ def _describe(model: ServedModel) -> dict[str, Any]:
 
 def _translate(model: ServedModel, query: Query, ticket: Ticket) -> dict[str, Any]:
     generator, _ = model.open(ticket, query.source_lang, query.target_lang)
-    if language := splitting_language(model, query):
-        [document] = make_splitter([generator], language).split(query.texts)
-    else:
-        [document] = keep_whole(query.texts)
+    document = split_text(model, query, generator)
     # Alternatives of a sentence, and not of the whole text, are of use to a reader.
     query = dataclasses.replace(query, texts=document.sentences, split_sentences=False)
     result = answer(model, query, ticket)

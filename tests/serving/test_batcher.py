@@ -11,7 +11,7 @@ from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
 from metaphrase.serving.models import QueuedGenerator, ServedModel
-from metaphrase.serving.translation import Query, answer
+from metaphrase.serving.service import Query, answer
 
 MINUTE = 60.0
 

@@ -9,8 +9,15 @@ from tiny_languages import mbart_tokenizer, nllb_tokenizer
 
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, Ticket
-from metaphrase.serving.languages import base_code, codes_of_tokenizer, name_of
-from metaphrase.serving.models import ServedModel, ServedModels, UnknownModelError, read_pair
+from metaphrase.serving.models import (
+    ServedModel,
+    ServedModels,
+    UnknownModelError,
+    base_code,
+    codes_of_tokenizer,
+    name_of,
+    read_pair,
+)
 from metaphrase.tokenization import TokenizerPair
 
 

@@ -277,7 +277,7 @@ def test_end_of_the_server_answers_accepted_requests():
 
 
 def test_request_on_an_open_connection_is_answered_while_the_server_ends(monkeypatch):
-    monkeypatch.setattr("metaphrase.serving.server._GRACE_SECONDS", 20)
+    monkeypatch.setattr("metaphrase.serving.app._GRACE_SECONDS", 20)
     service = upper_service()
 
     def send():

@@ -11,8 +11,7 @@ from tiny_generator import tiny_generator, tiny_pair
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.streaming import _PieceStreamer, cut_pieces, write_pieces
-from metaphrase.serving.translation import Query, answer
+from metaphrase.serving.service import Query, _PieceStreamer, answer, cut_pieces, write_pieces
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])

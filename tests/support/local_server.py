@@ -9,10 +9,9 @@ import uvicorn
 from identity_engine import identity_generator
 
 from metaphrase.inference import Generator
-from metaphrase.serving.app import make_app
+from metaphrase.serving.app import Server, make_app
 from metaphrase.serving.batcher import Batcher
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.server import Server
 from metaphrase.serving.service import Service
 
 

@@ -1,0 +1,289 @@
+"""What all APIs share before their endpoints: keys, largest bodies, errors in the form of each API, access log and metrics."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.exceptions import HTTPException
+
+from metaphrase.serving.batcher import BatchFacts, CancelledRequest
+from metaphrase.serving.models import UnknownModelError
+from metaphrase.serving.service import OverloadError, Service
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+# Paths without a key: no text goes there.
+PUBLIC_PATHS = (
+    *("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/ui/settings", "/docs", "/openapi.json"),
+    # LibreTranslate needs no key there.
+    *("/languages", "/frontend/settings"),
+)
+# LibreTranslate's clients send the key in the body.
+BODY_KEY_PATHS = ("/translate", "/detect")
+WRONG_KEY = "The API key must be one of the server's."
+# Schemes of the header Authorization.
+_SCHEMES = ("bearer ", "deepl-auth-key ")
+FAILURE = "The server failed to answer this request."
+# nginx's status for a client that closed the connection; nobody reads it.
+CLIENT_CLOSED = 499
+_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+class Metrics:
+    """Metrics of one server, in a registry of their own."""
+
+    def __init__(self, service: Service):
+        batcher = service.batcher
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "metaphrase_requests", "Answered requests", ("route", "status"), registry=self._registry
+        )
+        self._seconds = Histogram(
+            "metaphrase_request_seconds", "Time of a request", ("route",), buckets=_SECONDS, registry=self._registry
+        )
+        self._tokens = Counter(
+            "metaphrase_tokens", "Tokens that the models read or wrote", ("side",), registry=self._registry
+        )
+        self._sentences = Counter("metaphrase_sentences", "Decoded sentences", registry=self._registry)
+        self._batch_seconds = Histogram(
+            "metaphrase_batch_seconds", "Time of a batch", buckets=_SECONDS, registry=self._registry
+        )
+        self._fill = Histogram(
+            "metaphrase_batch_fill",
+            "Share of the largest batch that a batch fills",
+            buckets=_SHARES,
+            registry=self._registry,
+        )
+        gauges = {
+            "metaphrase_sentences_waiting": ("Sentences that wait for the engine", lambda: batcher.num_waiting),
+            "metaphrase_requests_running": ("Requests that wait or run", lambda: service.num_requests),
+            "metaphrase_expected_seconds": ("Time that the waiting sentences will take", batcher.expected_seconds),
+        }
+        for name, (text, function) in gauges.items():
+            Gauge(name, text, registry=self._registry).set_function(function)
+        batcher.observe = self._observe_batch
+
+    def observe_request(self, route: str, status: int, started: float) -> None:
+        """Count an answered request; `started` is its `time.perf_counter()`."""
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(time.perf_counter() - started)
+
+    def _observe_batch(self, facts: BatchFacts) -> None:
+        self._tokens.labels("source").inc(facts.num_source_tokens)
+        self._tokens.labels("target").inc(facts.num_target_tokens)
+        self._sentences.inc(facts.num_sentences)
+        self._batch_seconds.observe(facts.seconds)
+        self._fill.observe(facts.num_sentences / facts.largest_batch)
+
+    def render(self) -> bytes:
+        """Return all metrics as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+class Api(NamedTuple):
+    """Errors of an API.
+
+    Attributes:
+        prefixes: Beginnings of its paths.
+        body: Returns the body of an error, for its status and message.
+        unknown_model: Status for an unknown model or language.
+        overload: Status for a server without room.
+        wrong_key: Status for a key that is missing or wrong.
+    """
+
+    prefixes: tuple[str, ...]
+    body: Callable[[int, str], dict[str, Any]]
+    unknown_model: int = 400
+    overload: int = 503
+    wrong_key: int = 401
+
+
+def _openai_body(status: int, message: str) -> dict[str, Any]:
+    kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def _hugging_face_body(status: int, message: str) -> dict[str, Any]:
+    kind = "overloaded" if status == 503 else "generation" if status >= 500 else "validation"
+    return {"error": message, "error_type": kind}
+
+
+# The first API with a prefix of the path decides. The last one has all other paths.
+APIS = (
+    Api(("/v1",), _openai_body, unknown_model=404),
+    # DeepL's clients try again after 429 and 503.
+    Api(
+        ("/v2/translate", "/v2/languages", "/v2/usage", "/v2/glossaries", "/v2/glossary-language-pairs", "/v3"),
+        lambda status, message: {"message": message},
+        overload=429,
+        wrong_key=403,
+    ),
+    Api(("/v2",), lambda status, message: {"error": message}, unknown_model=404),
+    Api(
+        ("/translate", "/detect", "/languages", "/frontend"), lambda status, message: {"error": message}, wrong_key=403
+    ),
+    Api(("/",), _hugging_face_body, unknown_model=404),
+)
+
+
+def find_api(path: str) -> Api:
+    """Return the API of a path."""
+    # `/translation` is Hugging Face's, `/translate` LibreTranslate's.
+    return next(
+        api
+        for api in APIS
+        if any(path == prefix or path.startswith(prefix + "/") for prefix in api.prefixes) or api is APIS[-1]
+    )
+
+
+def error_response(path: str, status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return an error in the form of the API of a path."""
+    # A message may quote a lone surrogate, which JSON cannot hold.
+    message = message.encode(errors="backslashreplace").decode()
+    return JSONResponse(find_api(path).body(status, message), status, headers)
+
+
+def message_of(error: Exception) -> str:
+    """Return the message that a client may see."""
+    return str(error) if isinstance(error, ValueError | OverloadError) else FAILURE
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Turn the errors of all endpoints into responses. The gate answers the unexpected ones."""
+
+    @app.exception_handler(ValueError)
+    async def refuse(request: Request, error: ValueError) -> Response:
+        path = request.url.path
+        status = find_api(path).unknown_model if isinstance(error, UnknownModelError) else 400
+        return error_response(path, status, str(error))
+
+    @app.exception_handler(OverloadError)
+    async def refuse_for_now(request: Request, error: OverloadError) -> Response:
+        path = request.url.path
+        return error_response(path, find_api(path).overload, str(error), {"Retry-After": str(error.retry_after)})
+
+    @app.exception_handler(CancelledRequest)
+    async def end(request: Request, error: CancelledRequest) -> Response:
+        return error_response(request.url.path, CLIENT_CLOSED, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def answer(request: Request, error: HTTPException) -> Response:
+        return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
+
+
+class _RefusedBody(Exception):
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Gate:
+    """Refuses requests with a large body, a slow body or a wrong key, and records the others."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service, metrics: Metrics):
+        self.app, self.service, self.metrics = app, service, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, path, status = time.perf_counter(), scope["path"], None
+
+        async def record_status(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self.service.is_draining:
+                    message = message | {"headers": [*message.get("headers", []), (b"connection", b"close")]}
+            await send(message)
+
+        headers = dict(scope["headers"])
+        try:
+            if not self._is_allowed(path, headers):
+                wrong_key = find_api(path).wrong_key
+                challenge = {"WWW-Authenticate": "Bearer"} if wrong_key == 401 else None
+                await error_response(path, wrong_key, WRONG_KEY, challenge)(scope, receive, record_status)
+                return
+            body = await self._read_body(headers, receive)
+            await self.app(scope, _replay(body, receive), record_status)
+        except _RefusedBody as error:
+            await error_response(path, error.status, str(error), {"Connection": "close"})(scope, receive, record_status)
+        except Exception as error:
+            # The message may hold a client's text, which no log keeps.
+            logger.error("%s failed: %s.", route_of(scope), type(error).__name__)
+            if status is None:
+                await error_response(path, 500, FAILURE)(scope, receive, record_status)
+        finally:
+            route, status = route_of(scope), status or 500
+            self.metrics.observe_request(route, status, started)
+            client = (scope.get("client") or ("-",))[0]
+            milliseconds = 1000 * (time.perf_counter() - started)
+            logger.info(
+                "client=%s method=%s route=%s status=%d ms=%.1f", client, scope["method"], route, status, milliseconds
+            )
+
+    def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        if not self.service.needs_key or path in PUBLIC_PATHS:
+            return True
+        key = read_key(headers.get(b"authorization", b"").decode("latin-1"))
+        # Without a header, the endpoint checks the key of the body.
+        return self.service.accepts(key) or (key is None and path in BODY_KEY_PATHS)
+
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        limits = self.service.limits
+        most = 1024 * limits.max_body_kilobytes
+        length = headers.get(b"content-length", b"")
+        refused = _RefusedBody(413, f"The body must have at most {limits.max_body_kilobytes} kB.")
+        if length.isdigit() and int(length) > most:
+            raise refused
+        chunks, size, is_last = [], 0, False
+        try:
+            async with asyncio.timeout(limits.timeout_seconds):
+                while not is_last:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _RefusedBody(400, "The client closed the connection.")
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > most:
+                        raise refused
+                    is_last = not message.get("more_body", False)
+        except TimeoutError as error:
+            raise _RefusedBody(408, f"The body must arrive within {limits.timeout_seconds:g} seconds.") from error
+        return b"".join(chunks)
+
+
+def route_of(scope: Scope) -> str:
+    """Return the pattern of the path, since clients may invent paths without end."""
+    return getattr(scope.get("route"), "path", "unknown")
+
+
+def read_key(header: str) -> str | None:
+    """Return the key in a header Authorization."""
+    scheme = next((scheme for scheme in _SCHEMES if header.lower().startswith(scheme)), None)
+    return None if scheme is None else header[len(scheme) :].strip()
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body first."""
+    is_sent = False
+
+    async def replay() -> MutableMapping[str, Any]:
+        nonlocal is_sent
+        if is_sent:
+            return await receive()
+        is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
