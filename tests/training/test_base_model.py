@@ -85,15 +85,6 @@ def test_each_special_token_keeps_its_part(family):
     assert rows <= {4} and rows == ({4} if family in ("bart", "marian") else rows)
 
 
-def test_a_decoder_that_started_with_a_token_that_is_no_more_starts_as_the_tokenizer_says():
-    model, pair = other_model("bart"), pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "</s>")
-    for owner in (model.config, model.generation_config):
-        owner.decoder_start_token_id = model.config.bos_token_id
-    fit_special_ids(model, pair, {})
-    start = pair.config_fields()["decoder_start_token_id"]
-    assert start is not None and ids_of(model) == [[4, 5, start]] * 2
-
-
 @pytest.mark.parametrize(("begins", "languages"), [(True, {}), (False, {"forced_bos_token_id": 5})])
 def test_a_forced_beginning_stays_where_targets_begin_so_or_it_is_a_language(begins, languages):
     model = other_model("bart")
@@ -168,7 +159,6 @@ def test_a_target_tokenizer_that_is_larger_lets_its_side_grow():
 def test_larger_targets_are_refused_beside_an_adapter():
     model = tiny_generator(joint=False).model
     rows = model.lm_head.out_features
-    # That of the other tests stays as it is.
     pair = copy.deepcopy(tiny_pair(joint=False))
     pair.target.add_tokens([f"<{number}>" for number in range(9)])
     recipe = Recipe(train_file="a", model_name_or_path="x", lora_rank=2)

@@ -11,7 +11,7 @@ from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
 from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.mixtures import TaskCorpus, part_recipe
+from metaphrase.training.mixtures import TaskCorpus
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 SIZES = {"translate": 40, "summarize": 10}
@@ -138,13 +138,6 @@ def test_saved_recipe_is_the_same_run(data, tmp_path):
     assert again.tasks == recipe.tasks and again.task_mixing == "equal"
 
 
-def test_task_alone_takes_what_all_share(data, tmp_path):
-    recipe = make_recipe(data, tmp_path, too_long="truncate", max_source_length=33)
-    alone = part_recipe(recipe, recipe.tasks["summarize"])
-    assert (alone.too_long, alone.max_source_length, alone.data_dir) == ("truncate", 33, str(data))
-    assert alone.source_prefix == "summarize: " and alone.train_file == "summarize_train.tsv"
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -170,35 +163,6 @@ def test_contradictions_are_refused(data, tmp_path, fields, words):
     assert words in str(error.value)
 
 
-def test_task_that_is_not_scored_is_named(data, tmp_path, caplog):
-    loaded(make_recipe(data, tmp_path, tasks=tasks(summarize={"test_file": None})))
-    assert caplog.messages.count("Task 'summarize' has no test pairs: it is not scored.") == 1
-    caplog.clear()
-    loaded(make_recipe(data, tmp_path))
-    assert "it is not scored" not in caplog.text
-
-
-def test_the_longest_targets_of_any_task_may_be_written(data, tmp_path):
-    recipe = make_recipe(data, tmp_path / "run", tasks=tasks(summarize={"max_target_length": 300}))
-    recipe = recipe.replace(generation_max_length=None)
-    experiment = Experiment(recipe)
-    assert experiment.corpus.max_target_length == 300
-    experiment.corpus.load()
-    assert experiment.make_model(experiment.make_tokenizers()).generation_config.max_length == 301
-
-
-def test_scores_are_on_files_and_not_on_a_folder(data, tmp_path):
-    corpus, _, _ = loaded(make_recipe(data, tmp_path))
-    assert corpus.data_name("test") == "translate_test.tsv, summarize_test.tsv"
-    alone = corpus.parts["translate"]
-    assert alone.data_name("test") == "translate_test.tsv"
-    alone.recipe = alone.recipe.replace(test_file=None)
-    assert alone.data_name("test") == "translate_train.tsv", "where it is taken out of it"
-    for name, expected in (("wmt16", "wmt16"), ("me/corpus", "me/corpus"), (str(tmp_path / "corpus"), "corpus")):
-        alone.recipe = alone.recipe.replace(dataset_name=name)
-        assert alone.data_name("test") == expected
-
-
 def test_prefixes_that_a_tokenizer_cannot_tell_apart_are_refused(data, tmp_path):
     recipe = make_recipe(data, tmp_path)
     corpus = TaskCorpus(recipe, recipe.training_arguments())
@@ -211,12 +175,6 @@ def test_prefixes_that_a_tokenizer_cannot_tell_apart_are_refused(data, tmp_path)
     corpus = TaskCorpus(recipe, recipe.training_arguments())
     corpus.load()
     corpus.encode(pair)
-
-
-def test_each_task_has_a_score_however_few_pairs_are_decoded(data, tmp_path):
-    fields = {"max_decoded_samples": 1, "metric_for_best_model": "summarize_bleu", "save_strategy": "steps"}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert {"eval_translate_bleu", "eval_summarize_bleu"} <= read_log(tmp_path / "run")[0].keys()
 
 
 def test_a_task_whose_references_cannot_be_scored_is_found_before_training(data, tmp_path):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 from small_experiments import make_recipe
-from tiny_generator import tiny_generator
 from transformers import GenerationConfig
 
 from metaphrase.evaluation.task_scores import TaskScores
@@ -61,11 +60,6 @@ def test_a_search_that_takes_too_long_is_left_out():
     assert values == BEAMS and len(writer.asked) == 2
 
 
-def test_without_time_search_is_greedy():
-    values, reason = choose_decoding(Writer([]), SOURCES, SOURCES, TaskScores(["bleu"]), lambda seconds: False)
-    assert values == GREEDY and reason == "there is no time to compare beams"
-
-
 @pytest.mark.parametrize("given", [{}, {"num_beams": 2}], ids=["open", "given"])
 def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch):
     monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (SHORT, "as the test wants"))
@@ -90,16 +84,6 @@ def test_a_resumed_run_chooses_its_decoding_again(data, tmp_path, monkeypatch):
     assert (merged.choose_decoding, merged.num_beams, merged.max_steps) == (True, None, 3)
     # Beams that were given stay.
     assert with_fields_of_run(resumed.replace(num_beams=2), run).num_beams == 2
-
-
-def test_greedy_search_leaves_settings_of_beams_out(tmp_path, monkeypatch):
-    generator = tiny_generator()
-    generator.model.generation_config.update(num_beams=4, length_penalty=2.0, early_stopping=True)
-    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (GREEDY, "as wanted"))
-    sample = SimpleNamespace(sources=SOURCES, references=SOURCES, scores=TaskScores(["bleu"]))
-    fill_decoding(Recipe(), generator, sample, time.time() + 60, 1, tmp_path)
-    config = GenerationConfig.from_pretrained(tmp_path)
-    assert config.num_beams == 1 and config.early_stopping in (None, False) and config.length_penalty in (None, 1.0)
 
 
 def test_it_needs_validation_pairs(data, tmp_path):

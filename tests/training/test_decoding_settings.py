@@ -68,13 +68,6 @@ def test_settings_of_a_base_that_apply_stay(inherited, own, base, data, tmp_path
     assert isinstance(config.repetition_penalty, float | None)
 
 
-def test_settings_that_nothing_can_save_are_found_before_training(base, data, tmp_path):
-    folder = base(cache_implementation="lost")
-    with pytest.raises(ValueError, match=r"base.*must hold usable generation settings: Invalid"):
-        train(data, tmp_path / "run", **FEW, model_name_or_path=folder)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_length_penalty_needs_beams(base, data, tmp_path):
     for fields in ({}, {"num_beams": 1}, {"num_beams": 1, "model_name_or_path": "x"}):
         with pytest.raises(ValueError, match=r"`length_penalty` must come with `num_beams` above 1, got 2\.0 and 1"):

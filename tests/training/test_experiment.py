@@ -1,7 +1,6 @@
 """The experiment: recipes carried out end to end on a few made-up pairs."""
 
 import json
-import logging
 
 import datasets
 import pytest
@@ -12,10 +11,8 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.evaluation import evaluate as evaluation
-from metaphrase.evaluation import metrics
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training import cpu_setup as precision
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 
@@ -79,14 +76,6 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
     assert not any("@@" in text for texts in joined for text in texts)
 
 
-def test_what_was_decoded_is_kept_when_it_cannot_be_scored(data, tmp_path, monkeypatch):
-    fields = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
-    monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train(data, tmp_path / "run", **fields)
-    assert len((tmp_path / "run" / "test_predictions.txt").read_text(encoding="utf-8").splitlines()) == 8
-
-
 def test_task_prefix_reaches_the_model_but_not_the_vocabulary(data, tmp_path):
     recipe = make_recipe(data, tmp_path / "run", source_prefix="zzqzz: ", vocab_size=400)
     experiment = Experiment(recipe)
@@ -141,13 +130,6 @@ def test_the_finished_model_alone_can_be_decoded_and_scored(field, data, tmp_pat
     assert len(read_log(tmp_path / "run")) == 2 and not read_log(tmp_path / "run", "eval_wer")
 
 
-def test_processes_on_a_cpu_meet_before_anything_else(data, tmp_path, monkeypatch):
-    met = []
-    monkeypatch.setattr("metaphrase.training.experiment.meet_on_cpu", lambda *given: met.append(given))
-    Experiment(make_recipe(data, tmp_path / "run", ddp_timeout=77, use_cpu="true"))
-    assert met == [(77, None)]
-
-
 def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
     experiment = Experiment(make_recipe(data, tmp_path / "run"))
     monkeypatch.setattr(Seq2SeqTrainingArguments, "n_gpu", 2)
@@ -196,23 +178,6 @@ def test_references_that_cannot_be_scored_are_found_before_training(data, tmp_pa
         train(data, tmp_path / "run", **fields)
 
 
-def test_a_tokenizer_of_bleu_that_is_not_installed_is_found_before_any_work(data, tmp_path, monkeypatch):
-    # As it is where MeCab is missing; here it may be there.
-    def fail(tokenize):
-        raise RuntimeError("Japanese tokenization requires extra dependencies,\n but you do not have them installed.")
-
-    monkeypatch.setattr(metrics.BLEU, "__init__", lambda self, tokenize: fail(tokenize))
-    with pytest.raises(ValueError, match=r"must be installed, got 'ja-mecab': Japanese .* dependencies, but"):
-        Experiment(make_recipe(data, tmp_path / "run", bleu_tokenize="ja-mecab"))
-
-
-def test_run_in_bfloat16_says_where_it_is_slow(data, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(precision, "speed_of_bfloat16", lambda: 0.5)
-    with caplog.at_level(logging.WARNING):
-        train(data, tmp_path / "run", bf16="true", max_steps=1)
-    assert "at 0.50 of its speed in float32" in caplog.text
-
-
 def test_techniques_of_training_act(data, tmp_path):
     plain = train(data, tmp_path / "plain")
     ways = {
@@ -253,3 +218,11 @@ def test_an_experiment_is_carried_out_once(data, tmp_path, capsys):
     assert "shards" not in capsys.readouterr().err and transformers_logging.is_progress_bar_enabled()
     with pytest.raises(ValueError, match="must be carried out once"):
         experiment.train()
+
+
+def test_what_was_decoded_is_kept_when_it_cannot_be_scored(data, tmp_path, monkeypatch):
+    fields = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(data, tmp_path / "run", **fields)
+    assert len((tmp_path / "run" / "test_predictions.txt").read_text(encoding="utf-8").splitlines()) == 8

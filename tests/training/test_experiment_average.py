@@ -1,6 +1,5 @@
 """The experiment whose model is the mean of checkpoints."""
 
-import json
 import logging
 
 import pytest
@@ -61,17 +60,6 @@ def test_a_run_that_went_back_is_averaged_without_what_it_left(data, tmp_path):
     fields["resume_from_checkpoint"] = tmp_path / "run" / "checkpoint-3"
     Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=6)).train()
     assert_mean(tmp_path / "run", (3, 6))
-
-
-def test_the_best_are_chosen_by_the_scores_of_this_run(data, tmp_path):
-    (tmp_path / "run").mkdir()
-    log = [{"step": step, "eval_loss": float(step)} for step in (3, 6, 9)]
-    (tmp_path / "run" / "trainer_state.json").write_text(json.dumps({"global_step": 300, "log_history": log}))
-    # An earlier run has written it.
-    (tmp_path / "run" / "data_report.json").write_text("{}")
-    fields = {"average_best": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert_mean(tmp_path / "run", (6, 9))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "reduce_lr_on_plateau"])

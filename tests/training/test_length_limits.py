@@ -134,12 +134,6 @@ def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path
     assert longest_sequence(Recipe(model_name_or_path=str(tmp_path))) == expected
 
 
-def test_presets_say_what_they_can_read():
-    learned, relative = {}, {"position_embedding_type": "relative"}
-    assert longest_sequence(Recipe()) == 1024
-    assert [longest_sequence(Recipe(preset="bart-base", model=model)) for model in (learned, relative)] == [1024, None]
-
-
 def test_a_run_whose_limits_were_lowered_goes_on(make):
     fields = {"max_source_length": None, "max_target_length": None, "save_strategy": "steps", "save_steps": 1}
     fields |= {"eval_strategy": "no", "max_steps": 1}
@@ -170,12 +164,6 @@ def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make, given, expected)
     assert (recipe.max_source_length, recipe.max_target_length) == expected
 
 
-def test_a_stream_has_lengths_for_its_budget_and_its_positions(make):
-    for budget, expected in ((30, (15, 15)), (45, (20, 20)), (40, (20, 20))):
-        recipe = make(LEARNED, **STREAM, max_tokens_per_batch=budget).recipe
-        assert (recipe.max_source_length, recipe.max_target_length) == expected
-
-
 def test_a_stream_keeps_its_lengths_when_it_goes_on_with_another_budget(make):
     fields = STREAM | {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     make(**fields, max_tokens_per_batch=40).train()
@@ -187,9 +175,3 @@ def test_a_stream_keeps_its_lengths_when_it_goes_on_with_another_budget(make):
         make(**fields, max_tokens_per_batch=30)
     with pytest.raises(ValueError, match=r"`max_source_length` must stay as it was .* got 22, and 20"):
         make(**fields | {"max_source_length": 22}, max_tokens_per_batch=50)
-
-
-@pytest.mark.parametrize("value", ["1", "nan", [1]])
-def test_field_of_the_network_that_no_model_folder_may_have_is_refused(value):
-    with pytest.raises(ValueError, match=r"^`output_hidden_states` in `model` must be true or false, got "):
-        longest_sequence(Recipe(model={"output_hidden_states": value}))

@@ -123,12 +123,6 @@ def test_a_fine_tuned_model_gets_the_marks_of_terms(data, tmp_path):
     assert sizes[1] == sizes[0] + len(TERM_TOKENS)
 
 
-def test_pairs_without_terms_are_refused(data, tmp_path):
-    (data / "numbers.tsv").write_text("1 2\t3 4\n" * 40, encoding="utf-8")
-    with pytest.raises(ValueError, match="must be left out for pairs without words"):
-        prepared(data, tmp_path / "run", **ONE_STEP | {"train_file": "numbers.tsv", "augmentation.terms": 0.5})
-
-
 def test_a_run_resumes_with_its_own_stages(data, tmp_path):
     fields = STAGES | ONE_STEP
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()

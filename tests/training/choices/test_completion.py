@@ -1,9 +1,7 @@
 """Tests of `metaphrase train` with a file of pairs and nothing else."""
 
 import json
-import time
 
-import psutil
 import pytest
 from pronunciations import PRONUNCIATIONS
 from verbs import execute
@@ -131,14 +129,6 @@ def test_a_new_network_gets_its_learning_rate_when_pairs_are_not_read_beforehand
     assert completion.complete_optimizer(base) == (base, [])
 
 
-@pytest.mark.parametrize("validation", [[], ["--validation_file", "pairs.tsv"]], ids=["open", "given"])
-def test_the_best_checkpoint_may_be_asked_for_alone(folder, validation):
-    words = ["--train_file", "pairs.tsv", "--output_dir", "run", *SMALL, *validation, "--load_best_model_at_end"]
-    recipe = completion.complete(load_recipe(None, words), is_dry_run=True)[0].recipe
-    assert recipe.load_best_model_at_end and recipe.eval_strategy == recipe.save_strategy == "steps"
-    assert recipe.average_best is None
-
-
 def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
     words = ["--train_file", "pairs.tsv", "--output_dir", "run", *SMALL]
     more = ["--eval_strategy", "steps", "--eval_steps", "2", "--choose_decoding"]
@@ -147,7 +137,7 @@ def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
     assert (recipe.num_validation, recipe.eval_steps, recipe.average_best) == (50, 2, 3) and recipe.choose_decoding
 
 
-@pytest.mark.parametrize("value", ["wide", "-8", "0", "1.5", "7"])
+@pytest.mark.parametrize("value", ["wide", "7"])
 def test_a_width_that_no_network_has_is_refused(folder, value):
     words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--model.hidden_size", value]
     with pytest.raises(ValueError, match=r"hidden_size.*, got|got.*hidden_size"):
@@ -169,33 +159,6 @@ def test_an_update_has_as_many_batches_as_the_recipe_says(folder):
     assert "max_tokens_per_batch 256 (an epoch has" in " ".join(map(str, choices))
 
 
-def test_free_memory_is_that_of_the_container(monkeypatch):
-    assert 2**20 < completion.free_memory() <= psutil.virtual_memory().total
-    monkeypatch.setattr("pathlib.Path.read_text", lambda *_: "1234567")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert completion.free_memory() == 1234567
-
-
-def test_a_run_of_days_is_said_beforehand(folder, monkeypatch, caplog):
-    monkeypatch.setattr(completion, "_measure", lambda *_: completion.Pace(1e5))
-    execute(train, ["pairs.tsv", *SMALL, "--disable_tqdm"])
-    assert "takes about 83.3 hours on this machine" in caplog.text and "--time_budget" in caplog.text
-
-
-def test_four_fifths_of_the_time_that_is_left_are_for_updates(folder, monkeypatch):
-    seconds = []
-
-    def choose(recipe, tokens, pace_of, seconds_left):
-        seconds.append(seconds_left)
-        return 0.0
-
-    monkeypatch.setattr(completion, "_measure", lambda *_: completion.Pace(1.0))
-    monkeypatch.setattr(completion, "choose_from_tokens", choose)
-    recipe = load_recipe(None, ["--train_file", "pairs.tsv", "--output_dir", "run", "--time_budget", "1h"])
-    completion.complete(recipe, is_dry_run=True, started=time.time() - 600)
-    assert 0.8 * 2900 < seconds[0] <= 0.8 * 3000
-
-
 def test_two_parallel_files_are_pairs_too(folder, capsys):
     for name, side in (("in.txt", 0), ("out.txt", 1)):
         (folder / name).write_text("".join(f"{pair[side]}\n" for pair in PRONUNCIATIONS[:300]), encoding="utf-8")
@@ -203,27 +166,16 @@ def test_two_parallel_files_are_pairs_too(folder, capsys):
     assert capsys.readouterr().out.split("pairs")[1].split()[0] == "250"
 
 
-def test_words_that_are_no_data_are_refused():
-    with pytest.raises(FileNotFoundError, match="The recipe must be a file or one of"):
-        train.find_data(["no_such_recipe"])
-    with pytest.raises(
-        ValueError, match="takes a recipe, a file of pairs, two parallel files or a data set, got a b c"
-    ):
-        train.find_data(["a", "b", "c"])
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["pairs.tsv", "dev.tsv"], "Two files must hold parallel lines, got pairs.tsv"),
+        (["no_such_recipe"], "The recipe must be a file or one of"),
+        (["a", "b", "c"], "takes a recipe, a file of pairs, two parallel files or a data set, got a b c"),
         (["train.en", "my.yaml"], "Two files must hold parallel lines, got my.yaml"),
-        (
-            ["pairs.txt"],
-            "A file of pairs must end in one of .* and a recipe in .yaml, got pairs.txt. Of parallel files",
-        ),
+        (["pairs.txt"], "A file of pairs must end in one of .* got pairs.txt"),
     ],
 )
-def test_files_that_do_not_go_together_are_refused(folder, names, message):
+def test_words_that_are_no_data_are_refused(folder, names, message):
     (folder / "pairs.txt").write_text("a\tb\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         train.find_data(names)

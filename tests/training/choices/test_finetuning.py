@@ -14,7 +14,7 @@ from metaphrase.inference import Generator
 from metaphrase.scripts import train
 from metaphrase.training.choices import completion, finetuning
 from metaphrase.training.choices.completion import complete
-from metaphrase.training.choices.finetuning import RULES, family_of, finetuning_updates
+from metaphrase.training.choices.finetuning import RULES, finetuning_updates
 from metaphrase.training.choices.rules import TokenProfile
 from metaphrase.training.model_setup import longest_sequence
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -79,11 +79,6 @@ def test_rates_follow_the_family_also_of_a_converted_model(family, smoothing, bo
     ours, _ = completed(folder, str(folder / "ours"))
     for name in ("learning_rate", "label_smoothing_factor", "weight_decay", "num_beams"):
         assert getattr(ours, name) == getattr(recipe, name), name
-
-
-def test_beams_of_the_base_are_compared_if_the_recipe_says_so(folder):
-    recipe, _ = completed(folder, save_base("marian", folder / "theirs", num_beams=3), choose_decoding=True)
-    assert recipe.choose_decoding and recipe.num_beams is None
 
 
 def test_given_fields_stay(folder):
@@ -164,7 +159,3 @@ def test_wider_models_have_lower_rates():
         rates = [rule.learning_rate(width) for width in (16, 512, 768, 1024, 4096)]
         assert rates == sorted(rates, reverse=True)
         assert np.isclose(rule.learning_rate(rule.width), rule.rate) and rates[0] <= 4 * rule.rate
-
-
-def test_own_models_have_their_own_rate():
-    assert family_of(tiny_generator().model.config) == "metaphrase"

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, batch_and_shape, training_model
+from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, batch_and_shape, training_model
 from live_bytes import LiveBytes
-from tiny_models import tiny_config
 
-from metaphrase.training.planning.activations import Precision, estimate_activations
-from metaphrase.training.planning.batches import BatchShape
+from metaphrase.training.planning.activations import estimate_activations
 from metaphrase.training.trainer import repeat_batch
 
 
@@ -58,27 +56,6 @@ def test_activations_are_what_autograd_keeps(fields, precision, tolerance, is_pa
     assert estimated == pytest.approx(kept_bytes(model, batch, is_autocast=precision is AUTOCAST), rel=tolerance)
 
 
-@pytest.mark.parametrize("design", ["recommended", "t5 v1.1"])
-def test_activations_of_states_in_half_precision(design):
-    """As under FSDP, which turns weights and states to half precision."""
-    model = training_model(**DESIGNS[design]).bfloat16()
-    batch, shape = batch_and_shape(is_packed=False)
-    estimated = estimate_activations(model.config, shape, Precision(compute_bytes=2, stream_bytes=2)).kept
-    assert estimated == pytest.approx(kept_bytes(model, batch), rel=0.1)
-
-
-def test_packed_rows_cost_their_tokens_and_widths_and_padded_rows_their_cells():
-    lengths = ([3, 40], [17, 2])
-    packed, padded = (BatchShape.of(*lengths, is_packed=is_packed) for is_packed in (True, False))
-    assert (packed.tokens, packed.width("target")) == (62, 24)
-    assert (padded.source_tokens, padded.target_tokens, padded.width("source")) == (80, 34, 40)
-    names = ("source_scores", "target_scores", "cross_scores")
-    scores = [getattr(packed, name) for name in names]
-    assert scores == [16**2 + 40**2, 24**2 + 16**2, 24 * 16 + 16 * 40]
-    assert [getattr(padded, name) for name in names] == [2 * 40**2, 2 * 17**2, 2 * 17 * 40]
-    assert [getattr(packed.repeated(2), name) for name in names] == [2 * score for score in scores]
-
-
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
@@ -96,14 +73,6 @@ def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpo
     gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
     estimated = estimate_activations(model.config, shape, FLOAT32, is_checkpointed).peak(gradients)
     assert estimated == pytest.approx(live.most, rel=0.2)
-
-
-def test_gradients_that_stay_are_added():
-    activations = estimate_activations(tiny_config(**WIDTHS), batch_and_shape(True)[1], FLOAT32)
-    small = activations.kept // 2
-    assert activations.peak(small, gradients_persist=True) == activations.peak() + small
-    assert activations.peak(small) == activations.peak()
-    assert activations.peak(10 * activations.kept) > 10 * activations.kept
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])

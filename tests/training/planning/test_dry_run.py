@@ -26,12 +26,6 @@ def test_parameters_steps_and_time_are_told_and_nothing_is_written(data, tmp_pat
     assert estimate.parameters.total == experiment.make_model(experiment.make_tokenizers()).num_parameters()
 
 
-def test_a_stream_cannot_be_planned(data, tmp_path):
-    fields = {"streaming": "true", "max_tokens_per_batch": 300, "max_steps": 5}
-    with pytest.raises(ValueError, match="`streaming` must be false for a dry run"):
-        dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)))
-
-
 @pytest.mark.parametrize("technique", [{"freeze": ["encoder"]}, {"lora_rank": 4}])
 def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique):
     if "lora_rank" in technique:

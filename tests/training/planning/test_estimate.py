@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from estimated_runs import AUTOCAST, FLOAT32, WIDTHS, arguments_of, batch_and_shape
+from estimated_runs import AUTOCAST, FLOAT32, WIDTHS, arguments_of
 from tiny_models import tiny_config, tiny_model
 from transformers import T5Config
 from transformers import T5ForConditionalGeneration as T5
@@ -154,28 +154,6 @@ def test_arguments_decide_precision_and_checkpoints(tmp_path):
     assert any("heap" in note for note in half.notes) and not any("heap" in note for note in shared.notes)
 
 
-def test_layers_that_are_not_computed_again_after_all_are_told(tmp_path):
-    model, said = meta_model(tiny_config()), "All layers are taken to be computed again"
-    for options, is_said in (({}, False), ({"use_reentrant": False}, False), ({"every_n_layers": 2}, True)):
-        arguments = arguments_of(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
-        notes = estimate_run(model, arguments, [(4, 4)]).notes
-        assert any(said in note for note in notes) == is_said
-
-
-def test_time_needs_a_rate(tmp_path):
-    model, arguments = meta_model(tiny_config()), arguments_of(tmp_path, max_steps=100)
-    without = estimate_run(model, arguments, [(4, 4)])
-    assert without.hours is None and any("no rate" in note for note in without.notes)
-    estimate = estimate_run(model, arguments, [(4, 4)], flops_per_second=1e6)
-    assert estimate.hours == pytest.approx(100 * estimate.flops_per_step / 1e6 / 3600)
-
-
-def test_a_batch_has_the_shape_of_its_tensors():
-    for is_packed in (False, True):
-        batch, shape = batch_and_shape(is_packed)
-        assert BatchShape.of_tensors(batch) == shape
-
-
 def test_table_and_values_say_the_same(tmp_path):
     model = meta_model(MetaphraseConfig.from_preset("t5-11b"))
     arguments = arguments_of(tmp_path, bf16=True, fsdp=True, gradient_checkpointing=True, max_steps=10)
@@ -200,12 +178,3 @@ def test_activations_of_other_families_are_unknown(tmp_path):
     assert estimate.activations is None and estimate.other_peak is None
     assert estimate.peak == 16 * model.num_parameters()
     assert any("not for t5" in note for note in estimate.notes) and "and activations" in str(estimate)
-
-
-def test_wrong_arguments_are_refused(tmp_path):
-    model, arguments = meta_model(tiny_config()), arguments_of(tmp_path)
-    for lengths in ([], [1, 2], [(1, 2, 3)]):
-        with pytest.raises(ValueError, match="`lengths` must be those of at least one pair"):
-            estimate_run(model, arguments, lengths)
-    with pytest.raises(ValueError, match="`max_tokens_per_batch` must hold the longest pair"):
-        estimate_run(model, arguments, [(50, 60)], max_tokens_per_batch=100)
