@@ -9,15 +9,6 @@ from transformers.generation import logits_process, stopping_criteria
 
 from metaphrase.modeling.pipeline_support import generation_settings, override_lengths, use_floats
 
-# Options of the command line.
-GENERATION_OPTIONS = (
-    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "length_penalty", "early_stopping"),
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
-    *("repetition_penalty", "no_repeat_ngram_size", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
-    "num_return_sequences",
-)
-# Options that turn sampling on.
-_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
 # Processors that only remove tokens.
 _REMOVERS = {
     getattr(logits_process, name, None)
@@ -73,18 +64,6 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
         # `generate()` accepts tensors, too.
         if name.endswith("_token_id") and isinstance(value, torch.Tensor):
             options[name] = value.tolist()
-    return options
-
-
-def complete_sampling(options: dict) -> dict:
-    """Set `do_sample` if an option needs it and the caller has set neither it nor a loop, and then one beam if none are set.
-
-    A model may have beams of its own, and sampling within beams is another search.
-    """
-    chosen = {name for name, value in options.items() if value is not None}
-    if not chosen & {"do_sample", "custom_generate"} and chosen & _SAMPLING:
-        beams = {} if "num_beams" in chosen else {"num_beams": 1}
-        return {**options, "do_sample": True, **beams}
     return options
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from metaphrase.hub_card.figures import is_finite
 from metaphrase.storage.folders import read_fields
-from metaphrase.storage.model_files import Rule, check_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
@@ -27,15 +26,6 @@ SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "a
 SECRET_FIELDS += ("hf_token", "access_token", "auth_token", "access_key", "secret_key", "aws_secret_access_key")
 # Access tokens of well-known services, and the user part of an address.
 _SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|glpat-|xox[a-z]-|AKIA)[\w-]{16,}|(?<=://)[^/@\s]+@")
-_STATE_RULES = {
-    "log_history": Rule(
-        "a list of entries, whose `step` is a whole number",
-        lambda log: (
-            isinstance(log, list)
-            and all(isinstance(entry, dict) and isinstance(entry.get("step", 0), int) for entry in log)
-        ),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -95,12 +85,16 @@ class TrainedFolder:
         self.metrics = _check_metrics(read_fields(self.path / "metrics.json"))
         self.recipe = read_recipe(self.path)
         self.trainer_state = read_fields(self.path / "trainer_state.json")
-        check_fields(self.path / "trainer_state.json", _STATE_RULES)
         self.config = read_fields(self.path / "config.json")
         self.num_parameters = count_parameters(self.path)
         self.has_target_tokenizer = (self.path / TARGET_SUBFOLDER).is_dir()
         self.has_own_code = bool((self.config or {}).get("auto_map"))
         self.log_history = (self.trainer_state or {}).get("log_history") or []
+        is_log = isinstance(self.log_history, list) and all(isinstance(entry, dict) for entry in self.log_history)
+        if not is_log:
+            raise ValueError(
+                f"`log_history` in `trainer_state.json` must be a list of entries, got {self.log_history!r}."
+            )
         metrics = self.metrics or {}
         self.scores = metrics.get("scores") or {}
         self.tasks = metrics.get("tasks") or {}

@@ -1,6 +1,5 @@
 """Inference: decode, score and align many texts."""
 
-from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.decoding.quantization import QUANTIZATIONS, quantize
 from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
@@ -25,6 +24,7 @@ from metaphrase.inference.scoring import ForcedScore
 from metaphrase.inference.streams import ScoredText
 from metaphrase.inference.texts.terms import Terms
 from metaphrase.inference.whole_texts import TextDecoder
+from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 
 __all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "EnsembleSearch", "Explanation"]
 __all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]

@@ -11,7 +11,7 @@ from transformers.generation import GenerationMode
 
 from metaphrase.decoding import fast_generation
 from metaphrase.decoding.fast_generation import SequenceScores, is_metaphrase, totals_of_steps
-from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
+from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.searches.constrained_beam_search import add_beams, constrained_beam_search
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
@@ -27,7 +27,7 @@ from metaphrase.modeling.pipeline_support import (
     length_limits,
     resolve_settings,
 )
-from metaphrase.storage.model_files import check_options
+from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.fast_generation import is_metaphrase
-from metaphrase.decoding.options import complete_sampling, plain_options
+from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.quantization import PackedLinear, quantization_of, quantize
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
@@ -46,8 +46,8 @@ from metaphrase.modeling.pipeline_support import (
     longest_source,
     longest_target,
 )
+from metaphrase.storage.generation_options import check_options, complete_sampling
 from metaphrase.storage.loading import load_whole, naming
-from metaphrase.storage.model_files import check_options
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 

@@ -14,7 +14,8 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import GenerationConfig
 
-from metaphrase.decoding.options import complete_sampling, plain_options
+from metaphrase.decoding.options import plain_options
+from metaphrase.storage.generation_options import complete_sampling
 
 # Columns of the n-gram matrices at a time. Bounds the memory to (candidates + references) rows of this width.
 _COLUMNS_AT_ONCE = 1 << 14

@@ -14,7 +14,6 @@ import anyio
 import torch
 from fastapi import Request
 
-from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import Plan, make_splitter
 from metaphrase.inference.texts.documents import Document, keep_whole
@@ -25,7 +24,7 @@ from metaphrase.modeling.pipeline_support import resolve_settings
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import QueuedGenerator, ServedModel, ServedModels, base_code, identify_languages
-from metaphrase.storage.model_files import check_options
+from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, complete_sampling
 
 Result = TypeVar("Result")
 # A client may not choose special tokens.

@@ -4,6 +4,7 @@ This file imports no library, so that the help of a command comes at once.
 """
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -34,19 +35,13 @@ GENERATION_OPTIONS: dict[str, GenerationOption] = {
     "min_new_tokens": GenerationOption(int, "minimum tokens of a target, without the start token", 0, _MAX_LENGTH),
     "num_beams": GenerationOption(int, "beam size; 1 is greedy search or sampling", 1, _MAX_BEAMS),
     "length_penalty": GenerationOption(float, "exponent of the length that divides the score of a beam", -10, 10),
-    "num_beam_groups": GenerationOption(int, "number of beam groups for diverse beam search", 1, _MAX_BEAMS),
-    "diversity_penalty": GenerationOption(
-        float, "penalty of diverse beam search for a token that another group chose in this step", 0, 1e6
-    ),
     "early_stopping": GenerationOption(
         str, "stop a sentence at num_beams finished candidates; never: stop when no better candidate is possible"
     ),
     "do_sample": GenerationOption(bool, "sample instead of taking the most probable token"),
     # With smaller or larger values, scores of float32 overflow or become equal.
     "temperature": GenerationOption(float, "divide the logits by this value before sampling", 1e-9, 1e9),
-    "top_k": GenerationOption(
-        int, "sample from the k most probable tokens; number of candidates in contrastive search", 0, _LAST_ID
-    ),
+    "top_k": GenerationOption(int, "sample from the k most probable tokens", 0, _LAST_ID),
     "top_p": GenerationOption(
         float, "sample from the most probable tokens with this total probability (nucleus sampling)", 1e-9, 1
     ),
@@ -59,9 +54,6 @@ GENERATION_OPTIONS: dict[str, GenerationOption] = {
     "top_h": GenerationOption(
         float, "sample from the most probable tokens with at most this share of the entropy", 0, 1
     ),
-    "penalty_alpha": GenerationOption(
-        float, "weight of the degeneration penalty in contrastive search; needs top_k", 0, 1
-    ),
     "repetition_penalty": GenerationOption(float, "divide the scores of earlier tokens by this value", 1e-3, 1e3),
     "no_repeat_ngram_size": GenerationOption(int, "forbid to repeat an n-gram of this size", 0, _LAST_ID),
     "renormalize_logits": GenerationOption(
@@ -71,28 +63,36 @@ GENERATION_OPTIONS: dict[str, GenerationOption] = {
     "forced_eos_token_id": GenerationOption(int, "id of the last token of a target at the length limit"),
     "num_return_sequences": GenerationOption(int, "number of targets for each source", 1, _MAX_BEAMS),
 }
-# Options that turn sampling on. With `penalty_alpha`, `top_k` belongs to contrastive search.
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+# Options that turn sampling on.
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
 
 
 def check_options(options: Mapping[str, Any], where: str = "") -> None:
-    """Check the numbers among the options of `generate()`, which may silently ignore them or fail late.
+    """Check options of `generate()`, which may silently ignore a wrong value or fail late.
 
     Args:
-        options: Options by name. Values that are no numbers are left to `generate()`.
+        options: Options by name. Those that this file does not describe, ids and None are not checked.
         where: Origin of the options, for the error.
 
     Raises:
-        ValueError: Naming the option, the range and the value.
+        ValueError: Naming the option, what must hold and the value.
     """
     for name, value in options.items():
         option = GENERATION_OPTIONS.get(name)
-        if option is None or option.low is None or isinstance(value, bool) or not isinstance(value, int | float):
+        if option is None or value is None or name.endswith("_token_id"):
             continue
-        is_in_range = math.isfinite(value) and option.low <= value <= option.high
-        if not is_in_range or (option.type is int and value != int(value)):
+        if option.low is None:
+            # Numbers stand for truth values in many programs.
+            if not isinstance(value, bool | numbers.Real) and not (option.type is str and value == "never"):
+                words = "true, false or never" if option.type is str else "true or false"
+                raise ValueError(f"`{name}`{where} must be {words}, got {value!r}.")
+            continue
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not option.low <= value <= option.high or (option.type is int and value != int(value)):
             kind = "a whole number" if option.type is int else "a number"
-            raise ValueError(f"`{name}` must be {kind} from {option.low:g} to {option.high:g}, got {value}{where}.")
+            raise ValueError(
+                f"`{name}`{where} must be {kind} from {option.low:.10g} to {option.high:.10g}, got {value!r}."
+            )
 
 
 def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,8 +101,7 @@ def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     A model may have beams of its own, and sampling within beams is another search.
     """
     chosen = {name for name, value in options.items() if value is not None}
-    names = [name for name in _SAMPLING if name != "top_k" or "penalty_alpha" not in chosen]
-    if not chosen & {"do_sample", "custom_generate"} and chosen.intersection(names):
+    if not chosen & {"do_sample", "custom_generate"} and chosen & _SAMPLING:
         beams = {} if "num_beams" in chosen else {"num_beams": 1}
         return {**options, "do_sample": True, **beams}
     return dict(options)

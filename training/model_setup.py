@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, Pr
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.pipeline_support import position_limit, use_floats
 from metaphrase.storage.loading import load_whole, naming
-from metaphrase.storage.model_files import check_config_fields
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import check_targets
 from metaphrase.training.checkpointing.sharding import whole_shape
@@ -42,7 +41,6 @@ def longest_sequence(recipe: Recipe) -> int | None:
 
 def _load_config(recipe: Recipe) -> PreTrainedConfig:
     if recipe.model_name_or_path is None:
-        check_config_fields(recipe.model, "model")
         # The tokenizer is unknown yet. With two vocabularies, embeddings cannot be shared.
         return MetaphraseConfig.from_preset(recipe.preset, **{"share_embeddings": False, **recipe.model})
     with naming(recipe.model_name_or_path, "model_name_or_path"):

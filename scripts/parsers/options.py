@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from metaphrase.scripts.parsers.console import VerbParser
+from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 
 ENGINES = ("auto", "torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
@@ -135,36 +136,6 @@ def count_or_zero(word: str) -> int:
     if not (word.isascii() and word.isdecimal()):
         raise argparse.ArgumentTypeError(f"the value must be a whole number of at least 0, got {word!r}")
     return int(word)
-
-
-# For each option its type and its help text.
-GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
-    "max_length": (int, "maximum tokens of a target"),
-    "max_new_tokens": (int, "maximum tokens of a target, without the start token"),
-    "min_length": (int, "minimum tokens of a target"),
-    "min_new_tokens": (int, "minimum tokens of a target, without the start token"),
-    "num_beams": (int, "beam size; 1 is greedy search or sampling"),
-    "length_penalty": (float, "exponent of the length that divides the score of a beam"),
-    "early_stopping": (
-        parse_bool_or_never,
-        "stop a sentence at num_beams finished candidates; never: stop when no better candidate is possible",
-    ),
-    "do_sample": (bool, "sample instead of taking the most probable token"),
-    "temperature": (float, "divide the logits by this value before sampling"),
-    "top_k": (int, "sample from the k most probable tokens"),
-    "top_p": (float, "sample from the most probable tokens with this total probability (nucleus sampling)"),
-    "min_p": (float, "sample from tokens with at least this share of the highest probability"),
-    "typical_p": (float, "sample from the most typical tokens with this total probability"),
-    "epsilon_cutoff": (float, "sample from tokens with at least this probability"),
-    "eta_cutoff": (float, "as epsilon_cutoff, with a lower threshold for a flat distribution"),
-    "top_h": (float, "sample from the most probable tokens with at most this share of the entropy"),
-    "repetition_penalty": (float, "divide the scores of earlier tokens by this value"),
-    "no_repeat_ngram_size": (int, "forbid to repeat an n-gram of this size"),
-    "renormalize_logits": (bool, "normalize the probabilities after the other options have changed them"),
-    "forced_bos_token_id": (int, "id of the first token of every target, such as a language"),
-    "forced_eos_token_id": (int, "id of the last token of a target at the length limit"),
-    "num_return_sequences": (int, "number of targets for each source"),
-}
 
 
 def add_model_options(parser: argparse.ArgumentParser, name: str = "model", **options) -> None:
@@ -343,18 +314,16 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "generation", "names and meanings are those of transformers' generate(); defaults are those of the model"
     )
-    for name, (kind, text) in GENERATION_OPTIONS.items():
-        if kind in (bool, parse_bool_or_never):
-            convert, metavar = (parse_bool, "BOOL") if kind is bool else (kind, "BOOL|never")
-            group.add_argument(f"--{name}", type=convert, nargs="?", const=True, metavar=metavar, help=text)
+    for name, option in GENERATION_OPTIONS.items():
+        if option.type in (bool, str):
+            convert, metavar = (parse_bool, "BOOL") if option.type is bool else (parse_bool_or_never, "BOOL|never")
+            group.add_argument(f"--{name}", type=convert, nargs="?", const=True, metavar=metavar, help=option.help)
         else:
-            group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+            group.add_argument(f"--{name}", type=option.type, metavar=option.type.__name__.upper(), help=option.help)
 
 
 def chosen_generation_options(arguments: argparse.Namespace) -> dict:
     """Return the generation options given on the command line."""
-    from metaphrase.decoding.options import complete_sampling
-
     return complete_sampling(given_options(arguments, GENERATION_OPTIONS))
 
 

@@ -7,7 +7,6 @@ from transformers import GenerationConfig
 
 from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
 from metaphrase.data.pairs import READERS
-from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.hub_card.explanation_page import MAX_PAIRS
@@ -23,6 +22,7 @@ from metaphrase.scripts.export import FORMATS
 from metaphrase.scripts.parsers import data_verbs, make_parser, options
 from metaphrase.scripts.parsers.console import MAX_HELP_LINES
 from metaphrase.scripts.parsers.options import add_generation_options, chosen_generation_options, recipe_fields
+from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
@@ -41,7 +41,6 @@ def test_every_option_is_one_of_transformers():
 
 def test_names_and_defaults_are_those_of_the_rooms():
     """The parsers repeat them, because importing the rooms takes seconds."""
-    assert tuple(options.GENERATION_OPTIONS) == GENERATION_OPTIONS
     assert (options.ENGINES, options.ENSEMBLE_MEANS) == (ENGINES, ENSEMBLE_MEANS)
     sizes = (options.DEFAULT_BATCH_SIZE, options.DEFAULT_MAX_TOKENS_PER_BATCH, options.MAX_LINE_CHARACTERS)
     assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS)

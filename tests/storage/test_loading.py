@@ -136,8 +136,8 @@ def test_configuration_of_another_type_is_one_line(folder, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     assert run("attention", [str(folder), "--source", "a", "--format", "pharaoh"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    rule = f"`hidden_size` in {str(folder / 'config.json')!r} must be a whole number from 1 to 2147483647, got '32'."
-    assert said == f"metaphrase attention: error: {rule}"
+    assert said.startswith(f"metaphrase attention: error: {str(folder / 'config.json')!r} must hold usable fields: ")
+    assert "'hidden_size'" in said and "'32'" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

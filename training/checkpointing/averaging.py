@@ -25,7 +25,6 @@ from metaphrase.storage.folders import (
     refuse_outer_links,
     write_provenance,
 )
-from metaphrase.storage.model_files import check_settings
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.checkpointing.folders import (
@@ -158,8 +157,6 @@ def average_checkpoints(
         raise ValueError(f"`folders` must be at least two, and different, got {names}.")
     check = partial(check_output, output, folders, overwrite, PROVENANCE_NAME, "averaged")
     check()
-    for folder in folders:
-        check_settings(folder)
     with contextlib.ExitStack() as files:
         checkpoints = [WeightFiles(folder, files) for folder in folders]
         for checkpoint in checkpoints[:-1]:
