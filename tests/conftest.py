@@ -73,11 +73,12 @@ def pairs():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run folders with three checkpoints, of a plain Trainer and of `WholeCheckpoints`."""
+    """Run folders with three checkpoints, of a plain Trainer and of `MetaphraseTrainer`."""
     import small_runs
+    from transformers import Seq2SeqTrainer
 
     folders = {}
-    for name, trainer_class in (("plain", small_runs.Seq2SeqTrainer), ("whole", small_runs.WholeTrainer)):
+    for name, trainer_class in (("plain", Seq2SeqTrainer), ("whole", small_runs.MetaphraseTrainer)):
         folders[name] = tmp_path_factory.mktemp(name) / "run"
         small_runs.make_trainer(folders[name], trainer_class).train()
     return folders
@@ -85,7 +86,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A copy of the run folder of `WholeCheckpoints`."""
+    """A copy of the run folder of `MetaphraseTrainer`."""
     return shutil.copytree(runs["whole"], tmp_path / "run")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from job_server import JobServer, fork, serve
 from safetensors import torch as safetensors_torch
-from small_runs import WholeTrainer
 from transformers import (
     EarlyStoppingCallback,
     Seq2SeqTrainingArguments,
@@ -52,7 +51,7 @@ CASES = {
         "eval_on_start": True,
     }
     | {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", "greater_is_better": False},
-    # Here transformers' own trainer. The order of the data is drawn from the state of the process; workers draw noise.
+    # The order of the data is drawn from the state of the process; workers draw noise.
     "global_order": {"max_steps": 12, "save_strategy": "steps", "save_steps": 3, "optim": "adafactor"}
     | {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
     "best": BY_SCORE
@@ -181,7 +180,7 @@ class Noisy(torch.utils.data.Dataset):
         return self.pairs[key] | {"input_ids": [token, *self.pairs[key]["input_ids"][1:]]}
 
 
-class GroupingTrainer(WholeTrainer):
+class GroupingTrainer(MetaphraseTrainer):
     def _get_train_sampler(self, train_dataset=None):
         return LengthGroupedSampler(list(self.train_dataset["length"]), self.args.train_batch_size, self.args.seed)
 
@@ -197,7 +196,7 @@ def make_trainer(case, output, callbacks=()):
         score = RisesThenStays()
         callbacks += [score] if case == "best" else [score, EarlyStoppingCallback(2)]
         options = {"score": score, "generation_options": {"max_new_tokens": 3, "do_sample": True}}
-    trainer_class = {"global_order": WholeTrainer, "processes": GroupingTrainer}.get(case, MetaphraseTrainer)
+    trainer_class = GroupingTrainer if case == "processes" else MetaphraseTrainer
     return trainer_class(
         model=tiny_model(dropout=0.1, encoder_attention_heads=2, decoder_attention_heads=2, **sizes),
         args=Seq2SeqTrainingArguments(output_dir=output, **(BASE | CASES[case])),

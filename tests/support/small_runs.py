@@ -3,11 +3,11 @@
 import json
 
 from tiny_models import tiny_model
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.training.checkpointing.folders import checkpoints_in, what_is_missing
-from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
+from metaphrase.training.trainer import MetaphraseTrainer
 
 # Arguments of every Trainer in the tests.
 QUIET = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False}
@@ -18,11 +18,7 @@ for side in ("encoder", "decoder"):
 PAIRS = [{"input_ids": [4 + number, 7, 2], "labels": [9, 5 + number, 2]} for number in range(8)]
 
 
-class WholeTrainer(WholeCheckpoints, Seq2SeqTrainer):
-    """A Trainer with `WholeCheckpoints` and nothing else."""
-
-
-def make_trainer(folder, trainer_class=WholeTrainer, callbacks=(), collator=None, **options):
+def make_trainer(folder, trainer_class=MetaphraseTrainer, callbacks=(), collator=None, **options):
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "per_device_train_batch_size": 2}
     sizes = {"hidden_size": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     return trainer_class(

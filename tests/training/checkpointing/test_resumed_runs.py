@@ -9,14 +9,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from small_runs import PAIRS, WholeTrainer, is_whole, make_trainer, names, read
+from small_runs import PAIRS, MetaphraseTrainer, is_whole, make_trainer, names, read
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
-from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.recipe import load_recipe
 
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
@@ -28,28 +26,6 @@ def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
     trainer = make_trainer(run)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3 and is_whole(run / "checkpoint-3")
-
-
-def test_an_experiment_takes_the_last_whole_checkpoint_and_refuses_others(run, tmp_path, caplog):
-    pairs = tmp_path / "train.tsv"
-    pairs.write_text("a\tb\n", encoding="utf-8")
-    os.truncate(run / "checkpoint-3" / "optimizer.pt", 100)
-
-    def checkpoint(folder, *words):
-        return Experiment(
-            load_recipe(None, ["--train_file", str(pairs), "--output_dir", str(folder), *words])
-        ).checkpoint
-
-    with pytest.raises(ValueError, match=r"must not hold the checkpoints of another run, got .* with checkpoint-3"):
-        checkpoint(run)
-    assert checkpoint(run, "--resume_from_checkpoint", "true") == str(run / "checkpoint-2")
-    assert "checkpoint-3 is not whole and is passed over: optimizer.pt" in caplog.text
-    named = str(run / "checkpoint-1")
-    assert checkpoint(tmp_path / "new", "--resume_from_checkpoint", named) == named
-    with pytest.raises(ValueError, match=r"must be a whole checkpoint, got .*checkpoint-3: optimizer.pt is cut short"):
-        checkpoint(run, "--resume_from_checkpoint", str(run / "checkpoint-3"))
-    assert checkpoint(tmp_path / "new", "--resume_from_checkpoint", "true") is None
-    assert "holds no whole checkpoint to resume from" in caplog.text
 
 
 def test_later_checkpoints_are_set_aside(run, caplog):
@@ -87,19 +63,11 @@ def test_nothing_is_set_aside_before_training_begins(run):
     assert names(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"] and len(list(run.iterdir())) == 3
 
 
-def test_a_run_that_is_done_at_an_earlier_checkpoint_sets_the_later_ones_aside(run):
-    make_trainer(run, max_steps=2).train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert names(run) == ["checkpoint-1", "checkpoint-2"] and names(run / "_abandoned-1") == ["checkpoint-3"]
-
-
 def test_a_run_that_is_done_makes_no_further_step_and_more_steps_can_be_asked_for(run):
     before = (run / "checkpoint-3" / "model.safetensors").read_bytes()
     trainer = make_trainer(run)
     result = trainer.train(resume_from_checkpoint=True)
     assert result.global_step == 3 and (run / "checkpoint-3" / "model.safetensors").read_bytes() == before
-    losses = read(run / "checkpoint-3" / "progress.json")
-    assert result.training_loss == pytest.approx((losses["loss_until_log"] + losses["losses_since_log"][0]) / 3)
-    assert result.metrics["train_runtime"] > losses["seconds"]
     assert make_trainer(run, max_steps=5).train(resume_from_checkpoint=True).global_step == 5
 
 
@@ -186,9 +154,7 @@ class Stopped(TrainerCallback):
     [
         ("stream", {"save_steps": 5}),
         ("shuffled stream", {"save_steps": 3}),
-        ("stream", {"save_strategy": "epoch"}),
         ("epochs that end early", {"save_steps": 5}),
-        ("epochs that end early", {"save_steps": 3}),
         ("epochs that end early", {"save_strategy": "epoch"}),
     ],
 )
@@ -318,7 +284,7 @@ def test_evaluation_leaves_the_random_states_alone(tmp_path):
             after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
             assert after == states[-1]
 
-    class Drawing(WholeTrainer):
+    class Drawing(MetaphraseTrainer):
         def evaluation_loop(self, *args, **kwargs):
             random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
             return super().evaluation_loop(*args, **kwargs)

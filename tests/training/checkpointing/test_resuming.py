@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from small_experiments import make_recipe
-from small_runs import WholeTrainer, make_trainer, read
+from small_runs import MetaphraseTrainer, make_trainer, read
 from transformers import EarlyStoppingCallback
 
 from metaphrase.training.experiment import Experiment
@@ -14,7 +14,7 @@ from metaphrase.training.experiment import Experiment
 LOSSES, SCORES = [3.0, 1.0, 2.0, 4.0, 5.0, 6.0], [30.0, 20.0, 10.0, 25.0, 26.0, 27.0]
 
 
-class Scored(WholeTrainer):
+class Scored(MetaphraseTrainer):
     """Evaluates to given values."""
 
     def evaluation_loop(self, *args, **kwargs):
