@@ -172,13 +172,6 @@ def test_two_processes_with_shared_weights_train_as_one(fields, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_layers_computed_again_have_the_same_dropout(data, tmp_path):
-    fields = NEW | {"model.dropout": 0.2}
-    expected = carry_out(data, tmp_path / "kept", "fsdp2", fields)
-    assert_same(carry_out(data, tmp_path / "again", "fsdp2", fields | {"gradient_checkpointing": True}), expected)
-
-
-@pytest.mark.slow
 @ways("fsdp2", "zero2", "zero3")
 def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
     fields = NEW | {"average_last": 2}
@@ -218,20 +211,6 @@ def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
     assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
     settings = [json.loads((tmp_path / run / "generation_config.json").read_text()) for run in ("one", "two")]
     assert settings[0] == settings[1]
-
-
-@pytest.mark.slow
-@ways("fsdp2", "zero3")
-def test_a_model_that_grows_for_new_tokens_is_fine_tuned(way, data, tmp_path):
-    carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
-    fields = {"model_name_or_path": tmp_path / "base", "additional_special_tokens": "[<new>]"}
-    actual = carry_out(data, tmp_path / "two", way, fields)
-    config = json.loads((tmp_path / "two" / "config.json").read_text())
-    assert config["vocab_size"] == config["decoder_vocab_size"] == 301
-    assert {len(weight) for name, weight in actual.weights.items() if "embed_tokens" in name} == {301}
-    expected = carry_out(data, tmp_path / "one", None, fields)
-    # The new row is drawn.
-    assert actual.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=0.05)
 
 
 @pytest.mark.slow

@@ -1,22 +1,16 @@
 """How checkpoints are written, replaced and deleted: none has its name before it is whole."""
 
 import os
-import shutil
 
 import pytest
 import torch
-from small_runs import is_whole, make_trainer, names, read
+from small_runs import is_whole, make_trainer, names
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from metaphrase.training.checkpointing.folders import (
     checkpoints_in,
     discard_surplus,
-    last_whole_checkpoint,
-    publish_checkpoint,
-    remove_unfinished,
-    set_later_aside,
-    unfinished_folder,
 )
 
 
@@ -89,40 +83,6 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
     assert done[move_at + 1 :] == [str(tmp_path)]
 
 
-def test_one_that_was_replaced_is_removed(run):
-    checkpoint = run / "checkpoint-3"
-    shutil.copytree(checkpoint, unfinished_folder(checkpoint))
-    (unfinished_folder(checkpoint) / "trainer_state.json").write_text('{"global_step": 3}')
-    publish_checkpoint(checkpoint, {"note": "new"})
-    assert read(checkpoint / "trainer_state.json") == {"global_step": 3}
-    assert read(checkpoint / "progress.json")["note"] == "new" and is_whole(checkpoint)
-    assert not (run / "_unfinished").exists()
-
-
-@pytest.mark.parametrize("renames", [0, 1, 2, 3])
-@pytest.mark.parametrize("finish", [last_whole_checkpoint, remove_unfinished])
-def test_later_ones_are_all_set_aside_or_the_next_run_does_the_rest(renames, finish, run, monkeypatch):
-    (run / "trainer_state.json").write_text('{"global_step": 3}')
-    rename, done = os.rename, []
-
-    def only_so_many(source, target):
-        if len(done) == renames:
-            raise KeyboardInterrupt
-        done.append(rename(source, target))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", only_so_many)
-        with pytest.raises(KeyboardInterrupt):
-            set_later_aside(run / "checkpoint-1", run)
-    for _ in range(2):
-        finish(run)
-        assert names(run) == ["checkpoint-1"] and all(map(is_whole, checkpoints_in(run / "_abandoned-1")))
-        aside = ["checkpoint-2", "checkpoint-3", "trainer_state.json"]
-        assert sorted(path.name for path in (run / "_abandoned-1").iterdir()) == aside
-        assert sorted(path.name for path in run.iterdir()) == ["_abandoned-1", "checkpoint-1"]
-    assert last_whole_checkpoint(run) == str(run / "checkpoint-1")
-
-
 @pytest.mark.parametrize(
     ("limit", "best", "expected"),
     [
@@ -159,14 +119,7 @@ def test_the_hub_gets_a_checkpoint_under_its_name(tmp_path, monkeypatch):
 
 def test_a_run_in_float16_goes_on_in_another_precision(run):
     """Only a run in float16 has a scaler of its gradients."""
-    scaler = {
-        "scale": 65536.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "_growth_tracker": 2,
-    }
-    torch.save(scaler, run / "checkpoint-3" / "scaler.pt")
+    torch.save(torch.amp.GradScaler("cpu").state_dict(), run / "checkpoint-3" / "scaler.pt")
     trainer = make_trainer(run, max_steps=4)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
