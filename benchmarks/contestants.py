@@ -121,12 +121,12 @@ def switch_off(contestant: Contestant) -> None:
     from metaphrase.modeling.acceleration import acceleration, plain_add_dropout
     from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
     from metaphrase.ops import grid_attention, linear_and_dropout
-    from metaphrase.training import loaders as token_budget_loaders
+    from metaphrase.training import trainer
 
     if "cheap dropout" not in contestant.parts:
         acceleration.dropout, acceleration.add_dropout = torch.nn.functional.dropout, plain_add_dropout
     if "few shapes" not in contestant.parts:
-        token_budget_loaders.TOKENS_MULTIPLE = 1
+        trainer.TOKENS_MULTIPLE = 1
     if "kept attention" not in contestant.parts:
         grid_attention.MAX_KEPT_BYTES = 0
     if "fused linear" not in contestant.parts:

@@ -13,7 +13,7 @@ from metaphrase.evaluation.task_scores import spread
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
-from metaphrase.training.loaders import count_pairs
+from metaphrase.training.trainer import count_pairs
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
 
