@@ -7,10 +7,16 @@ import argparse
 from pathlib import Path
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.planning.activations import Precision, estimate_activations
 from metaphrase.training.planning.batches import BatchShape
 from metaphrase.training.planning.estimate import meta_model
-from metaphrase.training.planning.memory import ParameterCounts, Sharding, estimate_states, optimizer_bytes
+from metaphrase.training.planning.memory import (
+    ParameterCounts,
+    Precision,
+    Sharding,
+    estimate_activations,
+    estimate_states,
+    optimizer_bytes,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 # Names of the tables in the page.

@@ -51,9 +51,9 @@ def decode(
     Raises:
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
-    own = {name: arguments.pop(name) for name in _ARGUMENTS_OF_BATCHES if name in arguments}
+    batching = {name: arguments.pop(name) for name in _ARGUMENTS_OF_BATCHES if name in arguments}
     options = read_prompts(plain_options(arguments), len(sources))
-    return decode_batches(model, sources, options, return_scores=return_scores, **own)
+    return decode_batches(model, sources, options, return_scores=return_scores, **batching)
 
 
 _ARGUMENTS_OF_BATCHES = ("batch_size", "max_tokens_per_batch", "show_progress", "on_batch", "partners", "search")

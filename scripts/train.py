@@ -174,7 +174,7 @@ def main(arguments: argparse.Namespace) -> None:
     is_main_process = experiment.arguments.process_index == 0
     if arguments.dry_run:
         # Imported here because training needs no estimates.
-        from metaphrase.training.planning.dry_run import dry_run
+        from metaphrase.training.planning.estimate import dry_run
 
         estimate = dry_run(experiment)
         if is_main_process:

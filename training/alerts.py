@@ -16,8 +16,7 @@ from metaphrase.data.pairs import SPLITS, column_texts
 from metaphrase.data.profile import SideProfile
 from metaphrase.evaluation.task_scores import ValidationSample, spread
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import PairCorpus
-from metaphrase.training.mixtures import TaskCorpus
+from metaphrase.training.corpora import PairCorpus, TaskCorpus
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)

@@ -37,14 +37,26 @@ from metaphrase.training.alerts import (
     unfinished_alerts,
     warn,
 )
+from metaphrase.training.callbacks import (
+    EarlyStopping,
+    EndOnInterrupt,
+    TimeBudget,
+    parse_seconds,
+    with_plain_lines,
+    without_weight_bars,
+)
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
-from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TextCorpus
+from metaphrase.training.corpora import PairCorpus, StagedCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.decoding_choice import fill_decoding, final_share, is_choice_open
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
-from metaphrase.training.early_end import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
-from metaphrase.training.final_weights import average_run, check_averaged, save_final
-from metaphrase.training.mixtures import StagedCorpus, TaskCorpus
+from metaphrase.training.finishing import (
+    average_run,
+    check_averaged,
+    fill_decoding,
+    final_share,
+    is_choice_open,
+    save_final,
+)
 from metaphrase.training.model_setup import (
     check_parts_of_model,
     fit_special_ids,
@@ -54,7 +66,6 @@ from metaphrase.training.model_setup import (
     settle_decoding,
 )
 from metaphrase.training.optimizer import check_optimizer, freeze
-from metaphrase.training.progress import with_plain_lines, without_weight_bars
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import (

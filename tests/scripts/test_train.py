@@ -14,7 +14,7 @@ from metaphrase.inference import progress
 from metaphrase.scripts import train
 from metaphrase.scripts.__main__ import run
 from metaphrase.scripts.parsers import parse
-from metaphrase.training.early_end import EndOnInterrupt
+from metaphrase.training.callbacks import EndOnInterrupt
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 
@@ -149,7 +149,7 @@ def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_p
     monkeypatch.setattr(train, "Experiment", Experiment)
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(train, "keep_few_kernels", lambda: None)
-    monkeypatch.setattr("metaphrase.training.planning.dry_run.dry_run", lambda experiment: "estimated")
+    monkeypatch.setattr("metaphrase.training.planning.estimate.dry_run", lambda experiment: "estimated")
     execute(train, order)
     [recipe] = read
     assert (recipe.learning_rate, recipe.seed, recipe.resume_from_checkpoint) == (0.5, 7, True)

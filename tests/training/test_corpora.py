@@ -10,8 +10,8 @@ from metaphrase.data.pairs import SPLITS
 from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
 from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.corpora import TaskCorpus
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.mixtures import TaskCorpus
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 SIZES = {"translate": 40, "summarize": 10}

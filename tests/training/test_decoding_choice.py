@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 from metaphrase.evaluation.task_scores import TaskScores
 from metaphrase.inference import Generator
-from metaphrase.training.decoding_choice import choose_decoding, fill_decoding, final_share
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.finishing import choose_decoding, fill_decoding, final_share
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 from metaphrase.training.run_folder import with_fields_of_run
 
@@ -62,7 +62,7 @@ def test_a_search_that_takes_too_long_is_left_out():
 
 @pytest.mark.parametrize("given", [{}, {"num_beams": 2}], ids=["open", "given"])
 def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch):
-    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (SHORT, "as the test wants"))
+    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", lambda *_: (SHORT, "as the test wants"))
     run = tmp_path / "run"
     Experiment(make_recipe(data, run, choose_decoding=True, **given)).train()
     recipe, expected = load_recipe(run / "recipe.yaml"), given or SHORT
@@ -77,7 +77,7 @@ def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch
 
 def test_a_resumed_run_chooses_its_decoding_again(data, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (GREEDY, "as wanted"))
+    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", lambda *_: (GREEDY, "as wanted"))
     Experiment(make_recipe(data, run, choose_decoding=True, max_steps=2)).train()
     resumed = Recipe.from_mapping({"output_dir": str(run), "resume_from_checkpoint": True, "max_steps": 3}, "the test")
     merged = with_fields_of_run(resumed, run)
@@ -119,7 +119,7 @@ def test_time_for_the_final_scores_remains(tmp_path, monkeypatch):
         answers.extend([is_in_time(9), is_in_time(11)])
         return SHORT, "as the test wants"
 
-    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", choose)
+    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", choose)
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     model = SimpleNamespace(generation_config=GenerationConfig())
     sample = SimpleNamespace(sources=["a"] * 4, references=["b"] * 4, scores=None)

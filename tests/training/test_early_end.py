@@ -10,8 +10,8 @@ from small_experiments import ONE_STEP, make_recipe, weights
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
 from metaphrase.inference import Generator
+from metaphrase.training.callbacks import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.checkpointing.folders import checkpoints_in
-from metaphrase.training.early_end import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.experiment import Experiment
 
 

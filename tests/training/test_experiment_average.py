@@ -7,7 +7,7 @@ import torch
 from small_experiments import make_recipe, read_log, weights
 
 from metaphrase.evaluation.task_scores import ValidationSample
-from metaphrase.training import final_weights
+from metaphrase.training import finishing as final_weights
 from metaphrase.training.experiment import Experiment
 
 

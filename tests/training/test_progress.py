@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from transformers import TrainerCallback
 
 from metaphrase.scripts.__main__ import LinesBetweenBars
-from metaphrase.training.progress import with_plain_lines
+from metaphrase.training.callbacks import with_plain_lines
 
 SCORES = re.compile(r"update \d, validation: loss \d\.\d+, perplexity \d+\.\d+")
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from metaphrase.data.augmentation import TERM_TOKENS, AugmentedPairs
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning.dry_run import dry_run
+from metaphrase.training.planning.estimate import dry_run
 
 STAGES = {"train_file": None, "max_steps": None, "per_device_train_batch_size": None, "max_tokens_per_batch": 300}
 STAGES |= {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from metaphrase.training.mixtures import mixed_rows, mixing_rates
+from metaphrase.training.corpora import mixed_rows, mixing_rates
 
 
 @pytest.mark.parametrize(

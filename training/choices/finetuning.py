@@ -18,15 +18,15 @@ from metaphrase.training.choices.rules import (
     BATCH_SIZES,
     OpenRecipe,
     TokenProfile,
+    bleu_tokenize,
     choose_evaluation,
     duration,
+    side_kind,
     tokens_of_batch,
     tokens_per_update,
 )
-from metaphrase.training.choices.text_rules import bleu_tokenize, side_kind
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning.dry_run import dry_run
-from metaphrase.training.planning.estimate import RunEstimate
+from metaphrase.training.planning.estimate import RunEstimate, dry_run
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 
 from metaphrase.scripts import train
 from metaphrase.scripts.__main__ import run
-from metaphrase.training.choices.dataset import choose_dataset, find_columns
+from metaphrase.training.choices.completion import choose_dataset, find_columns
 from metaphrase.training.choices.rules import OpenRecipe
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 

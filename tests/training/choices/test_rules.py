@@ -15,6 +15,7 @@ from metaphrase.training.choices.rules import (
     OpenRecipe,
     Pace,
     TokenProfile,
+    choose_from_text,
     choose_from_tokens,
     choose_size,
     dropout,
@@ -22,7 +23,6 @@ from metaphrase.training.choices.rules import (
     tokens_per_batch,
     useful_updates,
 )
-from metaphrase.training.choices.text_rules import choose_from_text
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 COMMANDS = [(f"turn {side} {times}", " ".join([f"TURN_{side.upper()}"] * count)) for side in ("left", "right")

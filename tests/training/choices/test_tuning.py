@@ -10,8 +10,7 @@ from verbs import execute
 
 from metaphrase.scripts import tune
 from metaphrase.training.choices import tuning
-from metaphrase.training.choices.search_space import SearchRange, rounded, search_space
-from metaphrase.training.choices.tuning import Tuning
+from metaphrase.training.choices.tuning import SearchRange, Tuning, rounded, search_space
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 optuna = pytest.importorskip("optuna", reason="The search needs optuna: pip install metaphrase[tune].")

@@ -5,7 +5,7 @@ import torch
 from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, batch_and_shape, training_model
 from live_bytes import LiveBytes
 
-from metaphrase.training.planning.activations import estimate_activations
+from metaphrase.training.planning.memory import estimate_activations
 from metaphrase.training.trainer import repeat_batch
 
 

@@ -7,9 +7,9 @@ from small_experiments import make_recipe, train
 from torch.utils.flop_counter import FlopCounterMode
 
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning import dry_run as timing
+from metaphrase.training.planning import estimate as timing
 from metaphrase.training.planning.batches import training_flops
-from metaphrase.training.planning.dry_run import dry_run, measure_flops_per_second
+from metaphrase.training.planning.estimate import dry_run, measure_flops_per_second
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from transformers import T5ForConditionalGeneration as T5
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.planning.activations import Precision, estimate_activations
 from metaphrase.training.planning.batches import BatchShape
 from metaphrase.training.planning.estimate import estimate_run, meta_model
+from metaphrase.training.planning.memory import Precision, estimate_activations
 from metaphrase.training.trainer import MetaphraseTrainer
 
 pytestmark = pytest.mark.usefixtures("same_environment")

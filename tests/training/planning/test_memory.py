@@ -10,12 +10,12 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.planning.activations import Precision
 from metaphrase.training.planning.estimate import meta_model
 from metaphrase.training.planning.memory import (
     BYTE_STATES,
     FULL_STATES,
     ParameterCounts,
+    Precision,
     Sharding,
     estimate_states,
     optimizer_bytes,
