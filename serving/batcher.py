@@ -196,12 +196,7 @@ class Batcher:
         return hypotheses, counts
 
     def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
-        """Run a function while no thread decodes, and return its result.
-
-        Raises:
-            CancelledRequest: If the client has gone.
-            TimeoutError: If the deadline has passed.
-        """
+        """Run a function while no thread decodes, and return its result. Errors are those of `search`."""
         return self._wait_for(_Call(ticket, function), self._calls)
 
     def _wait_for(self, item: Any, queue: deque) -> Any:

@@ -83,15 +83,6 @@ def make_router(service: Service) -> APIRouter:
     async def usage() -> Response:
         return JSONResponse({"character_count": num_characters, "character_limit": _NO_LIMIT})
 
-    @router.get("/glossary-language-pairs")
-    async def pairs() -> Response:
-        rows = [
-            {"source_lang": source, "target_lang": target}
-            for source, targets in service.models.targets_by_source.items()
-            for target in targets
-        ]
-        return JSONResponse({"supported_languages": rows})
-
     def describe(name: str) -> dict[str, Any]:
         pair = read_pair(name) or next(
             ((row[0], row[1][0]) for row in service.models.targets_by_source.items()), ("", "")
@@ -114,12 +105,6 @@ def make_router(service: Service) -> APIRouter:
     async def get_glossary(name: str) -> Response:
         find_glossary(service, name)
         return JSONResponse(describe(name))
-
-    @router.get("/glossaries/{name}/entries")
-    async def get_entries(name: str) -> Response:
-        entries = find_glossary(service, name).glossary
-        lines = "\n".join(f"{source}\t{target}" for source, target in entries.items())
-        return Response(lines, media_type="text/tab-separated-values")
 
     return router
 

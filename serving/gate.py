@@ -124,7 +124,7 @@ APIS = (
     Api(("/v1",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
     Api(
-        ("/v2/translate", "/v2/languages", "/v2/usage", "/v2/glossaries", "/v2/glossary-language-pairs", "/v3"),
+        ("/v2/translate", "/v2/languages", "/v2/usage", "/v2/glossaries", "/v3"),
         lambda status, message: {"message": message},
         overload=429,
         wrong_key=403,
@@ -182,12 +182,6 @@ def handle_errors(app: FastAPI) -> None:
         return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
 
 
-class _RefusedBody(Exception):
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
 class Gate:
     """Refuses requests with a large body, a slow body or a wrong key, and records the others."""
 
@@ -217,8 +211,9 @@ class Gate:
                 return
             body = await self._read_body(headers, receive)
             await self.app(scope, _replay(body, receive), record_status)
-        except _RefusedBody as error:
-            await error_response(path, error.status, str(error), {"Connection": "close"})(scope, receive, record_status)
+        except HTTPException as error:
+            response = error_response(path, error.status_code, error.detail, {"Connection": "close"})
+            await response(scope, receive, record_status)
         except Exception as error:
             # The message may hold a client's text, which no log keeps.
             logger.error("%s failed: %s.", route_of(scope), type(error).__name__)
@@ -244,7 +239,7 @@ class Gate:
         limits = self.service.limits
         most = 1024 * limits.max_body_kilobytes
         length = headers.get(b"content-length", b"")
-        refused = _RefusedBody(413, f"The body must have at most {limits.max_body_kilobytes} kB.")
+        refused = HTTPException(413, f"The body must have at most {limits.max_body_kilobytes} kB.")
         if length.isdigit() and int(length) > most:
             raise refused
         chunks, size, is_last = [], 0, False
@@ -253,14 +248,14 @@ class Gate:
                 while not is_last:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _RefusedBody(400, "The client closed the connection.")
+                        raise HTTPException(400, "The client closed the connection.")
                     chunks.append(message.get("body", b""))
                     size += len(chunks[-1])
                     if size > most:
                         raise refused
                     is_last = not message.get("more_body", False)
         except TimeoutError as error:
-            raise _RefusedBody(408, f"The body must arrive within {limits.timeout_seconds:g} seconds.") from error
+            raise HTTPException(408, f"The body must arrive within {limits.timeout_seconds:g} seconds.") from error
         return b"".join(chunks)
 
 

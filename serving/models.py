@@ -93,19 +93,18 @@ class ServedModel:
     def __init__(
         self, name: str, generator: Generator, batcher: Batcher, *, languages: tuple[str, str] | None, task: str
     ):
-        """Join the parts.
-
-        Args:
-            name: Name in requests.
-            generator: Model and tokenizers.
-            batcher: Decodes the sentences of all requests.
-            languages: Source and target language of a model for one pair of languages.
-            task: One of `TASKS`.
+        """Args:
+        name: Name in requests.
+        generator: Model and tokenizers.
+        batcher: Decodes the sentences of all requests.
+        languages: Source and target language of a model for one pair of languages.
+        task: One of `TASKS`.
 
         Raises:
             ValueError: If the task is unknown.
         """
         if task not in TASKS:
+            # A recipe may have any task.
             raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
         self.name, self.task, self.generator, self.batcher = name, task, generator, batcher
         self._codes: dict[str, str] = {}

@@ -160,24 +160,14 @@ class Service:
             self.num_requests -= 1
 
     async def run_in_thread(self, function: Callable[[], Result]) -> Result:
-        """Run a function that waits for the models in another thread.
-
-        Raises:
-            CancelledRequest: If the client has gone.
-            OverloadError: If the request takes too long.
-        """
+        """Run a function that waits for the models in another thread."""
         try:
             return await anyio.to_thread.run_sync(function, limiter=self._threads)
         except TimeoutError as error:
             raise OverloadError(str(error) or "The request took longer than the server allows.", 1) from error
 
     async def run(self, request: Request, function: Callable[[Ticket], Result], seed: int | None = None) -> Result:
-        """Run a function of a request's ticket in another thread, until the client goes away.
-
-        Raises:
-            CancelledRequest: If the client has gone.
-            OverloadError: If the server has no room, or the request takes too long.
-        """
+        """Run a function of a request's ticket in another thread. The ticket is cancelled when the client goes away."""
         with self.admit(seed) as ticket:
 
             async def watch() -> None:
@@ -298,8 +288,6 @@ def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
     """Decode the texts of a request.
 
     Raises:
-        CancelledRequest: If the client has gone.
-        TimeoutError: If the request takes too long.
         ValueError: As `Generator.generate()`, or if markup or terms come with alternatives.
     """
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
@@ -391,13 +379,7 @@ class TextStream:
         self._service, self._model, self._seed = service, model, seed
 
     async def start(self) -> AsyncIterator[str]:
-        """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own.
-
-        Raises:
-            CancelledRequest: If the client has gone.
-            OverloadError: If the server has no room, or the request takes too long.
-            ValueError: As `Generator.generate()`.
-        """
+        """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own."""
         pieces = self._pieces()
         first = await anext(pieces, "")
 
@@ -451,16 +433,7 @@ async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str] | None) ->
 
 
 def write_pieces(model: ServedModel, query: Query, ticket: Ticket, emit: Callable[[str], None]) -> int:
-    """Decode the one text of a request, and emit its target in pieces.
-
-    Returns:
-        Number of sentences that met the length limit.
-
-    Raises:
-        CancelledRequest: If the client has gone.
-        TimeoutError: If the request takes too long.
-        ValueError: As `Generator.generate()`.
-    """
+    """Decode the one text of a request, emit its target in pieces, and return the number of sentences at the length limit."""
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
     options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
     settings = resolve_settings(generator.model, options)

@@ -79,20 +79,3 @@ def test_unwritten_entries_may_be_nan(monkeypatch):
     fill_new_tensors_with_nan(monkeypatch)
     state, _ = walk(setup, turns=20, leaving=9)
     assert state._target_cache.keys[..., state._token_positions.shape[1] :].isnan().any()
-
-
-def test_bfloat16_has_the_error_of_the_forward_pass():
-    model, encoder_output, mask, targets = setting(**DESIGNS["relative"])
-    exact = whole(model, encoder_output, mask, targets)
-    model, encoder_output = model.to(torch.bfloat16), encoder_output.bfloat16()
-    half = whole(model, encoder_output, mask, targets)
-    state = make_state(BeamState, model, encoder_output, mask)
-    with torch.inference_mode():
-        state.spread(COPIES)
-        outputs = []
-        for tokens in targets.repeat_interleave(COPIES, dim=0).unbind(1):
-            outputs.append(state.step(tokens))
-            # All targets of a source are the same, whichever continues which.
-            state.reorder(torch.tensor(MOVES[1] * 3) + COPIES * torch.arange(3).repeat_interleave(COPIES))
-    error = (torch.stack(outputs, dim=1)[::COPIES] - exact).abs().mean()
-    assert error < 1.5 * (half - exact).abs().mean() + 1e-3

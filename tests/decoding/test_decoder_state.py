@@ -7,7 +7,6 @@ from tiny_models import CROSSED, DESIGNS, tiny_model
 
 from metaphrase.decoding.beam_search import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.searches.speculative_decoding import RaggedDecoderState
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -40,16 +39,6 @@ def test_projections_are_absorbed_into_a_single_source(design, padding, fields, 
     state = make_state(kind, model, encoder_output, mask)
     state._absorbed = None
     assert_near(step_through(state, targets), expected)
-
-
-def test_absorbed_attention_reads_several_tokens():
-    model, *batch = setting(**DESIGNS["sinusoidal"])
-    encoder_output, mask, targets = (part[:1] for part in batch)
-    state = make_state(RaggedDecoderState, model, encoder_output, mask)
-    assert state._absorbed is not None
-    with torch.inference_mode():
-        outputs = torch.cat([state.read(part) for part in targets.split(5, dim=1)], dim=1)
-    assert_near(outputs, whole(model, encoder_output, mask, targets))
 
 
 @pytest.mark.parametrize("kind", [DecoderState, BeamState])

@@ -15,7 +15,6 @@ from transformers.generation import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metaphrase.decoding import fast_generation as generation
-from metaphrase.inference.batches import decode
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [5, 11, 17]}
@@ -90,15 +89,6 @@ def test_the_last_search_says_which_loop_ran_and_why(caplog):
         "decoding by the transformers loop: sampled beams",
         "decoding by the transformers loop: return_dict_in_generate",
     ]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="moves keys and values only where there is a GPU")
-def test_an_offloaded_cache_runs_in_transformers_loops(fast_loops):
-    model = tiny_model()
-    # It asks for a stream of the GPU.
-    with pytest.raises((AssertionError, RuntimeError)):
-        model.generate(**sources(model), **OPTIONS, cache_implementation="offloaded")
-    assert not fast_loops
 
 
 def test_several_prompts_of_one_source_are_several(fast_loops):
@@ -186,15 +176,6 @@ def test_a_model_that_accelerate_casts_searches_here(fast_loops):
     assert len(fast_loops) == 1
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_synced_gpus_run_in_transformers_loops(beams, fast_loops):
-    model = tiny_model()
-    # It asks the others, of which there are none.
-    with pytest.raises(ValueError, match="process group has not been initialized"):
-        model.generate(**sources(model), **OPTIONS, num_beams=beams, synced_gpus=True)
-    assert not fast_loops
-
-
 @pytest.mark.parametrize("design", DESIGNS)
 def test_autocast_searches_as_transformers_does(design, fast_loops):
     """In bfloat16 products round differently, so that of many choices a few may be others."""
@@ -211,24 +192,6 @@ def test_autocast_searches_as_transformers_does(design, fast_loops):
     assert len(fast_loops) == 1
 
 
-@pytest.mark.parametrize("return_scores", [True, False])
-@pytest.mark.parametrize("beams", [1, 3])
-def test_transformers_keeps_scores_of_each_step_only_where_they_are_wanted(beams, return_scores, monkeypatch):
-    model = tiny_model().half()
-    loop = "_sample" if beams == 1 else "_beam_search"
-    kept, search = [], getattr(GenerationMixin, loop)
-
-    @functools.wraps(search)  # transformers asks for the names of its arguments
-    def spy(model, *arguments, **options):
-        output = search(model, *arguments, **options)
-        kept.append(output.scores is not None)
-        return output
-
-    monkeypatch.setattr(GenerationMixin, loop, spy)
-    rows = decode(model, [[7, 8, 9, 2]], return_scores=return_scores, num_beams=beams, **OPTIONS)
-    assert kept == [return_scores] and (rows[0][0].score is not None) is return_scores
-
-
 def test_recorded_hidden_states_change_nothing(fast_loops):
     """transformers leaves hooks behind when hidden states or attention weights were asked for once."""
     model = tiny_model()
@@ -237,12 +200,3 @@ def test_recorded_hidden_states_change_nothing(fast_loops):
     assert any(module._forward_hooks for module in model.get_decoder().modules())
     assert torch.equal(model.generate(**sources(model), **OPTIONS), expected)
     assert len(fast_loops) == 2
-
-
-def test_speculative_decoding_is_not_replaced():
-    model, draft, called = tiny_model(), tiny_model(seed=1), []
-    draft.register_forward_hook(lambda *_: called.append("draft"))
-    [[expected]], [[found]] = (
-        decode(model, [[7, 8, 9, 2]], **OPTIONS, **assistant) for assistant in ({}, {"assistant_model": draft})
-    )
-    assert found.ids == expected.ids and called

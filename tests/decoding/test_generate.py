@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 from tiny_models import DESIGNS, random_sources, tiny_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from metaphrase.decoding import decoder_state
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 CLOSE = {"atol": 1e-3, "rtol": 1e-3}
@@ -82,8 +81,11 @@ def test_options_with_every_cache(way):
     inputs = random_sources(model.config, padding="left")
     text = seeded_generate(model, inputs, **options)
     assert text.shape[1] <= 7 and (text[:, 0] == START).all()
+    # A criterion of the caller runs in transformers' loops.
+    never = StoppingCriteriaList([MaxTimeCriteria(max_time=1e4)])
     for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
-        assert torch.equal(seeded_generate(model, inputs, **options, **cache), text)
+        assert torch.equal(seeded_generate(model, inputs, **options, **cache, stopping_criteria=never), text)
+        assert model.last_search.loop == "transformers"
     assert promise is None or promise(text.tolist())
 
 
@@ -99,43 +101,6 @@ def test_ways_that_look_at_the_source(options):
 
 
 # Outputs beside the ids
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_dictionary_of_outputs(beams, use_cache):
-    model = tiny_model(**DESIGNS["alibi"], attn_implementation="eager")
-    config = model.config
-    wanted = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
-    outputs = model.generate(
-        **random_sources(config),
-        **wanted,
-        return_dict_in_generate=True,
-        num_beams=beams,
-        max_new_tokens=4,
-        min_new_tokens=4,
-        use_cache=use_cache,
-    )
-    rows, heads = 3 * beams, config.decoder_attention_heads
-    assert outputs.sequences.shape == (3, 5)
-    assert [tuple(step.shape) for step in outputs.scores] == [(rows, config.decoder_vocab_size)] * 4
-    assert [tuple(step.shape) for step in outputs.logits] == [(rows, config.decoder_vocab_size)] * 4
-    assert len(outputs.encoder_attentions) == config.encoder_layers
-    assert outputs.encoder_attentions[0].shape == (3, config.encoder_attention_heads, 7, 7)
-    assert len(outputs.encoder_hidden_states) == config.encoder_layers + 1
-    assert outputs.encoder_hidden_states[0].shape == (3, 7, 32)
-    steps = (outputs.decoder_attentions, outputs.cross_attentions, outputs.decoder_hidden_states)
-    assert [len(step) for step in steps] == [4, 4, 4]
-    for index, (attentions, cross_attentions, hidden_states) in enumerate(zip(*steps, strict=True)):
-        queries, keys = (1, index + 1) if use_cache else (index + 1, index + 1)
-        assert [tuple(weights.shape) for weights in attentions] == [
-            (rows, heads, queries, keys)
-        ] * config.decoder_layers
-        shapes = [tuple(weights.shape) for weights in cross_attentions]
-        assert shapes == [(rows, heads, queries, 7)] * config.decoder_layers
-        assert [tuple(states.shape) for states in hidden_states] == [(rows, queries, 32)] * (config.decoder_layers + 1)
-    assert (outputs.past_key_values is not None) == use_cache
-    assert ("sequences_scores" in outputs) == ("beam_indices" in outputs) == (beams > 1)
 
 
 def log_probability(model, inputs, text):
@@ -167,30 +132,6 @@ def test_score_of_a_beam_is_its_log_probability(design, length_penalty=0.6):
     total, length = log_probability(model, repeated(inputs, 4), outputs.sequences)
     torch.testing.assert_close(outputs.sequences_scores, total / length**length_penalty, **CLOSE)
     assert (outputs.sequences_scores.view(3, 4).diff(dim=-1) <= 0).all()
-
-
-@pytest.mark.parametrize("sizes", [(37, 31), (20, 37)])
-@pytest.mark.parametrize("beams", [1, 3])
-def test_transition_scores(sizes, beams):
-    """Also with a target vocabulary larger or smaller than the source's."""
-    source_size, target_size = sizes
-    model = tiny_model(vocab_size=source_size, decoder_vocab_size=target_size, share_embeddings=False)
-    inputs = random_sources(model.config)
-    outputs = model.generate(
-        **inputs,
-        num_beams=beams,
-        max_new_tokens=5,
-        length_penalty=0.0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    beam_indices = outputs.beam_indices if beams > 1 else None
-    scores = model.compute_transition_scores(
-        outputs.sequences, outputs.scores, beam_indices, normalize_logits=beams == 1
-    )
-    total, length = log_probability(model, inputs, outputs.sequences)
-    is_generated = torch.arange(scores.shape[1])[None, :] < length[:, None]
-    torch.testing.assert_close(scores.masked_fill(~is_generated, 0).sum(-1), total, **CLOSE)
 
 
 # Inputs
@@ -276,52 +217,3 @@ def test_assisted_generation_is_greedy_generation(design):
     model.lm_head.register_forward_hook(lambda module, args, output: widths.append(args[0].shape[1]))
     assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), expected)
     assert max(widths) > 1
-
-
-@pytest.mark.parametrize("sizes", [(37, 31), (20, 37)])
-def test_assistance_with_two_vocabularies(sizes):
-    source_size, target_size = sizes
-    model = tiny_model(vocab_size=source_size, decoder_vocab_size=target_size, share_embeddings=False)
-    inputs = random_sources(model.config, batch=1)
-    options = {"max_new_tokens": 12, "suppress_tokens": [5], "sequence_bias": {(target_size - 1,): 1e4}}
-    expected = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), expected)
-    assert torch.equal(model.generate(**inputs, **options, assistant_model=model), expected)
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
-def test_a_cache_that_was_returned_goes_on_with_repeated_sources(options):
-    model = tiny_model()
-    inputs = random_sources(model.config)
-    first = model.generate(
-        **inputs, **options, max_new_tokens=4, eos_token_id=None, return_dict_in_generate=True, early_stopping=True
-    )
-    rows = 2 * len(inputs["input_ids"])
-    cache = first.past_key_values
-    assert {len(layer.keys) for layer in cache.cross_attention_cache.layers} == {rows}
-    cache.batch_select_indices(torch.arange(rows)[::2])
-    with torch.inference_mode():
-        mask = inputs["attention_mask"]
-        token = torch.full((len(mask), 1), 7)
-        outputs = model(
-            encoder_outputs=model.get_encoder()(**inputs),
-            attention_mask=mask,
-            decoder_input_ids=token,
-            past_key_values=cache,
-        )
-    assert outputs.logits.shape[:2] == (len(mask), 1)
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-def test_the_default_type_of_new_tensors_changes_nothing(beams):
-    model = tiny_model()
-    inputs, options = random_sources(model.config), {"num_beams": beams, "do_sample": False, "max_new_tokens": 6}
-    expected = model.generate(**inputs, **options)
-    # Act like a process before its first search.
-    decoder_state._unread_operand.cache_clear()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert torch.equal(model.generate(**inputs, **options), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        decoder_state._unread_operand.cache_clear()

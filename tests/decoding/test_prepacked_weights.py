@@ -9,7 +9,6 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
 from metaphrase.decoding import decoder_state, prepacked_weights
-from metaphrase.decoding.decoder_state import PreparedLinear
 from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain, prefers_onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
@@ -66,17 +65,6 @@ def test_weight_of_another_class_is_not_plain():
     assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not is_plain(layer)
 
 
-def test_small_and_narrow_weights_are_not_packed(library):
-    assert can_prepack(512, 512) and can_prepack(9000, 256)
-    assert not can_prepack(511, 512) and not can_prepack(9000, 255)
-
-
-def test_nothing_is_packed_without_mkl_or_onednn(library, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    monkeypatch.setattr(prepacked_weights, "prefers_onednn", lambda: False)
-    assert not can_prepack(512, 512)
-
-
 @pytest.mark.parametrize(
     ("vendor", "expected"),
     [
@@ -111,17 +99,6 @@ def test_nothing_is_packed_if_torch_was_built_without_the_library(library, monke
 
     monkeypatch.setattr(PrepackedWeight, "__init__", missing)
     assert not can_prepack(512, 512)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rows", [(1,), (5,), (100,), (3, 5)])
-@pytest.mark.parametrize("sizes", [(4,), (4, 2, 2)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_joined_layers_are_packed_for_several_rows(bias, sizes, rows, products):
-    layers, states = [nn.Linear(6, size, bias=bias) for size in sizes], torch.randn(*rows, 6)
-    expected = torch.cat([layer(states) for layer in layers], dim=-1)
-    torch.testing.assert_close(PreparedLinear(layers)(states), expected, atol=1e-6, rtol=1e-5)
-    assert len(products) == (rows != (1,))
 
 
 def encode(model, **options):
@@ -241,14 +218,6 @@ def test_other_dtypes_and_weights_without_versions_are_not_packed(products):
     with torch.autocast("cpu", torch.bfloat16):
         encode(tiny_model())
     assert not products
-
-
-def test_model_cast_to_float32_has_prepacked_weights(products):
-    model = tiny_model().to(torch.bfloat16)
-    encode(model)
-    model.float()
-    torch.testing.assert_close(encode(model), encode_plainly(model), atol=1e-5, rtol=1e-5)
-    assert products
 
 
 def test_traced_encoder_calls_its_layers(products):

@@ -6,7 +6,6 @@ from tiny_models import DESIGNS, random_sources, tiny_model
 from torch import nn
 
 from metaphrase.decoding import decoder_state, prepacked_weights, shortlist
-from metaphrase.decoding.fast_generation import search as fast_search
 from metaphrase.decoding.prepacked_weights import free_copies
 from metaphrase.decoding.quantization import (
     activation_levels,
@@ -60,20 +59,6 @@ def check(head, states):
 def test_the_most_probable_token_is_on_the_list(strength, bias, rows):
     head = plain_head(bias)
     check(head, states_towards(head, rows, strength))
-
-
-@torch.no_grad()
-def test_a_sure_state_has_a_list_of_one():
-    head = plain_head()
-    assert len(check(head, 100 * head.weight[17:18]).tokens) == 1
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e6])
-def test_any_scale_will_do(scale):
-    head = plain_head()
-    states = states_towards(head, 3, strength=2.0)
-    assert check(head, scale * states).tokens.tolist() == check(head, states).tokens.tolist()
 
 
 @torch.no_grad()
@@ -132,24 +117,6 @@ def test_states_without_a_best_token_and_many_states_have_no_list(value, rows):
     assert ShortlistProjection(head)(states) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "can"),
-    [
-        (lambda head: head, True),
-        (lambda head: head.to(torch.bfloat16), False),
-        (lambda head: nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN), False),
-        (lambda head: head.to("meta"), False),
-        (lambda head: type("Own", (nn.Linear,), {})(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1), False),
-    ],
-    ids=["plain", "half precision", "small", "elsewhere", "own"],
-)
-def test_a_large_plain_projection_can_have_one(change, can, monkeypatch):
-    head = change(nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1))
-    assert shortlist.can_shortlist(head) is can
-    monkeypatch.setattr(shortlist, "has_kernels", lambda: False)
-    assert not shortlist.can_shortlist(head)
-
-
 @pytest.fixture
 def lists(monkeypatch):
     """What is made for heads of any size; `with_lists` sees to it that something is."""
@@ -196,12 +163,9 @@ def test_the_bias_is_added_to_scaled_logits(lists, monkeypatch):
 
 PROCESSORS = {
     "least length": {"min_new_tokens": 8},
-    "least length with the prompt": {"min_length": 9},
-    "no word twice": {"no_repeat_ngram_size": 1},
     "no phrase twice": {"no_repeat_ngram_size": 2},
     "forbidden words": {"bad_words_ids": [[7], [11, 12], [5]]},
     "suppressed tokens": {"suppress_tokens": list(range(0, 600, 2))},
-    "suppressed first tokens": {"begin_suppress_tokens": list(range(300))},
     "first token": {"forced_bos_token_id": 41},
     "last token": {"forced_eos_token_id": 3, "eos_token_id": None},
     "penalty": {"repetition_penalty": 1.7},
@@ -240,13 +204,6 @@ def test_options_that_raise_logits_or_need_all_make_no_list(options, lists):
     assert not lists
 
 
-def test_scores_are_of_all_logits(lists):
-    model = tiny_model(**FIELDS)
-    options = {"custom_generate": fast_search, "return_scores": True, "max_new_tokens": 4, "do_sample": False}
-    output = model.generate(**random_sources(model.config), **options)
-    assert output.sequences_scores is not None and not lists
-
-
 def test_changed_weights_are_rounded_again(lists):
     model = tiny_model(**FIELDS)
     before = greedy(model)
@@ -268,10 +225,3 @@ def test_an_overridden_projection_is_called(lists):
 
     model = Favouring(tiny_model(**FIELDS).config).eval()
     assert all(set(row[1:]) == {9} for row in greedy(model)) and not lists
-
-
-def test_under_autocast_there_is_none(lists):
-    model = tiny_model(**FIELDS)
-    with torch.autocast("cpu", torch.bfloat16):
-        greedy(model)
-    assert not lists

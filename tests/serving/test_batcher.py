@@ -10,8 +10,7 @@ from identity_engine import IdentityEngine, identity_generator
 from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
-from metaphrase.serving.models import QueuedGenerator, ServedModel
-from metaphrase.serving.service import Query, answer
+from metaphrase.serving.models import QueuedGenerator
 
 MINUTE = 60.0
 
@@ -78,14 +77,6 @@ def test_queued_generator_equals_a_generator(batcher, options):
     queued = QueuedGenerator.of(generator, batcher, ticket())
     assert queued.generate_n_best(texts, **options) == generator.generate_n_best(texts, **options)
     assert queued.num_unfinished == generator.num_unfinished
-
-
-def test_request_waits_for_its_sentences_alone(batcher, monkeypatch):
-    """A further wait, such as for alignments of a text without markup, would be as long as a batch of other requests."""
-    model = ServedModel("tiny", tiny_generator(), batcher, languages=("en", "de"), task="translation")
-    monkeypatch.setattr(batcher, "call", None)
-    query = Query(SOURCES, split_sentences=True)
-    assert answer(model, query, ticket()).targets == [[text] for text in model.generator.generate(SOURCES)]
 
 
 def test_requests_with_other_options_have_batches_of_their_own(batcher):
@@ -265,55 +256,6 @@ def test_no_thread_decodes_while_a_call_runs():
     batcher.close()
 
 
-def test_free_thread_waits_for_its_share_while_others_decode():
-    """A thread decodes 2 of 4 texts. The other thread waits for both that are left, which come one after the other."""
-    batcher, facts, may_end = Batcher(num_threads=2), [], threading.Event()
-    batcher.observe = facts.append
-    batcher._batch_seconds = 100.0
-
-    def change(text):
-        may_end.wait(20)
-        return text
-
-    generator = identity_generator(change, batch_size=2)
-    with ThreadPoolExecutor(4) as pool:
-
-        def send(text):
-            return pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, [text])
-
-        with Stop(batcher):
-            requests = [send("a"), send("b")]
-            wait_for(batcher, 2)
-        while batcher._batches != [2]:
-            time.sleep(0.001)
-        requests.append(send("c"))
-        wait_for(batcher, 1)
-        time.sleep(0.05)
-        assert batcher.num_waiting == 1
-        requests.append(send("d"))
-        while batcher._batches != [2, 2]:
-            time.sleep(0.001)
-        may_end.set()
-        assert [request.result() for request in requests] == [["a"], ["b"], ["c"], ["d"]]
-    assert [fact.num_sentences for fact in facts] == [2, 2]
-    batcher.close()
-
-
-def test_request_whose_batches_all_fail_has_one_error():
-    batcher = Batcher(num_threads=2)
-
-    def change(text):
-        raise RuntimeError(f"broken at {text}")
-
-    generator = identity_generator(change, batch_size=1)
-    for _ in range(5):
-        with pytest.raises(RuntimeError, match="broken at"):
-            QueuedGenerator.of(generator, batcher, ticket()).generate(["a", "b", "c", "d"])
-    assert QueuedGenerator.of(identity_generator(), batcher, ticket()).generate(["a"] * 9) == ["a"] * 9
-    assert all(thread.is_alive() for thread in batcher._threads)
-    batcher.close()
-
-
 def test_close_decodes_what_waits():
     batcher, generator = Batcher(num_threads=2), identity_generator()
     with ThreadPoolExecutor(1) as pool:
@@ -359,9 +301,3 @@ def test_expected_time_follows_the_speed(batcher):
             assert 0.3 < batcher.expected_seconds() * len(batcher._threads) < 3
         request.result()
     assert batcher.expected_seconds() == 0
-
-
-def test_options_are_checked_before_the_queue(batcher):
-    queued = QueuedGenerator.of(tiny_generator(), batcher, ticket())
-    with Stop(batcher), pytest.raises(ValueError, match="phrase must be a text"):
-        queued.generate(SOURCES, must_contain=[3])

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -164,15 +163,6 @@ def test_older_answer_never_replaces_a_newer_one(browser, url):
     assert "FAST" in shown and "SLOW" not in shown
 
 
-def test_swap_takes_the_model_of_the_other_direction(browser, url):
-    open_page(browser, url).send_keys("the cat")
-    wait_for_target(browser, "THE CAT")
-    one(browser, "#swap").click()
-    assert one(browser, "#model").get_attribute("value") == "de-en"
-    assert one(browser, "#source").get_attribute("value") == "THE CAT"
-    assert one(browser, "#source-lang").get_attribute("value") == "de"
-
-
 def test_model_without_languages_has_a_plain_page(browser, torch_url):
     open_page(browser, torch_url)
     assert (one(browser, "#source-title").text, one(browser, "#target-title").text) == ("Source", "Target")
@@ -222,36 +212,6 @@ def test_pointer_tap_and_keys_mark_the_source_words(browser, torch_url):
     wait_for(lambda: not weights_of(browser))
 
 
-def test_arrow_keys_move_between_words(browser, url):
-    open_page(browser, url).send_keys("one two three")
-    words = wait_for(lambda: browser.find_elements("css selector", ".word"))
-    words[0].click()
-    for key, text in (("ARROW_RIGHT", "TWO"), ("ARROW_RIGHT", "THREE"), ("ARROW_LEFT", "TWO")):
-        browser.switch_to.active_element.send_keys(getattr(browser.keys, key))
-        assert browser.switch_to.active_element.text == text
-    # Tab enters the target at one word only.
-    assert len(browser.find_elements("css selector", ".word[tabindex='0']")) == 1
-
-
-@pytest.mark.parametrize("system", ["light", "dark"])
-def test_theme_follows_the_system_until_it_is_switched(browser, url, system):
-    features = {"features": [{"name": "prefers-color-scheme", "value": system}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-
-    def is_dark():
-        color = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-        return max(map(int, re.findall(r"\d+", color)[:3])) < 128
-
-    open_page(browser, url)
-    assert is_dark() == (system == "dark")
-    button = one(browser, "#theme")
-    assert button.text == ("Light theme" if system == "dark" else "Dark theme")
-    button.click()
-    assert is_dark() == (system == "light")
-    open_page(browser, url)
-    assert is_dark() == (system == "light")
-
-
 def test_hostile_text_is_inert(browser, torch_url, url):
     for address in (url, torch_url):
         source = open_page(browser, address)
@@ -264,15 +224,6 @@ def test_hostile_text_is_inert(browser, torch_url, url):
         assert texts(browser, "#mirror") == [HOSTILE + "\n"]
         state = browser.execute_script("return [window.hacked ?? null, document.querySelectorAll('#x, script').length]")
         assert state == [None, 1] and browser.get_log("browser") == []
-
-
-def test_phone_has_no_horizontal_scroll(browser, torch_url, url):
-    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    for address in (url, torch_url):
-        open_page(browser, address).send_keys("a" * 200 + " the dog")
-        wait_for(lambda: browser.find_elements("css selector", ".word"))
-        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
 
 
 def test_page_asks_for_a_key_where_the_server_needs_one(browser, url):
@@ -292,26 +243,3 @@ def test_page_asks_for_a_key_where_the_server_needs_one(browser, url):
         # Another load of the same tab has the key.
         open_page(browser, guarded).send_keys("a dog")
         wait_for_target(browser, "A DOG")
-
-
-def test_page_waits_for_a_busy_server(browser):
-    service = upper_service(identity_generator(upper), limits=Limits(max_requests=1))
-    with running(service) as busy, ThreadPoolExecutor() as threads:
-        source = open_page(browser, busy)
-        first = threads.submit(requests.post, f"{busy}/ui/translate", json={"text": "slow. " * 4})
-        source.send_keys("the cat")
-        wait_for(lambda: one(browser, "#status").text == "The server is busy. The page tries again in 1 s.")
-        wait_for_target(browser, "THE CAT")
-        assert first.result().ok and one(browser, "#status").text == ""
-
-
-def test_errors_are_words(browser, url):
-    with running(upper_service(limits=Limits(max_text_characters=5))) as small:
-        source = open_page(browser, small)
-        source.send_keys("the cat")
-        wait_for(lambda: one(browser, "#status").text == "The text must have at most 5 characters.")
-        source.send_keys(browser.keys.BACKSPACE * 2)
-        wait_for_target(browser, "THE C")
-    source.send_keys(browser.keys.BACKSPACE)
-    wait_for(lambda: one(browser, "#status").text)
-    assert one(browser, "#status").text == "The server does not answer. Check the connection."

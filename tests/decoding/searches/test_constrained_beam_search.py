@@ -130,16 +130,6 @@ def test_phrases_find_room_beside_what_other_settings_force(forced):
         assert row[9] == 4 or "forced_eos_token_id" not in forced
 
 
-def test_a_narrow_beam_leaves_a_forced_end_its_place():
-    """Hypotheses that no longer have room take no place in the beam."""
-    model = search_model("sinusoidal")
-    options = {"forced_eos_token_id": 4, "max_new_tokens": 3}
-    narrow, wide = (
-        constrained(model, search_sources(model), [[7], [20]], num_beams=beams, **options) for beams in (2, 20)
-    )
-    assert narrow.sequences.tolist() == wide.sequences.tolist()
-
-
 def text_of(row, special):
     """Return the ids behind leading ids without text."""
     return list(itertools.dropwhile(lambda token: token in special, until_end(row)))

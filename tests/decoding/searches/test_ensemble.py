@@ -10,9 +10,7 @@ from tiny_models import DESIGNS, tiny_model
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.searches.joint_search import mean_log_probs
-from metaphrase.inference import EnsembleSearch, Generator, Partner, cross_attentions, decode
+from metaphrase.inference import EnsembleSearch, Generator, Partner, decode
 from metaphrase.inference.batches import pad_sources
 from metaphrase.tokenization import TokenizerPair
 
@@ -91,16 +89,6 @@ def test_tokens_are_those_of_whole_passes(models, mean, options, monkeypatch):
     assert alone != [h.ids for h in found] != [h.ids for row in ensemble(models, other, **options) for h in row]
 
 
-@pytest.mark.parametrize("mean", ["linear", "log_linear"])
-def test_samples_are_those_of_whole_passes(models, mean, monkeypatch):
-    options = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "eos_token_id": -1}
-    torch.manual_seed(0)
-    expected = plain(models, mean, monkeypatch, **options).sequences[:, 1:].tolist()
-    torch.manual_seed(0)
-    assert [h.ids for row in ensemble(models, mean, **options) for h in row] == expected
-    assert len({tuple(row) for row in expected}) == 3 * len(TEXTS)
-
-
 PENALTIES = {"repetition_penalty": 2.5, "exponential_decay_length_penalty": (2, 1.5)}
 ALONE = {
     "greedy": {},
@@ -133,14 +121,6 @@ def test_batched_is_alone(models, options):
         [alone] = ensemble(models, texts=[text], other_texts=[other_text], **options)
         assert [h.ids for h in found] == [h.ids for h in alone]
         assert [h.score for h in found] == pytest.approx([h.score for h in alone], abs=1e-4)
-
-
-def test_means_are_distributions():
-    logits = [torch.randn(4, 7, generator=torch.Generator().manual_seed(seed)) * 5 for seed in range(3)]
-    linear, log_linear = (mean_log_probs(logits, mean) for mean in ("linear", "log_linear"))
-    torch.testing.assert_close(linear.exp(), torch.stack([each.softmax(-1) for each in logits]).mean(0))
-    geometric = torch.stack([each.softmax(-1) for each in logits]).log().mean(0).exp()
-    torch.testing.assert_close(log_linear.exp(), geometric / geometric.sum(-1, keepdim=True))
 
 
 # Through the generator
@@ -202,33 +182,3 @@ def test_what_only_one_model_can_do_is_refused(models):
         EnsembleSearch("harmonic")
     with pytest.raises(ValueError, match="Not supported here: dtype"):
         ensemble((models[0], copy.deepcopy(models[1]).half()))
-
-
-def test_scores_and_attention_are_of_one_model():
-    first, other = tiny_generator(), tiny_generator()
-    generator = Generator(first.model, first.tokenizers, members=[other])
-    for ask in (generator.score, functools.partial(cross_attentions, generator)):
-        with pytest.raises(ValueError, match="`generator` must be one model, got an ensemble of 2"):
-            ask([SOURCES[0]], [SOURCES[0]])
-
-
-def test_batches_are_measured_by_the_model_that_reads_most(models, monkeypatch):
-    rows = []
-    first = DecoderState.__init__
-    monkeypatch.setattr(
-        DecoderState,
-        "__init__",
-        lambda state, decoder, memory, mask: (
-            rows.append(tuple(memory.shape[:2])) or first(state, decoder, memory, mask)
-        ),
-    )
-    ensemble(models, max_tokens_per_batch=14)
-    # Longest first, by the longer one of the two: 7 and 6 tokens, 5 and 4, 3.
-    assert rows == [(2, 6), (2, 7), (2, 4), (2, 5), (1, 3), (1, 1)]
-
-
-def test_each_model_computes_each_token_once(models, step_rows):
-    longest = max(len(h.ids) for [h] in ensemble(models, eos_token_id=ENDS))
-    rows = step_rows
-    assert len(rows) == 2 * longest and rows[::2] == rows[1::2] == sorted(rows[::2], reverse=True)
-    assert rows[-1] < len(TEXTS)
