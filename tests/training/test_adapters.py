@@ -105,14 +105,10 @@ def test_layers_can_be_chosen(targets, count):
 
 
 def test_what_cannot_be_adapted_is_refused():
-    for options, message in (
-        ({"target_modules": ["q_proj", "qproj"]}, "got 'qproj', which names nothing"),
-        ({"target_modules": ["embed_tokens"]}, "linear layers, got 'model.encoder.embed_tokens', a ScaledEmb"),
-        ({"target_modules": ["lm_head"]}, "must name weights that are not tied, got 'lm_head'"),
-    ):
+    for target in ("qproj", "embed_tokens", "lm_head"):
         model = tiny_model()
-        with pytest.raises(ValueError, match=message):
-            add_lora(model, **options)
+        with pytest.raises(ValueError, match=f"`target_modules` .*{target}"):
+            add_lora(model, target_modules=["q_proj", target])
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 

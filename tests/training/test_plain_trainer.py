@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from small_trainers import pairs_of_eight_lengths
 from tiny_models import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,21 +25,10 @@ def tokenizer():
     )
 
 
-def make_pairs(count=8):
-    """Sources and the same backwards, of unequal lengths, as ids that end with the end token."""
-    generator = torch.Generator().manual_seed(3)
-    pairs = []
-    for index in range(count):
-        length = 1 + (5 * index) % 8
-        source = torch.randint(3, 37, (length,), generator=generator).tolist()
-        pairs.append({"input_ids": [*source, 2], "labels": [*source[::-1], 2]})
-    return pairs
-
-
 def make_trainer(model, tokenizer, folder, collator_model=None, **arguments):
     defaults = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "save_strategy": "no", "seed": 0}
     defaults |= {"disable_tqdm": True, "lr_scheduler_type": "constant", "logging_steps": 1}
-    pairs = make_pairs()
+    pairs = pairs_of_eight_lengths()
     return Seq2SeqTrainer(
         model=model,
         args=Seq2SeqTrainingArguments(**(defaults | arguments)),
