@@ -46,12 +46,8 @@ def test_a_base_gets_the_ids_of_another_tokenizer_and_its_decoding_ends(data, tm
     for name, specials in (("a", ["<pad>", "</s>", "<unk>", "<x>"]), ("b", ["<x>", "<pad>", "<unk>", "</s>"])):
         word_tokenizer(specials, words).save_pretrained(tmp_path / name)
     fields = {"eval_strategy": "no", "save_strategy": "no", "vocab_size": None, "test_file": None}
-    fields |= {
-        "learning_rate": 1e-2,
-        "max_steps": 1,
-        "tokenizer_name_or_path": tmp_path / "a",
-        "generation_max_length": 20,
-    }
+    fields |= {"learning_rate": 1e-2, "max_steps": 1, "generation_max_length": 20}
+    fields["tokenizer_name_or_path"] = tmp_path / "a"
     train(data, tmp_path / "base", **fields)
     fields |= {"tokenizer_name_or_path": tmp_path / "b", "model_name_or_path": tmp_path / "base"}
     fields |= {"max_steps": 150, "logging_steps": 50}

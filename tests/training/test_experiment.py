@@ -141,13 +141,11 @@ def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"metrics": ["blue"]}, "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
+        ({"metrics": ["blue"]}, "`metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, "must hold bleu with `bleu_tokenize`, got .'chrf'. and"),
-        ({"bleu_tokenize": "nosuch"}, "`bleu_tokenize` must be one of none, .*, got 'nosuch'"),
-        ({"average_best": 2, "metrics": ["chrf"]}, "perplexity, chrf, got 'bleu', the default of `average_best`"),
-        ({"average_best": 2, "predict_with_generate": "false"}, "one of loss, perplexity, got 'bleu', the default of"),
-        ({"average_best": 2, "prediction_loss_only": "true"}, "one of loss, perplexity, got 'bleu', the default of"),
-        ({"metric_for_best_model": "eval_ter"}, "one of loss, perplexity, bleu, chrf, got 'eval_ter'."),
+        ({"average_best": 2, "metrics": ["chrf"]}, "`metric_for_best_model` must be .* loss, perplexity, chrf, got"),
+        ({"average_best": 2, "prediction_loss_only": "true"}, "`metric_for_best_model` must .* loss, perplexity, got"),
+        ({"metric_for_best_model": "eval_ter"}, "`metric_for_best_model` must .*, bleu, chrf, got 'eval_ter'"),
     ],
     ids=str,
 )
@@ -161,7 +159,6 @@ def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, sa
     ("split", "fields", "said"),
     [
         ("validation", {"metrics": "wer", "max_decoded_samples": 1}, "wer .* word, got 1 empty .* of `max_dec"),
-        ("validation", {"metrics": ["bleu", "cer"], "max_decoded_samples": 1}, "cer .* character, got 1 empty valid"),
         ("test", {"metrics": "wer", "max_test_samples": 1}, "wer if no reference has a word, got 1 empty test targets"),
     ],
 )

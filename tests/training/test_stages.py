@@ -7,7 +7,7 @@ import pytest
 from small_experiments import ONE_STEP, make_recipe, read_log, train
 from transformers import AutoConfig
 
-from metaphrase.data.augmentation import TERM_TOKENS, AugmentedPairs
+from metaphrase.data.augmentation import TERM_TOKENS
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.estimate import dry_run
@@ -70,11 +70,7 @@ def test_only_training_pairs_change(data, tmp_path, kind):
         fields |= {"train_file": None, "validation_file": None}
     corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
     train = encoded["train"]
-    if "streaming" in kind:
-        pairs = [pair for pair, _ in zip(train.read(0), range(20), strict=False)]
-    else:
-        assert isinstance(train, AugmentedPairs)
-        pairs = [train[row] for row in range(20)]
+    pairs = list(islice(train.read(0), 20)) if "streaming" in kind else [train[row] for row in range(20)]
     prefix = "a: " if "tasks" in kind else ""
     for side, ids in (("source", "input_ids"), ("target", "labels")):
         texts = tokenizers.decode_targets([pair[ids] for pair in pairs])
