@@ -1,21 +1,22 @@
-"""The estimate of a run as a whole: its steps, its data and its largest batch, against those of the trainer."""
-
-import dataclasses
+"""The plan of a run: steps, data, operations and memory, against those of the trainer. A dry run leaves nothing behind."""
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from estimated_runs import AUTOCAST, FLOAT32, WIDTHS, arguments_of
+from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, arguments_of, batch_and_shape, training_model
+from small_experiments import make_recipe, train
 from tiny_models import tiny_config, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config
 from transformers import T5ForConditionalGeneration as T5
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.planning.batches import BatchShape
-from metaphrase.training.planning.estimate import estimate_run, meta_model
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.planning.batches import BatchShape, training_flops
+from metaphrase.training.planning.estimate import dry_run, estimate_run, meta_model
 from metaphrase.training.planning.memory import Precision, estimate_activations
 from metaphrase.training.trainer import MetaphraseTrainer
 
@@ -27,7 +28,7 @@ def lengths_of_pairs(count=50):
     return generator.integers(2, 20, (count, 2))
 
 
-def trainer_of(model, arguments, lengths, budget, pad_to_multiple_of=1):
+def trainer_of(model, arguments, lengths, budget):
     rows = [
         {"input_ids": [5] * source, "labels": [6] * target, "source_length": source, "target_length": target}
         for source, target in lengths.tolist()
@@ -36,7 +37,7 @@ def trainer_of(model, arguments, lengths, budget, pad_to_multiple_of=1):
         model=model,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(rows),
-        data_collator=PairCollator(0, pad_to_multiple_of),
+        data_collator=PairCollator(0),
         max_tokens_per_batch=budget,
     )
 
@@ -76,28 +77,6 @@ def test_padding_and_tokens_are_counted(tmp_path):
     model.supports_packing = False
     padded = estimate_run(model, arguments, lengths, max_tokens_per_batch=100).data
     assert padded.padding_share == pytest.approx(TokenBudgetSampler(lengths, 100, arguments.seed).padding_share())
-
-
-@pytest.mark.parametrize("budget", [None, 100])
-def test_widths_that_a_collator_rounds_up_are_counted_so(budget, tmp_path):
-    lengths, arguments = lengths_of_pairs(), arguments_of(tmp_path, per_device_train_batch_size=6)
-    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    options = {"max_tokens_per_batch": budget, "pad_to_multiple_of": 8}
-    estimate = estimate_run(T5(T5Config(**sizes)), arguments, lengths, **options)
-    model = T5(T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0))
-    trainer = trainer_of(model, arguments, lengths, budget, pad_to_multiple_of=8)
-    batches = list(trainer.get_train_dataloader())
-    cells = sum(batch["input_ids"].numel() + batch["labels"].numel() for batch in batches)
-    assert estimate.data.batches_per_epoch == len(batches)
-    assert estimate.data.source_tokens + estimate.data.target_tokens == lengths.sum()
-    if budget is not None:
-        assert estimate.data.padding_share == pytest.approx(1 - lengths.sum() / cells)
-    # Packed pairs have no width.
-    packed = [
-        estimate_run(tiny_model(), arguments, lengths, max_tokens_per_batch=100, pad_to_multiple_of=multiple).data
-        for multiple in (1, 8)
-    ]
-    assert packed[0] == packed[1]
 
 
 def test_more_devices_make_fewer_steps(tmp_path):
@@ -150,8 +129,6 @@ def test_arguments_decide_precision_and_checkpoints(tmp_path):
     assert shared.precision == Precision(2, 2, True) and shared.state.cast_weights == 0
     assert shared.state.weights == -(-4 * model.num_parameters() // 8)
     assert any("FSDP on accel" in note for note in estimate_run(model, arguments, lengths * 8, devices=8).notes)
-    # What else a process takes is known for a CPU.
-    assert any("heap" in note for note in half.notes) and not any("heap" in note for note in shared.notes)
 
 
 def test_table_and_values_say_the_same(tmp_path):
@@ -159,16 +136,11 @@ def test_table_and_values_say_the_same(tmp_path):
     arguments = arguments_of(tmp_path, bf16=True, fsdp=True, gradient_checkpointing=True, max_steps=10)
     options = {"max_tokens_per_batch": 16384, "devices": 8, "on_accelerator": True, "flops_per_second": 1e14}
     estimate = estimate_run(model, arguments, [(128, 128)] * 512, **options)
-    text, values = str(estimate), dataclasses.asdict(estimate)
-    assert "11,307,321,344" in text and values["parameters"]["total"] == 11_307_321_344
-    assert f"{values['peak'] / 2**30:.2f} GiB" in text and f"{values['state']['optimizer'] / 2**30:.2f} GiB" in text
-    assert f"{values['activations']['terms']['embeddings'] / 2**20:.1f} MiB" in text
-    assert "8 devices by fsdp, sharing optimizer, gradients and weights" in text
-    batch = estimate.largest_batch
-    assert batch.tokens <= 16384
-    assert f"{batch.pairs} pairs, {batch.source_tokens:,} source and {batch.target_tokens:,} target tokens" in text
-    assert values["data"]["steps"] == 10 and f"10, {values['data']['steps_per_epoch']} for each epoch" in text
-    assert f"{estimate.hours * 60:.1f} minutes" in text
+    text, batch = str(estimate), estimate.largest_batch
+    assert estimate.parameters.total == 11_307_321_344 and "11,307,321,344" in text
+    assert f"{estimate.peak / 2**30:.2f} GiB" in text and f"{estimate.state.optimizer / 2**30:.2f} GiB" in text
+    assert batch.tokens <= 16384 and f"{batch.source_tokens:,} source and {batch.target_tokens:,} target" in text
+    assert estimate.data.steps == 10 and f"{estimate.hours * 60:.1f} minutes" in text
 
 
 def test_activations_of_other_families_are_unknown(tmp_path):
@@ -178,3 +150,59 @@ def test_activations_of_other_families_are_unknown(tmp_path):
     assert estimate.activations is None and estimate.other_peak is None
     assert estimate.peak == 16 * model.num_parameters()
     assert any("not for t5" in note for note in estimate.notes) and "and activations" in str(estimate)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"max_tokens_per_batch": 300}, {"gradient_checkpointing": "true", "bf16": "true"}]
+)
+def test_parameters_steps_and_time_are_told_and_nothing_is_written(data, tmp_path, fields):
+    recipe = make_recipe(data, tmp_path / "run", max_steps=None, num_train_epochs=3, **fields)
+    estimate = dry_run(Experiment(recipe))
+    assert not (tmp_path / "run").exists()
+    text = str(estimate)
+    assert "unknown" not in text and "time" in text
+    experiment = Experiment(recipe)
+    experiment.train()
+    assert estimate.parameters.total == experiment.make_model(experiment.make_tokenizers()).num_parameters()
+
+
+@pytest.mark.parametrize("technique", [{"freeze": ["encoder"]}, {"lora_rank": 4}])
+def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique):
+    if "lora_rank" in technique:
+        pytest.importorskip("peft")
+    train(data, tmp_path / "base", max_steps=1, save_steps=1, eval_steps=1)
+    fields = {"model_name_or_path": tmp_path / "base"}
+    whole, part = (
+        dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields, **more))) for more in ({}, technique)
+    )
+    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields, **technique))
+    model = experiment.make_model(experiment.make_tokenizers())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert part.parameters.trainable == trained < whole.parameters.trainable
+
+
+@pytest.mark.parametrize(
+    ("objective", "is_exact"), [("span_corruption", True), ("ul2", False), ("text_infilling", False)]
+)
+def test_what_an_objective_draws_is_told_to_be_a_bound(data, tmp_path, objective, is_exact):
+    fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file", "vocab_size", "metric_for_best_model"))
+    fields |= {"num_sentinels": None if objective == "text_infilling" else 60, "tokenizer_kind": "byte"}
+    estimate = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)), devices=1)
+    assert ("are the most that may come" in str(estimate)) is not is_exact
+    assert "unknown" in str(estimate), "no time is measured for other devices"
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("design", ["recommended", "grouped and normed"])
+def test_operations_are_those_that_torch_counts(design, is_checkpointed):
+    # torch does not count what a CPU's fused attention does.
+    model = training_model(attn_implementation="eager", **DESIGNS[design])
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    batch, shape = batch_and_shape(is_packed=False)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch, use_cache=False).loss.backward()
+    estimated = training_flops(model, [shape], is_checkpointed)
+    assert estimated == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert training_flops(model, [shape, shape], is_checkpointed) == 2 * estimated

@@ -1,52 +1,98 @@
-"""The estimate of weights, gradients and optimizer, on one device and on many, and the page of tables that it makes."""
+"""The estimate of weights, gradients, optimizer and activations, against what torch keeps, and the page of tables."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
-from estimated_runs import FLOAT32, arguments_of, batch_and_shape, training_model
+from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, arguments_of, batch_and_shape, training_model
+from live_bytes import LiveBytes
 from transformers import Trainer
-from transformers.training_args import OptimizerNames
 
-from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.planning.estimate import meta_model
 from metaphrase.training.planning.memory import (
-    BYTE_STATES,
-    FULL_STATES,
     ParameterCounts,
-    Precision,
     Sharding,
+    estimate_activations,
     estimate_states,
     optimizer_bytes,
-    unit_sizes,
 )
+from metaphrase.training.trainer import repeat_batch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
 
-REPOSITORY = Path(__file__).parents[3]
+def tensors_of(model, batch):
+    return [*model.parameters(), *model.buffers(), *(value for value in batch.values() if torch.is_tensor(value))]
 
 
+def kept_bytes(model, batch, is_autocast=False, **options):
+    """Storages that autograd saves in a forward pass, each counted once; weights and what autocast makes of them are not."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model, batch)}
+    matrices = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    sizes, alive = {}, []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        is_cast = tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape)[::-1]} & matrices
+        if storage.data_ptr() not in known and not (is_autocast and is_cast):
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
+    ):
+        loss = model(**batch, **options).loss
+    assert loss.requires_grad
+    return sum(sizes.values())
+
+
+EAGER = {"attn_implementation": "eager", "attention_dropout": 0.1}
+NARROW = ("recommended", "vaswani", "t5", "alibi", "bart", "every dropout")
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
-    ("fields", "head"),
+    ("fields", "precision", "tolerance"),
     [
-        ({}, 0),
-        ({"tie_word_embeddings": False}, 101 * 64),
-        ({"share_embeddings": False, "decoder_vocab_size": 77}, 0),
-        ({"logits_bias": True}, 101),
+        *(pytest.param(fields, FLOAT32, 0.03, id=name) for name, fields in DESIGNS.items()),
+        *(pytest.param(DESIGNS[name], AUTOCAST, 0.05, id=f"{name}, autocast") for name in NARROW),
+        pytest.param(EAGER, FLOAT32, 0.1, id="scores that are written out"),
     ],
 )
-def test_each_weight_is_counted_once_where_it_is_first(fields, head):
-    model = training_model(position_embedding_type="relative", **fields)
-    counts = ParameterCounts.of(model)
-    assert counts.total == counts.trainable == model.num_parameters()
-    assert counts.head == head
-    assert counts.embeddings == (101 * 64 if "decoder_vocab_size" not in fields else (101 + 77) * 64)
-    layers = {part: getattr(model.model, part) for part in ("encoder", "decoder")}
-    for part, stack in layers.items():
-        inside = sum(parameter.numel() for name, parameter in stack.named_parameters() if "embed_tokens" not in name)
-        assert getattr(counts, part) == inside
+def test_activations_are_what_autograd_keeps(fields, precision, tolerance, is_packed):
+    model = training_model(**fields)
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape, precision).kept
+    assert estimated == pytest.approx(kept_bytes(model, batch, is_autocast=precision is AUTOCAST), rel=tolerance)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, DESIGNS["vaswani"], {"vocab_size": 4000}, {"encoder_layers": 6, "decoder_layers": 6}, DESIGNS["wide"]],
+    ids=["recommended", "vaswani", "vocabulary", "deep", "wide"],
+)
+def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpointed):
+    model = training_model(**fields)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    batch, shape = batch_and_shape(is_packed, pairs=16)
+    with LiveBytes(tensors_of(model, batch)) as live:
+        model(**batch, use_cache=False).loss.backward()
+    gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
+    estimated = estimate_activations(model.config, shape, FLOAT32, is_checkpointed).peak(gradients)
+    assert estimated == pytest.approx(live.most, rel=0.2)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_r_drop_keeps_the_activations_of_both_passes(is_packed):
+    model = training_model(dropout=0.1)
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape.repeated(2), FLOAT32).kept
+    assert estimated == pytest.approx(kept_bytes(model, repeat_batch(batch), r_drop_alpha=5.0), rel=0.03)
 
 
 def test_frozen_weights_have_no_gradients():
@@ -82,57 +128,30 @@ def test_optimizer_bytes_are_those_of_its_state(optim, optim_args, tmp_path):
     assert remark is None
 
 
-def test_optimizers_in_8_bits_take_a_byte_for_each_state():
-    model = training_model(hidden_size=128, tie_word_embeddings=False)
-    names = {name.value for name in OptimizerNames}
-    assert set(BYTE_STATES).isdisjoint(FULL_STATES) and set(BYTE_STATES) | set(FULL_STATES) <= names
-    estimated, _ = optimizer_bytes(model, "adamw_bnb_8bit")
-    embedding = model.model.encoder.embed_tokens.weight.numel()
-    # Two bytes for each weight and eight for each of the embedding, and the scales of the blocks.
-    least = 2 * (model.num_parameters() - embedding) + 8 * embedding
-    assert least < estimated < 1.1 * least
-
-
-def test_devices_share_what_their_stage_says():
-    model = meta_model(MetaphraseConfig.from_preset("t5-3b"))
-    count = model.num_parameters()
-    half = Precision(compute_bytes=2, stream_bytes=2, on_accelerator=True)
-
-    def states(sharding, precision=FLOAT32):
-        return estimate_states(model, 8 * count, precision, sharding)
-
-    one = states(Sharding())
-    assert (one.weights, one.gradients, one.optimizer, one.buffers) == (4 * count, 4 * count, 8 * count, 0)
-    every = states(Sharding(8))
-    assert (every.weights, every.gradients, every.optimizer) == (one.weights, one.gradients, one.optimizer)
-    assert every.buffers == 4 * count
-    eighth = count // 8
-    shared = states(Sharding(8, 3, "fsdp"), half)
-    assert (shared.weights, shared.gradients, shared.optimizer) == (4 * eighth, 4 * eighth, 8 * eighth)
-    layer, rest = unit_sizes(model)
-    assert layer == sum(parameter.numel() for parameter in model.model.decoder.layers[1].parameters())
-    layers = [*model.model.encoder.layers, *model.model.decoder.layers]
-    assert rest == count - sum(parameter.numel() for module in layers for parameter in module.parameters())
-    assert shared.gathered_weights == shared.buffers == 2 * (2 * layer + rest)
-    second = states(Sharding(8, 2, "deepspeed", bucket_entries=1000), half)
-    # In half precision; the float32 weights belong to the optimizer.
-    assert (second.weights, second.gradients, second.optimizer) == (2 * count, 2 * count // 8, 12 * count // 8)
-    assert second.buffers == 2 * 2 * 1000 and second.gradients_persist
-    assert states(Sharding(8, 3, "deepspeed", is_offloaded=True), half).optimizer == 0
-
-
-def memory_benchmark():
-    specification = importlib.util.spec_from_file_location("memory_benchmark", REPOSITORY / "benchmarks" / "memory.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize(
+    ("fields", "embeddings", "head"),
+    [
+        ({}, 101 * 64, 0),
+        ({"tie_word_embeddings": False}, 101 * 64, 101 * 64),
+        ({"share_embeddings": False, "decoder_vocab_size": 77}, (101 + 77) * 64, 0),
+        ({"logits_bias": True}, 101 * 64, 101),
+    ],
+)
+def test_each_weight_is_counted_once_where_it_is_first(fields, embeddings, head):
+    model = training_model(position_embedding_type="relative", **fields)
+    counts = ParameterCounts.of(model)
+    assert (counts.total, counts.trainable) == (model.num_parameters(),) * 2
+    assert (counts.embeddings, counts.head) == (embeddings, head)
+    layers = (*model.model.encoder.named_parameters(), *model.model.decoder.named_parameters())
+    assert counts.encoder + counts.decoder == sum(size.numel() for name, size in layers if "embed_tokens" not in name)
 
 
 def test_tables_of_the_page_are_those_of_the_script():
-    benchmark = memory_benchmark()
+    path = Path(__file__).parents[3] / "benchmarks" / "memory.py"
+    specification = importlib.util.spec_from_file_location("memory_benchmark", path)
+    benchmark = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(benchmark)
     text = benchmark.PAGE.read_text(encoding="utf-8")
     assert benchmark.fill(text) == text
     for preset in benchmark.SHARED_PRESETS:
         assert [f"| {preset} " in line for line in text.splitlines()].count(True) >= len(benchmark.DEVICES)
-    with pytest.raises(ValueError, match="must have the markers"):
-        benchmark.fill("no markers")
