@@ -415,7 +415,7 @@ class Generator(TextStream):
         - `must_contain`: phrases that every target contains. An item may be a list of phrases, of which one is enough.
         - `never_contain`: phrases that no target contains.
         - `assistant_model`: a smaller Metaphrase model with the same vocabulary, or a generator of one. It drafts
-          `num_assistant_tokens` tokens at a time for greedy search or sampling. The result stays the same.
+          `num_assistant_tokens` tokens at a time for greedy search. The result stays the same.
         - `decoder_input_ids`: a row for each text, blank ones included, or one row for all. A stream takes one row.
 
         Args:

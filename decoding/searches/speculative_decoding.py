@@ -1,7 +1,9 @@
 """Speculative decoding: a small model drafts some tokens, and the large model checks all of them in one pass.
 
-Rows accept different numbers of tokens, so each row has its own length. The result is that of the large model alone: the
-same tokens in greedy search, the same distribution in sampling.
+Rows accept different numbers of tokens, so each row has its own length. The result is that of greedy search with the large model
+alone.
+
+Source: Leviathan et al. 2023, algorithm 1, arXiv 2211.17192, for greedy search.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +16,6 @@ from metaphrase.decoding.decoder_state import DecoderState, PreparedLayer, Rotat
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.decoding.searches.joint_search import JointSearch
 from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
-from metaphrase.modeling.layers import fold_copies, unfold_copies
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
@@ -60,13 +61,9 @@ class RaggedDecoderState(DecoderState):
         """Forget all tokens of each row behind its first `lengths` tokens, shape (rows,)."""
         self.lengths, self.length = lengths, int(lengths.max())
 
-    def spread(self, copies: int) -> None:
-        super().spread(copies)
-        self.lengths = self.lengths.repeat_interleave(copies)
-
     def select_sources(self, sources: torch.Tensor) -> None:
         super().select_sources(sources)
-        self.go_back(self.lengths.view(-1, self.copies)[sources].flatten())
+        self.go_back(self.lengths[sources])
 
     def _make_room(self, past: int) -> None:
         before = self._target_cache.capacity
@@ -113,16 +110,15 @@ class RaggedDecoderState(DecoderState):
         copies: int,
     ) -> torch.Tensor:
         """Attend as in `DecoderState` with several queries of each row: from (rows, width, H, head_dim) to (rows, width, D)."""
-        batch = len(query) // copies
-        # (rows, width, H, head_dim) -> (batch, key_value_heads, copies * groups * width, head_dim)
-        query = fold_copies(query.transpose(1, 2).unflatten(1, (-1, self.groups)).flatten(2, 3), copies)
-        output = attend(query.flatten(0, 1), *views, bias, scaling, batch).unflatten(0, (batch, -1))
-        output = unfold_copies(output, copies).unflatten(2, (self.groups, -1))
-        return output.flatten(1, 2).transpose(1, 2).flatten(2)
+        rows = len(query)
+        # (rows, width, H, head_dim) -> (rows * key_value_heads, groups * width, head_dim)
+        query = query.transpose(1, 2).unflatten(1, (-1, self.groups)).flatten(2, 3).flatten(0, 1)
+        output = attend(query, *views, bias, scaling, rows)
+        return output.view(rows, self.key_value_heads * self.groups, -1, self.head_dim).transpose(1, 2).flatten(2)
 
 
 class SpeculativeSearch(JointSearch):
-    """Greedy search and sampling with a draft model, for `generate(custom_generate=...)` of the target model.
+    """Greedy search with a draft model, for `generate(custom_generate=...)` of the target model.
 
     A block of tokens is rounded differently than single tokens. In bfloat16, greedy search may choose the other of two
     tokens that are almost equally probable.
@@ -151,29 +147,28 @@ class SpeculativeSearch(JointSearch):
         """Search as in `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
 
         Raises:
-            ValueError: If there are beams.
+            ValueError: If the search is not greedy.
         """
-        if config.num_beams > 1:
-            raise ValueError(f"`num_beams` must be 1 with `assistant_model`, got {config.num_beams}.")
-        speculation = _Speculation(self, projections, states, prompt, processors, config, return_scores)
+        if config.num_beams > 1 or config.do_sample:
+            raise ValueError(
+                "`num_beams` must be 1 and `do_sample` false with `assistant_model`, "
+                f"got {config.num_beams} and {config.do_sample}."
+            )
+        speculation = _Speculation(self, projections, states, prompt, processors, config)
         while len(speculation.rows) and prompt.shape[1] < config.max_length:
             speculation.take_round()
-        return speculation.result[:, : speculation.longest], speculation.totals
+        return speculation.result[:, : speculation.longest], speculation.totals if return_scores else None
 
 
 class _Speculation:
     """Unfinished targets of a batch. `search` counts the tokens that are drafted and accepted.
 
-    Source: Leviathan et al. 2023, algorithm 1, arXiv 2211.17192; Chen et al. 2023, algorithm 2, arXiv 2302.01318.
-
     Attributes:
         rows: Index in the result of each row, shape (rows,).
         ids: Prompts and targets so far, padded, shape (rows, max_length).
-        lengths: Tokens so far with the prompt, shape (rows,). An ended row has its prompt's length until all rows of its
-            source have ended.
-        is_ended: True for ended rows, shape (rows,).
-        result: Ended targets, padded, shape (sources * copies, max_length); the longest has `longest` tokens.
-        totals: Sums of their log-probabilities, shape (sources * copies,), or None.
+        lengths: Tokens so far with the prompt, shape (rows,).
+        result: Ended targets, padded, shape (sources, max_length); the longest has `longest` tokens.
+        totals: Sums of their log-probabilities, shape (sources,).
     """
 
     def __init__(
@@ -184,21 +179,16 @@ class _Speculation:
         prompt: torch.Tensor,
         processors: LogitsProcessorList,
         config: GenerationConfig,
-        with_scores: bool,
     ):
         (self.project, self.project_draft), (self.state, self.draft) = projections, states
         self.search, self.processors, self.config = search, processors, config
-        count, self.prompt_length = prompt.shape
-        self.copies = count // self.state.rows
-        for state in states:
-            state.spread(self.copies)
+        count, self.longest = prompt.shape
         self.padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         self.rows = torch.arange(count, device=prompt.device)
-        self.ids = nn.functional.pad(prompt, (0, config.max_length - self.prompt_length), value=self.padding)
-        self.lengths = torch.full_like(self.rows, self.prompt_length)
-        self.is_ended = torch.zeros_like(self.rows, dtype=torch.bool)
-        self.result, self.longest = self.ids.clone(), self.prompt_length
-        self.totals = torch.zeros(count, device=prompt.device) if with_scores else None
+        self.ids = nn.functional.pad(prompt, (0, config.max_length - self.longest), value=self.padding)
+        self.lengths = torch.full_like(self.rows, self.longest)
+        self.result = self.ids.clone()
+        self.totals = torch.zeros(count, device=prompt.device)
         # Tokens that each decoder can read.
         self.limits = [config.max_length] * 2
         for index, positions in enumerate(state.decoder.embed_positions for state in states):
@@ -210,7 +200,7 @@ class _Speculation:
         longest = int(self.lengths.max())
         # The draft model does not read its own last token.
         room = min(self.config.max_length - 1, self.limits[0], self.limits[1] + 1) - longest
-        drafted, draft_probs = self._draft(max(0, min(self.search.num_assistant_tokens, room)))
+        drafted = self._draft(max(0, min(self.search.num_assistant_tokens, room)))
         width = drafted.shape[1]
         # The last token is unread; in the first round the whole prompt is.
         block = self._columns(self.state.lengths, longest - self.state.length)
@@ -219,9 +209,9 @@ class _Speculation:
         # The draft is already in `ids`, where processors read it.
         logits = self.project(hidden_states).float()
         scores = self._process(positions.flatten(), logits.flatten(0, 1)).unflatten(0, positions.shape)
-        tokens, accepted = self._choose(scores, drafted, draft_probs)
-        # Samples are scored by the model itself, as in `sample`.
-        self._add(tokens, accepted, positions, logits if self.config.do_sample else scores)
+        tokens = scores.argmax(dim=-1)
+        accepted = (tokens[:, :-1] == drafted).long().cumprod(dim=1).sum(dim=1)
+        self._add(tokens, accepted, positions, scores)
 
     def _columns(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """Return `width` ids of each row from its start on, shape (rows, width)."""
@@ -240,10 +230,10 @@ class _Speculation:
             processed[chosen] = process(self.processors, self.ids[chosen // width, :length], scores[chosen])
         return processed
 
-    def _draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft tokens (rows, width) into `ids`, and return them, with probabilities (rows, width, V) for sampling."""
+    def _draft(self, width: int) -> torch.Tensor:
+        """Draft tokens (rows, width) into `ids`, and return them."""
         if width == 0:
-            return self.ids[:, :0], None
+            return self.ids[:, :0]
         # All rows read as many tokens as the row with the most unread ones; other rows read some again.
         unread = int((self.lengths - self.draft.lengths).max())
         starts = (self.lengths - unread).clamp(min=0)
@@ -251,79 +241,36 @@ class _Speculation:
         last = (self.lengths - 1 - starts)[:, None, None]
         hidden_states = self.draft.read(self._columns(starts, unread)).take_along_dim(last, dim=1)
         self.draft.go_back(self.lengths)
-        probs = []
         for step in range(width):
             scores = self._process(self.lengths + step, self.project_draft(hidden_states[:, 0]).float())
-            if self.config.do_sample:
-                probs.append(nn.functional.softmax(scores, dim=-1))
-                tokens = torch.multinomial(probs[-1], num_samples=1)
-            else:
-                tokens = scores.argmax(dim=-1, keepdim=True)
+            tokens = scores.argmax(dim=-1, keepdim=True)
             self.ids.scatter_(1, self.lengths[:, None] + step, tokens)
             if step + 1 < width:
                 hidden_states = self.draft.read(tokens)
-        self.search.num_drafted += width * int((~self.is_ended).sum())
-        return self._columns(self.lengths, width), torch.stack(probs, dim=1) if probs else None
-
-    def _choose(
-        self, scores: torch.Tensor, drafted: torch.Tensor, draft_probs: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept a prefix of the draft, and choose one token of the target model behind it.
-
-        A drafted token is accepted with probability p / q, of the target model and of the draft model. The first refused
-        token is drawn again from the positive part of p - q. Greedy search is the case of all p in one token.
-
-        `scores` has shape (rows, width + 1, V), `drafted` (rows, width), and `draft_probs` (rows, width, V) is None for
-        greedy search. Returns tokens (rows, width + 1), and the number of accepted tokens (rows,). One more token is valid.
-        """
-        if not self.config.do_sample:
-            tokens = scores.argmax(dim=-1)
-            return tokens, (tokens[:, :-1] == drafted).long().cumprod(dim=1).sum(dim=1)
-        probs = nn.functional.softmax(scores, dim=-1)
-        if draft_probs is None:
-            return torch.multinomial(probs[:, 0], num_samples=1), torch.zeros_like(self.lengths)
-        target, draft = (p.take_along_dim(drafted[:, :, None], dim=2)[:, :, 0] for p in (probs[:, :-1], draft_probs))
-        is_accepted = torch.rand_like(target) * draft < target
-        accepted = is_accepted.long().cumprod(dim=1).sum(dim=1)
-        # Behind a draft accepted as a whole, q is 0.
-        surplus = probs - nn.functional.pad(draft_probs, (0, 0, 0, 1))
-        index = accepted[:, None, None]
-        probs, surplus = (p.take_along_dim(index, dim=1)[:, 0] for p in (probs, surplus.clamp(min=0)))
-        # By rounding, nothing may be left.
-        surplus = torch.where(surplus.sum(dim=-1, keepdim=True) > 0, surplus, probs)
-        added = torch.multinomial(surplus, num_samples=1)
-        return nn.functional.pad(drafted, (0, 1)).scatter(1, accepted[:, None], added), accepted
+        self.search.num_drafted += width * len(self.rows)
+        return self._columns(self.lengths, width)
 
     def _add(self, tokens: torch.Tensor, accepted: torch.Tensor, positions: torch.Tensor, scores: torch.Tensor) -> None:
-        """Add the chosen tokens (rows, width + 1) up to the ends, and drop sources whose rows have all ended."""
-        order, ends = torch.arange(tokens.shape[1], device=tokens.device), self.config._eos_token_tensor
-        counts = accepted + 1
-        is_end = are_ends(tokens, ends) & (order < counts[:, None])
+        """Add the accepted tokens (rows, width + 1) and one more, up to the ends, and drop rows that have ended."""
+        order, counts = torch.arange(tokens.shape[1], device=tokens.device), accepted + 1
+        is_end = are_ends(tokens, self.config._eos_token_tensor) & (order < counts[:, None])
         # Up to the first end, inclusive.
-        ended_counts = is_end.long().argmax(dim=1) + 1
-        counts = torch.where(is_end.any(dim=1), ended_counts, counts).masked_fill(self.is_ended, 0)
+        counts = torch.where(is_end.any(dim=1), is_end.long().argmax(dim=1) + 1, counts)
         is_taken = order < counts[:, None]
         self.ids.scatter_(1, positions, tokens.masked_fill(~is_taken, self.padding))
         self.search.num_accepted += int(torch.minimum(accepted, counts).sum())
-        if self.totals is not None:
-            log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, :, None], dim=2)[:, :, 0]
-            self.totals[self.rows] += log_probs.masked_fill(~is_taken, 0.0).sum(dim=1)
+        log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, :, None], dim=2)[:, :, 0]
+        self.totals[self.rows] += log_probs.masked_fill(~is_taken, 0.0).sum(dim=1)
         self.lengths = self.lengths + counts
-
-        is_ending = ~self.is_ended & (is_end.any(dim=1) | (self.lengths == self.config.max_length))
-        if bool(is_ending.any()):
-            self.result[self.rows[is_ending]] = self.ids[is_ending]
-            self.longest = max(self.longest, int(self.lengths[is_ending].max()))
-            self.is_ended = self.is_ended | is_ending
-            self.lengths = self.lengths.masked_fill(self.is_ended, self.prompt_length)
         # Forget refused tokens; the last token is still unread.
         for state in (self.state, self.draft):
             state.go_back(torch.minimum(state.lengths, self.lengths - 1))
-        is_done = self.is_ended.view(-1, self.copies).all(dim=1)
+        is_done = is_end.any(dim=1) | (self.lengths == self.config.max_length)
         if bool(is_done.any()):
-            is_left = ~is_done.repeat_interleave(self.copies)
-            for name in ("rows", "ids", "lengths", "is_ended"):
-                setattr(self, name, getattr(self, name)[is_left])
-            if len(self.rows):
-                self.state.select_sources((~is_done).nonzero()[:, 0])
-                self.draft.select_sources((~is_done).nonzero()[:, 0])
+            self.result[self.rows[is_done]] = self.ids[is_done]
+            self.longest = max(self.longest, int(self.lengths[is_done].max()))
+            left = (~is_done).nonzero()[:, 0]
+            self.rows, self.ids, self.lengths = self.rows[left], self.ids[left], self.lengths[left]
+            if len(left):
+                self.state.select_sources(left)
+                self.draft.select_sources(left)

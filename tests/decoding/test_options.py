@@ -77,7 +77,7 @@ def test_the_number_of_targets_may_come_from_a_config_or_be_left_open(generator)
     assert [len(found) for found in generator.generate_n_best([SOURCES[0], ""], **several)] == [3, 3]
     assert [len(found) for found in generator.generate_stream([SOURCES[0], ""], **several)] == [3, 3]
     with pytest.raises(ValueError, match="`num_return_sequences` must be 1 for `generate`, got 3"):
-        generator.generate(SOURCES, **several)
+        generator.generate(SOURCES, num_return_sequences=3)
     with pytest.raises(ValueError, match="`num_return_sequences` must be 1 for one map, got 3"):
         cross_attentions(generator, SOURCES, **several)
     assert generator.generate([*SOURCES, ""], num_return_sequences=None) == generator.generate([*SOURCES, ""])
