@@ -25,13 +25,21 @@ def make_pairs(count=24):
     return datasets.Dataset.from_dict({"input_ids": sources, "labels": targets, **lengths})
 
 
-def train(folder, collator=COLLATORS["padded"], max_tokens_per_batch=None, fields=None, **options):
+def train(
+    folder,
+    collator=COLLATORS["padded"],
+    max_tokens_per_batch=None,
+    fields=None,
+    model=None,
+    r_drop_alpha=0.0,
+    **options,
+):
     """Trains two epochs and returns the weights and the logged losses."""
-    model = tiny_model(vocab_size=60, **{"initializer_range": 0.2, **(fields or {})})
+    model = model or tiny_model(vocab_size=60, **{"initializer_range": 0.2, **(fields or {})})
     settings = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     settings |= {"num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no"}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
-    parts = {"data_collator": collator, "max_tokens_per_batch": max_tokens_per_batch}
+    parts = {"data_collator": collator, "max_tokens_per_batch": max_tokens_per_batch, "r_drop_alpha": r_drop_alpha}
     trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=make_pairs(), **parts)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

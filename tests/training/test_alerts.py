@@ -20,7 +20,6 @@ from metaphrase.training.alerts import (
     frequency_loss,
     rate_alerts,
     score_alerts,
-    unfinished_alerts,
 )
 from metaphrase.training.experiment import Experiment
 
@@ -230,14 +229,6 @@ def test_outputs_that_run_away_are_named_once_and_late(caplog):
     assert message.startswith("30 % of the validation outputs run to the length limit")
     assert replay(good, caplog, 1200, ["bleu"], unfinished=0.02) == []
     assert replay(good, caplog, 6000, ["bleu"], unfinished=0.3) == []
-
-
-def test_final_outputs_that_run_away():
-    assert list(unfinished_alerts(10, 1000, 0, 50)) == []
-    [message] = unfinished_alerts(300, 1000, 2, 50)
-    assert "they repeat themselves; a higher limit does not help" in message
-    [message] = unfinished_alerts(300, 1000, 290, 50)
-    assert message.endswith("and 290 references are longer. Raise `generation_max_length`.")
 
 
 @pytest.mark.parametrize(

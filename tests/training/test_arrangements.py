@@ -7,19 +7,51 @@ is said.
 import pytest
 import torch
 from arrangements import COLLATORS, assert_same, train
+from small_trainers import tiny_bart
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
+from metaphrase.training.adapters import add_lora
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.mark.parametrize("kind", COLLATORS)
+def model_of_two_passes():
+    """A model whose two passes of R-Drop differ, by something that does not depend on how many rows share a batch."""
+
+    def perturb_second_half(module, arguments, output):
+        first, second = output.flatten(0, 1).chunk(2)
+        return torch.cat((first, second * 1.5)).view_as(output) if module.training else output
+
+    model = tiny_model(vocab_size=60, initializer_range=0.2)
+    model.get_encoder().embed_tokens.register_forward_hook(perturb_second_half)
+    return model
+
+
+def adapted_model():
+    torch.manual_seed(0)
+    return add_lora(tiny_model(vocab_size=60, initializer_range=0.2))
+
+
+KINDS = {
+    "padded": {},
+    "packed": {"collator": COLLATORS["packed"]},
+    "another family": {"model": tiny_bart},
+    "adapters": {"model": adapted_model},
+    "R-Drop": {"model": model_of_two_passes, "r_drop_alpha": 3.0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_eight_accumulated_batches_of_one_are_one_batch_of_eight(kind, tmp_path):
-    options = {"collator": COLLATORS[kind], "label_smoothing_factor": 0.1}
-    expected = train(tmp_path / "8", per_device_train_batch_size=8, **options)
-    actual = train(tmp_path / "1", per_device_train_batch_size=1, gradient_accumulation_steps=8, **options)
-    assert_same(actual, expected, **CLOSE)
+    options = {"label_smoothing_factor": 0.1, **KINDS[kind]}
+    if kind == "adapters":
+        pytest.importorskip("peft")
+    make_model = options.pop("model", lambda: None)
+    expected = train(tmp_path / "8", model=make_model(), per_device_train_batch_size=8, **options)
+    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    assert_same(train(tmp_path / "1", model=make_model(), **options), expected, **CLOSE)
 
 
 def test_accumulated_token_budgets_are_one_batch_of_all_pairs(tmp_path):

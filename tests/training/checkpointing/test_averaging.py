@@ -70,14 +70,6 @@ def test_tied_weights_are_stored_once_and_stay_tied(ties, tmp_path):
     torch.testing.assert_close(averaged(**batch).logits, models[0](**batch).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_mean_of_equals_is_exactly_what_they_are(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "0")
-    for name in "12":
-        shutil.copytree(tmp_path / "0", tmp_path / name)
-    output = average_checkpoints([tmp_path / name for name in "012"], tmp_path / "mean")
-    assert (output / "model.safetensors").read_bytes() == (tmp_path / "0" / "model.safetensors").read_bytes()
-
-
 def test_checkpoints_may_be_cut_into_other_files(tmp_path):
     models, _ = save_models(tmp_path, count=2)
     models[0].save_pretrained(tmp_path / "cut", max_shard_size="30KB")
