@@ -51,11 +51,13 @@ def test_several_processes_count_each_pair_once(family, processes, count, model,
     assert_same_sums(evaluated_by(trainer, processes, shares.__getitem__, monkeypatch), expected)
 
 
-def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_path, monkeypatch):
-    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+# In the second case, one process has a batch less, and repeats a pair.
+@pytest.mark.parametrize(("count", "budget"), [(12, 40), (11, 16)])
+def test_several_processes_count_each_pair_of_a_budget_once(count, budget, model, pairs, tmp_path, monkeypatch):
+    dataset = with_lengths(pairs[:count])
+    trainer = make_trainer(model, pairs[:count], tmp_path, max_tokens_per_batch=budget, prediction_loss_only=True)
     trainer.evaluate()
     expected = trainer.evaluation_loss.clone()
-    dataset = with_lengths(pairs)
     total = evaluated_by(trainer, 2, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
     assert_same_sums(total, expected)
 

@@ -307,21 +307,25 @@ def trainer_with(**plugins):
     return SimpleNamespace(**enabled, accelerator=SimpleNamespace(state=state))
 
 
-@pytest.mark.parametrize("kind", StateDictType)
-def test_it_is_known_whether_checkpoints_of_fsdp_are_whole(kind):
-    trainer = trainer_with(fsdp_plugin=SimpleNamespace(state_dict_type=kind))
-    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer) == (kind == StateDictType.FULL_STATE_DICT)
-    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer_with())
+def zero(stage, gathers=None):
+    fields = {"stage": stage} | ({} if gathers is None else {"stage3_gather_16bit_weights_on_model_save": gathers})
+    return {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"zero_optimization": fields})}
 
 
 @pytest.mark.parametrize(
-    ("stage", "gathers", "is_whole"),
-    [(2, False, True), (3, True, True), (3, False, False), (3, "auto", False), (3, None, False)],
+    ("plugins", "is_whole"),
+    [
+        ({}, True),
+        ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)}, True),
+        ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)}, False),
+        (zero(2, False), True),
+        (zero(3, True), True),
+        (zero(3, "auto"), False),
+        (zero(3), False),
+    ],
 )
-def test_it_is_known_whether_checkpoints_of_deepspeed_are_whole(stage, gathers, is_whole):
-    zero = {"stage": stage} | ({} if gathers is None else {"stage3_gather_16bit_weights_on_model_save": gathers})
-    trainer = trainer_with(deepspeed_plugin=SimpleNamespace(deepspeed_config={"zero_optimization": zero}))
-    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer) == is_whole
+def test_it_is_known_whether_checkpoints_are_whole(plugins, is_whole):
+    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer_with(**plugins)) == is_whole
 
 
 def test_weights_that_are_missing_are_named(mesh, tmp_path):
