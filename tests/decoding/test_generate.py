@@ -5,10 +5,8 @@ import itertools
 import pytest
 import torch
 from tiny_models import DESIGNS, random_sources, tiny_model
-from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteriaList
+from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
-
-from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 CLOSE = {"atol": 1e-3, "rtol": 1e-3}
 START, END = 1, 2
@@ -89,17 +87,6 @@ def test_options_with_every_cache(way):
     assert promise is None or promise(text.tolist())
 
 
-@pytest.mark.parametrize("options", [{"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 1e6}])
-def test_ways_that_look_at_the_source(options):
-    model = tiny_model(**DESIGNS["alibi"])
-    inputs = random_sources(model.config, padding="left")
-    text = seeded_generate(model, inputs, **options)
-    assert torch.equal(seeded_generate(model, inputs, **options, use_cache=False), text)
-    for source, row in zip(inputs["input_ids"].tolist(), text[:, 1:].tolist(), strict=True):
-        from_source = [token in source for token in row]
-        assert all(from_source) if "encoder_repetition_penalty" in options else not any(from_source[:2])
-
-
 # Outputs beside the ids
 
 
@@ -150,21 +137,6 @@ def test_encoded_and_embedded_sources(design, beams):
         embeddings = model.get_input_embeddings()(ids)
     assert torch.equal(model.generate(encoder_outputs=encoder_output, **options), expected)
     assert torch.equal(model.generate(inputs_embeds=embeddings, **options), expected)
-
-
-def test_generation_settings_travel_with_the_model(tmp_path):
-    model = tiny_model()
-    settings = model.generation_config
-    names = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
-    assert [getattr(settings, name) for name in names] == [1, 1, 2, 0]
-    model.generation_config = GenerationConfig(**(settings.to_diff_dict() | {"num_beams": 3, "max_new_tokens": 4}))
-    model.save_pretrained(tmp_path)
-    loaded = MetaphraseForConditionalGeneration.from_pretrained(tmp_path)
-    inputs = random_sources(model.config)
-    assert loaded.generation_config.num_beams == 3
-    expected = model.generate(**inputs, num_beams=3, max_new_tokens=4)
-    assert torch.equal(loaded.generate(**inputs), expected)
-    assert MetaphraseForConditionalGeneration.can_generate()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -49,13 +49,6 @@ def test_an_integer_means_the_same_as_a_float(settings, generator, tmp_path):
     assert results[1:] == results[:1] * 2
 
 
-def test_what_transformers_does_not_know_stays_in_its_config():
-    options = plain_options(config_of(num_beams=4, depth=3))
-    assert options.keys() == {"num_beams", "generation_config"} and options["generation_config"].depth == 3
-    with pytest.raises(ValueError, match="`generation_config` must be a GenerationConfig, got dict"):
-        plain_options({"generation_config": {"num_beams": 2}})
-
-
 @pytest.mark.parametrize("beams", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beam"])
 def test_a_config_means_what_its_settings_mean(beams, generator, sources):
     """Its end of sequence too, up to which scores are added up."""

@@ -69,10 +69,7 @@ def test_weight_of_another_class_is_not_plain():
     ("vendor", "expected"),
     [
         ("vendor_id\t: AuthenticAMD", True),
-        ("vendor_id\t: HygonGenuine", True),
         ("vendor_id\t: GenuineIntel", False),
-        ("AMD64 Family 25 Model 17 Stepping 1, AuthenticAMD", True),
-        ("arm", False),
         ("", False),
     ],
 )
@@ -175,9 +172,7 @@ def test_replaced_forward_is_called_and_stays(products):
 
 CHANGES = {
     "written": lambda mlp: mlp.down_proj.weight.data.mul_(2),
-    "bias written": lambda mlp: mlp.down_proj.bias.data.add_(1),
     "another weight": lambda mlp: setattr(mlp.down_proj, "weight", nn.Parameter(mlp.down_proj.weight + 1)),
-    "no bias": lambda mlp: setattr(mlp.down_proj, "bias", None),
     "another layer": lambda mlp: setattr(mlp, "down_proj", nn.Linear(48, 32)),
 }
 

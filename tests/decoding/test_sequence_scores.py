@@ -4,10 +4,8 @@ import pytest
 import torch
 from other_families import other_model
 from tiny_generator import SOURCES, tiny_pair
-from transformers import MarianConfig, MarianMTModel, StoppingCriteria
 
 from metaphrase.decoding.fast_generation import SequenceScores, totals_of_steps
-from metaphrase.inference import Generator
 from metaphrase.inference.batches import decode, pad_sources
 
 OPTIONS = {
@@ -85,20 +83,6 @@ def test_drafted_tokens_are_scored_too():
         assert found.ids == expected.ids and found.score == pytest.approx(expected.score, abs=1e-4)
 
 
-def test_a_model_with_two_vocabularies_scores_as_forced_decoding_does():
-    pair = tiny_pair(joint=False)
-    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 64}
-    sizes |= {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    sizes |= {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False, "forced_eos_token_id": None}
-    torch.manual_seed(0)
-    model = MarianMTModel(MarianConfig(**pair.config_fields(), **sizes, init_std=0.5)).eval()
-    assert model.config.vocab_size != model.config.decoder_vocab_size
-    generator = Generator(model, pair)
-    found = decode(model, pair.encode_sources(SOURCES), return_scores=True, max_new_tokens=6)
-    scores = generator.score(SOURCES, [h.ids for [h] in found])
-    assert [h.score for [h] in found] == pytest.approx([score.total for score in scores], abs=1e-4)
-
-
 def test_transformers_loops_give_our_models_the_scores_of_the_fast_loops(generator, sources):
     for options in ({}, {"num_beams": 3}):
         expected = decode(generator.model, sources, return_scores=True, max_new_tokens=8, **options)
@@ -110,27 +94,3 @@ def test_transformers_loops_give_our_models_the_scores_of_the_fast_loops(generat
             hook.remove()
         assert [h.ids for [h] in found] == [h.ids for [h] in expected]
         assert [h.score for [h] in found] == pytest.approx([h.score for [h] in expected], abs=1e-4)
-
-
-class _LooksBack(StoppingCriteria):
-    """A caller's own, which may read all scores so far."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.sizes = [step.numel() for step in scores]
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def test_a_callers_own_criteria_and_loops_have_what_they_had():
-    model, sources = other_model("bart"), tiny_pair().encode_sources(SOURCES)
-    expected = decode(model, sources, return_scores=True, **LIMITS)
-    own = _LooksBack()
-    assert decode(model, sources, return_scores=True, stopping_criteria=[own], **LIMITS) == expected
-    assert min(own.sizes) > 0
-    loop = type(model)._sample
-
-    def own_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        return loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-
-    found = decode(model, sources, return_scores=True, custom_generate=own_loop, **LIMITS)
-    for [one], [other] in zip(found, expected, strict=True):
-        assert one.ids == other.ids and one.score == pytest.approx(other.score, abs=1e-5)

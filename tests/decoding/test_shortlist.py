@@ -155,12 +155,6 @@ def test_greedy_search_writes_the_same(design, lists, monkeypatch):
     check_greedy_search(tiny_model(**DESIGNS[design] | FIELDS), lists, monkeypatch)
 
 
-def test_the_bias_is_added_to_scaled_logits(lists, monkeypatch):
-    model = tiny_model(**FIELDS, logits_bias=True, logits_scale=0.1)
-    torch.nn.init.normal_(model.lm_head.bias)
-    check_greedy_search(model, lists, monkeypatch)
-
-
 PROCESSORS = {
     "least length": {"min_new_tokens": 8},
     "no phrase twice": {"no_repeat_ngram_size": 2},

@@ -140,19 +140,6 @@ def test_sentences_of_a_batch_have_similar_lengths(batcher):
     assert sorted(fact.num_source_tokens for fact in facts) == sorted((long + other_long, short + other_short))
 
 
-def test_call_of_a_client_that_has_gone_does_not_run(batcher):
-    gone, calls = ticket(), []
-    with ThreadPoolExecutor(1) as pool:
-        with Stop(batcher):
-            call = pool.submit(batcher.call, gone, lambda: calls.append(1))
-            while not batcher._calls:
-                time.sleep(0.001)
-            gone.is_cancelled = True
-        with pytest.raises(CancelledRequest):
-            call.result()
-    assert calls == []
-
-
 def test_only_the_request_that_fails_gets_the_error(batcher):
     def change(text):
         if "bad" in text:

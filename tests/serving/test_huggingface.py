@@ -30,10 +30,6 @@ def test_client_translates(client):
     assert client.translation("a small dog runs").translation_text == "A SMALL DOG RUNS"
 
 
-def test_client_sets_languages(client):
-    assert client.translation("the cat", src_lang="en", tgt_lang="de").translation_text == "THE CAT"
-
-
 @pytest.fixture(scope="module")
 def writer():
     """A model for all tasks with a real search."""

@@ -11,7 +11,7 @@ import requests
 from chromium import chromium, one, texts, wait_for
 from identity_engine import identity_generator
 from local_server import running, upper_service
-from tiny_generator import SOURCES, tiny_generator
+from tiny_generator import tiny_generator
 
 from metaphrase.inference.alignment import cross_attentions, word_weights
 from metaphrase.serving.batcher import Batcher
@@ -161,55 +161,6 @@ def test_older_answer_never_replaces_a_newer_one(browser, url):
     time.sleep(0.8)
     shown = browser.execute_script("return shown")
     assert "FAST" in shown and "SLOW" not in shown
-
-
-def test_model_without_languages_has_a_plain_page(browser, torch_url):
-    open_page(browser, torch_url)
-    assert (one(browser, "#source-title").text, one(browser, "#target-title").text) == ("Source", "Target")
-    assert not any(one(browser, f"#{name}").is_displayed() for name in ("source-lang", "target-lang", "swap"))
-
-
-def test_alternative_takes_the_place_of_the_target(browser, torch_url):
-    open_page(browser, torch_url).send_keys(SOURCES[0])
-    alternatives = wait_for(lambda: browser.find_elements("css selector", "#alternatives button"))
-    [before], choice = texts(browser, "#target"), alternatives[1].text
-    assert len({before, *texts(browser, "#alternatives button")}) == 4
-    alternatives[1].click()
-    wait_for_target(browser, choice)
-    assert before in texts(browser, "#alternatives button")
-    one(browser, "#wants-more").click()
-    wait_for(lambda: not texts(browser, "#alternatives button"))
-
-
-def weights_of(browser):
-    """Return text and weight of each marked source word."""
-    return browser.execute_script(
-        "return [...document.querySelectorAll('mark')].map((e) => [e.textContent, Number(e.style.getPropertyValue('--weight'))])"
-    )
-
-
-def test_pointer_tap_and_keys_mark_the_source_words(browser, torch_url):
-    source = open_page(browser, torch_url)
-    source.send_keys("two dogs and the small cat run")
-    words = wait_for(lambda: browser.find_elements("css selector", ".word"))
-    pair = {"source": "two dogs and the small cat run", "target": texts(browser, "#target")[0]}
-    answer = requests.post(f"{torch_url}/ui/attention", json=pair).json()
-    row = dict(zip(answer["source_words"], answer["weights"][0], strict=True))
-    largest = max(row.values())
-    expected = {word: weight / largest for word, weight in row.items() if weight >= 0.05 * largest}
-    browser.pointer.move_to_element(words[0]).perform()
-    assert dict(wait_for(lambda: weights_of(browser))) == pytest.approx(expected, abs=1e-3)
-    best = max(row, key=row.get)
-    reading = re.sub("[\u2068\u2069]", "", one(browser, "#reading").text)
-    assert reading.startswith(f"{words[0].text} ← {best} {100 * row[best]:.0f} %")
-    # The pointer leaves, and a click stays.
-    browser.pointer.move_to_element(source).perform()
-    wait_for(lambda: not weights_of(browser))
-    words[0].click()
-    browser.pointer.move_to_element(source).perform()
-    wait_for(lambda: weights_of(browser))
-    browser.switch_to.active_element.send_keys(browser.keys.ESCAPE)
-    wait_for(lambda: not weights_of(browser))
 
 
 def test_hostile_text_is_inert(browser, torch_url, url):

@@ -53,11 +53,3 @@ def test_missing_is_enough_and_can_always_be_lowered(constraints):
             if missing:
                 behind = automaton.read(states, met[:, None], automaton.alphabet)
                 assert automaton.num_missing(*behind).min() < missing
-
-
-@pytest.mark.parametrize("constraints", CASES, ids=str)
-def test_each_phrase_leads_on_token_by_token(constraints):
-    automaton = PhraseAutomaton(constraints, VOCAB)
-    for phrase in (phrase for phrases in constraints for phrase in phrases if START not in phrase):
-        values = [automaton.progress(*follow(automaton, phrase[:count])).item() for count in range(len(phrase) + 1)]
-        assert values[0] == 0 and values == sorted(set(values)) and values[-1] <= automaton.most_progress
