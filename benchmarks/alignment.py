@@ -17,12 +17,9 @@ import numpy as np
 import torch
 from machine import describe_machine
 
-from metaphrase.demo.corpus import split_of_sentence
-from metaphrase.demo.english import third_person_singular, to_english
-from metaphrase.demo.german import german_noun, german_present, to_german
-from metaphrase.demo.grammar import Adjective, Case, Noun, Particle, Sentence, Verb
-from metaphrase.demo.lexicon import BE, HAVE
-from metaphrase.demo.sampler import Sampler
+from metaphrase.demo.corpus import Sampler, split_of_sentence
+from metaphrase.demo.grammar import BE, HAVE, Adjective, Case, Noun, Particle, Sentence, Verb
+from metaphrase.demo.languages import german_noun, german_present, third_person_singular, to_english, to_german
 from metaphrase.inference import Generator, alignment_error_rate, cross_attentions, word_alignment
 
 Link = tuple[int, int]

@@ -1,34 +1,336 @@
-"""The demo corpus: tens of thousands of English-German sentence pairs from a small grammar, and summaries of texts.
+"""Corpus of the demo: sampled sentences in both languages, in files."""
 
-`grammar` holds the structures, `lexicon` the words, `sampler` draws sentences, `english` and `german` write them. The English
-determines the German, so exact match is a fair score.
-
-The splits measure translation of unseen *combinations*. A sentence has three kinds of combination, relative clauses included:
-
-- an adjective and the noun that it describes, before the noun or after *be*;
-- the noun of a subject and its verb (*the dog that sleeps*);
-- a verb and the noun of a direct or indirect object (*the apple that I eat*).
-
-Nouns, adjectives and verbs are numbered in the order of the lexicon. The sum of the two numbers of a combination, modulo 16,
-decides its split: one rest is test, another one validation, all others training. So one combination in eight is held out, in
-every inflected form, and each word meets its other partners in training. No training sentence has a held-out combination. A test
-sentence has at least one combination of the test split and none of validation, and vice versa. Every word form of validation and
-test is frequent in training. *Black* and *cat* never meet in training: "The cat is black." is the first test pair.
-
-Equal arguments give the same corpus everywhere: Python guarantees the sequence of `random.Random.random`, the only source used.
-"""
-
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from metaphrase.demo import grammar
-from metaphrase.demo.english import to_english
-from metaphrase.demo.german import to_german
-from metaphrase.demo.lexicon import ADJECTIVES, BE, DEFINITE, NOUNS, THAT, VERBS
-from metaphrase.demo.sampler import Sampler
+from metaphrase.demo import grammar as lexicon
+from metaphrase.demo.grammar import (
+    ADJECTIVES,
+    BARE,
+    BE,
+    DEFINITE,
+    EVERY,
+    INDEFINITE,
+    NOUNS,
+    POSSESSIVES,
+    PREPOSITIONS,
+    THAT,
+    THIS,
+    VERBS,
+    WHO,
+    Adjective,
+    Clause,
+    Coordination,
+    Determiner,
+    Modal,
+    Nominal,
+    Noun,
+    NounPhrase,
+    PrepositionalPhrase,
+    Pronoun,
+    RelativePronoun,
+    Sentence,
+    Subordinate,
+    Verb,
+)
+from metaphrase.demo.languages import to_english, to_german
+
+Item = TypeVar("Item")
+
+# Repetition in a tuple is the weight of an item.
+_SUBJECT_PRONOUNS = (*lexicon.PRONOUNS[:2], *lexicon.PRONOUNS)  # I and you have verb forms of their own
+_OBJECT_VERBS = (*lexicon.TRANSITIVE_VERBS, lexicon.KNOW, lexicon.HAVE, *lexicon.DATIVE_VERBS)
+_VERBS = (*(lexicon.INTRANSITIVE_VERBS * 2), *(_OBJECT_VERBS * 2), *(lexicon.DITRANSITIVE_VERBS * 3), *([BE] * 16))
+# Verbs of events; *be* among them takes a passing state.
+_EVENT_VERBS = tuple(verb for verb in _VERBS if verb.english not in ("know", "have", "love", "live"))
+_ANY_DETERMINERS = (*([DEFINITE] * 12), *([INDEFINITE] * 6), *POSSESSIVES, THIS, THIS, EVERY)
+_KNOWN_DETERMINERS = (*([DEFINITE] * 6), *POSSESSIVES, THIS)
+# Determiners that are clear under negation: *nicht jeden* and *jeden ... nicht* would differ.
+_NEGATED_DETERMINERS = (*_KNOWN_DETERMINERS, *([INDEFINITE] * 8))
+_PLACE_DETERMINERS = (*([DEFINITE] * 8), INDEFINITE, THIS)
+_TIMES = {False: (lexicon.TODAY, lexicon.NOW), True: (lexicon.TODAY, lexicon.YESTERDAY)}
+_PLACES = ("building", "landscape")
+_STATES = tuple(adjective for adjective in ADJECTIVES if adjective.is_state)
+
+
+@cache
+def _nouns_of(kinds: tuple[str, ...], is_place: bool = False) -> tuple[Noun, ...]:
+    return tuple(noun for noun in NOUNS if noun.kind in kinds and (noun.preposition or not is_place))
+
+
+@cache
+def _adjectives_of(noun: Noun, is_colour: bool) -> tuple[Adjective, ...]:
+    return tuple(word for word in ADJECTIVES if noun.kind in word.kinds and word.is_colour == is_colour)
+
+
+@cache
+def _verbs_with_subject(kind: str) -> tuple[Verb, ...]:
+    verbs = (*lexicon.INTRANSITIVE_VERBS, *_OBJECT_VERBS)
+    return tuple(verb for verb in verbs if kind in verb.subjects and not verb.needs_phrase)
+
+
+@cache
+def _verbs_with_object(kind: str) -> tuple[Verb, ...]:
+    return tuple(verb for verb in _OBJECT_VERBS if kind in verb.objects)
+
+
+class Sampler:
+    """Endless random sentences, equal for equal seeds.
+
+    The sampler calls only `Random.random`, whose sequence Python guarantees for all versions.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed).random
+        self._used: list[Noun] = []
+
+    def sentence(self) -> Sentence:
+        """Draw one sentence."""
+        self._used = []
+        constructions: tuple[Callable[[], Sentence], ...] = (
+            *([self._statement] * 10),
+            *([self._fronted_statement] * 3),
+            *([self._question] * 3),
+            *([self._complement_clause] * 2),
+            *([self._adverbial_clause] * 3),
+            self._coordinated_clauses,
+        )
+        return self._pick(constructions)()
+
+    def _pick(self, items: Sequence[Item]) -> Item:
+        return items[int(self._random() * len(items))]
+
+    def _chance(self, probability: float) -> bool:
+        return self._random() < probability
+
+    # Sentences
+
+    def _statement(self) -> Sentence:
+        clause = self._clause()
+        if self._chance(0.3):
+            clause = self._with_relative(clause)
+        elif self._chance(0.07) and not (clause.is_negated or clause.frequency or clause.modal):
+            clause = self._with_no(clause)
+        return Sentence(clause)
+
+    def _fronted_statement(self) -> Sentence:
+        clause = self._clause(is_event=True, is_simple=self._chance(0.5))
+        clause = replace(clause, frequency=None)
+        if clause.phrase and "place" in clause.verb.phrases and clause.phrase.preposition.english in ("in", "on"):
+            return Sentence(replace(clause, phrase=None), front=clause.phrase)
+        if clause.modal and self._chance(0.7):
+            return Sentence(clause, front=lexicon.TOMORROW)
+        return Sentence(clause, front=self._pick(_TIMES[clause.is_past]))
+
+    def _question(self) -> Sentence:
+        clause = self._clause(is_event=True, is_question=True)
+        form = self._random()
+        if form < 0.6:
+            return Sentence(clause, is_question=True)
+        if form < 0.75 and (clause.verb is not BE or "person" in clause.predicate.kinds):
+            return Sentence(replace(clause, subject=WHO), is_question=True)
+        clause = replace(clause, frequency=None)
+        if form < 0.85 and "place" in clause.verb.phrases:
+            return Sentence(replace(clause, phrase=None), front=lexicon.WHERE, is_question=True)
+        return Sentence(clause, front=self._pick((lexicon.WHY, lexicon.WHEN_QUESTION)), is_question=True)
+
+    def _complement_clause(self) -> Sentence:
+        is_past, is_negated = self._chance(0.4), self._chance(0.1)
+        verb = self._pick(lexicon.CLAUSE_VERBS)
+        main = Clause(self._subject(verb, is_negated), verb, is_past, is_negated=is_negated)
+        return Sentence(main, subordinate=Subordinate(lexicon.THAT, self._clause(is_past, is_simple=True)))
+
+    def _adverbial_clause(self) -> Sentence:
+        conjunction = self._pick((lexicon.BECAUSE, lexicon.ALTHOUGH, lexicon.WHEN))
+        # A past *when* would need *als* and the preterite.
+        is_past = conjunction is not lexicon.WHEN and self._chance(0.4)
+        main = self._clause(is_past, is_simple=True)
+        clause = self._clause(is_past, is_simple=True, is_event=conjunction is lexicon.WHEN)
+        if conjunction is lexicon.WHEN:
+            clause = replace(clause, frequency=None)
+        subordinate = Subordinate(conjunction, clause)
+        if self._chance(0.4):
+            return Sentence(main, front=subordinate)
+        return Sentence(main, subordinate=subordinate)
+
+    def _coordinated_clauses(self) -> Sentence:
+        is_past = self._chance(0.4)
+        first, second = (self._clause(is_past, is_simple=True) for _ in range(2))
+        return Sentence(first, coordinated=(self._pick((lexicon.AND, lexicon.BUT)), second))
+
+    # Clauses
+
+    def _clause(
+        self, is_past: bool | None = None, is_simple: bool = False, is_event: bool = False, is_question: bool = False
+    ) -> Clause:
+        """Draw a clause. A simple clause has fewer adjectives and phrases; an event is no lasting state."""
+        is_past = self._chance(0.4) if is_past is None else is_past
+        verb = self._pick(_EVENT_VERBS if is_event else _VERBS)
+        modal = self._pick(lexicon.MODALS) if not is_past and self._chance(0.22) else None
+        is_negated = not is_question and self._chance(0.14) and (modal is None or modal.negatable)
+        if verb is BE:
+            return self._copula_clause(is_past, modal, is_negated, is_event)
+        subject = self._subject(verb, is_negated, is_simple)
+        clause = Clause(subject, verb, is_past, modal, is_negated)
+        if verb.objects:
+            clause = replace(clause, **self._objects(clause, is_simple))
+        elif not modal and not is_negated and verb in _EVENT_VERBS and self._chance(0.2):
+            clause = replace(clause, frequency=self._pick(lexicon.FREQUENCIES))
+        # The position of *nicht* between an object and a phrase depends on the meaning: draw no such clauses.
+        may_have_phrase = verb.phrases and not (verb.objects and is_negated)
+        if may_have_phrase and (verb.needs_phrase or self._chance(0.2 if is_simple or verb.objects else 0.6)):
+            clause = replace(clause, phrase=self._phrase(clause))
+        return clause
+
+    def _copula_clause(self, is_past: bool, modal: Modal | None, is_negated: bool, is_event: bool) -> Clause:
+        predicate = self._pick(_STATES if is_event else ADJECTIVES)
+        if "person" in predicate.kinds and self._chance(0.2):
+            subject: Nominal = self._pick(_SUBJECT_PRONOUNS)
+        else:
+            is_known = is_negated or predicate.is_state or self._chance(0.7)
+            subject = self._noun_phrase(_nouns_of(tuple(sorted(predicate.kinds))), is_known, adjectives=0)
+            # A colour contradicts no other quality: never *a clean house is dirty*.
+            colours = () if predicate.is_colour else _adjectives_of(subject.noun, True)
+            if colours and self._chance(0.25):
+                subject = replace(subject, adjectives=(self._pick(colours),))
+        frequency = None
+        if predicate.is_state and not is_negated and not modal and self._chance(0.25):
+            frequency = self._pick(lexicon.FREQUENCIES)
+        if modal:
+            modal = lexicon.SHOULD if is_negated else self._pick((lexicon.MUST, lexicon.SHOULD))
+        return Clause(subject, BE, is_past, modal, is_negated, predicate=predicate, frequency=frequency)
+
+    def _with_relative(self, clause: Clause) -> Clause:
+        """Add a relative clause to the object at the end of the clause, or to the subject."""
+        is_object_last = clause.phrase is None and isinstance(clause.direct_object, NounPhrase)
+        role = "direct_object" if is_object_last and self._chance(0.5) else "subject"
+        phrase = getattr(clause, role)
+        if not isinstance(phrase, NounPhrase) or phrase.determiner not in (DEFINITE, INDEFINITE) or phrase.possessor:
+            return clause
+        return replace(clause, **{role: replace(phrase, relative=self._relative(phrase, clause.is_past))})
+
+    def _relative(self, phrase: NounPhrase, is_past: bool) -> Clause:
+        pronoun = RelativePronoun(phrase.noun, phrase.is_plural)
+        as_subject, as_object = _verbs_with_subject(phrase.noun.kind), _verbs_with_object(phrase.noun.kind)
+        if as_subject and (self._chance(0.6) or not as_object):
+            verb = self._pick(as_subject)
+            clause = Clause(pronoun, verb, is_past)
+            return replace(clause, **self._objects(clause, is_simple=True)) if verb.objects else clause
+        verb = self._pick(as_object)
+        return Clause(self._subject(verb, is_simple=True), verb, is_past, direct_object=pronoun)
+
+    def _with_no(self, clause: Clause) -> Clause:
+        """Set *no* as the determiner of the subject or object of a clause without modal verb.
+
+        *Must buy no apple* differs from *muss keinen Apfel kaufen*, which means *need not buy*.
+        """
+        role = "direct_object" if isinstance(clause.direct_object, NounPhrase) and self._chance(0.7) else "subject"
+        phrase = getattr(clause, role)
+        if not isinstance(phrase, NounPhrase) or phrase.possessor:
+            return clause
+        return replace(clause, **{role: replace(phrase, determiner=lexicon.NO)})
+
+    # Phrases
+
+    def _subject(self, verb: Verb, is_known: bool = False, is_simple: bool = False) -> Nominal:
+        if self._chance(0.32):
+            return self._pick(_SUBJECT_PRONOUNS)
+        nouns = _nouns_of(verb.subjects)
+        if self._chance(0.05):
+            return Coordination(*(self._noun_phrase(nouns, is_known=True, adjectives=0) for _ in range(2)))
+        return self._noun_phrase(nouns, is_known, 0.2 if is_simple else 0.4)
+
+    def _objects(self, clause: Clause, is_simple: bool) -> dict[str, Nominal]:
+        """The objects of a clause, as arguments of `Clause`."""
+        verb = clause.verb
+        # *Heute hilft ein Lehrer mir* would be odd: an object pronoun wants a subject that is known.
+        may_be_pronoun = not isinstance(clause.subject, NounPhrase) or clause.subject.determiner in _KNOWN_DETERMINERS
+        if "person" in verb.objects and may_be_pronoun and self._chance(0.25):
+            return {"direct_object": self._object_pronoun(clause.subject)}
+        objects: dict[str, Nominal] = {}
+        if verb.is_ditransitive:
+            receivers = _nouns_of(("person",))
+            is_pronoun = may_be_pronoun and self._chance(0.4)
+            objects["indirect_object"] = (
+                self._object_pronoun(clause.subject) if is_pronoun else self._noun_phrase(receivers, True, 0.1)
+            )
+        adjectives = 0.25 if is_simple or verb.is_ditransitive else 0.5
+        determiners = _NEGATED_DETERMINERS if clause.is_negated else _ANY_DETERMINERS
+        direct = self._noun_phrase(_nouns_of(verb.objects), adjectives=adjectives, determiners=determiners)
+        if clause.is_negated and direct.determiner in lexicon.NUMBERS:
+            direct = replace(direct, determiner=BARE)
+        return {**objects, "direct_object": direct}
+
+    def _object_pronoun(self, subject: Nominal) -> Pronoun:
+        """Draw a pronoun that does not mean the subject: no *I see me*, no *we see me*."""
+        pronouns = lexicon.PRONOUNS
+        if isinstance(subject, Pronoun):
+            is_third = subject.person == 3
+            pronouns = [
+                word for word in pronouns if word is not subject and (is_third or word.person != subject.person)
+            ]
+        return self._pick(pronouns)
+
+    def _phrase(self, clause: Clause) -> PrepositionalPhrase:
+        """Draw a place, a destination, or company."""
+        verb = clause.verb
+        name = self._pick(verb.phrases)
+        if name in ("place", "water") or (name == "to" and self._chance(0.7)):
+            nouns = _nouns_of(("water",) if name == "water" else _PLACES, is_place=True)
+            goal = self._noun_phrase(nouns, clause.is_negated, adjectives=0.3, determiners=_PLACE_DETERMINERS)
+            return PrepositionalPhrase(PREPOSITIONS["to" if name == "to" else goal.noun.preposition], goal)
+        if self._chance(0.35):
+            return PrepositionalPhrase(PREPOSITIONS[name], self._object_pronoun(clause.subject))
+        kinds = ("person", "animal") if "animal" in verb.subjects and name != "to" else ("person",)
+        companion = self._noun_phrase(_nouns_of(kinds), clause.is_negated, adjectives=0.3)
+        return PrepositionalPhrase(PREPOSITIONS[name], companion)
+
+    def _noun_phrase(
+        self,
+        nouns: Sequence[Noun],
+        is_known: bool = False,
+        adjectives: float = 0.4,
+        determiners: Sequence[Determiner] = _ANY_DETERMINERS,
+    ) -> NounPhrase:
+        """Draw a noun phrase. `is_known` allows only *the*, *this*, *my*; `adjectives` is the probability of an adjective."""
+        noun = self._pick(nouns)
+        while noun in self._used:
+            noun = self._pick(nouns)
+        self._used.append(noun)
+        described = self._adjectives(noun) if self._chance(adjectives) else ()
+        determiner = self._pick(_KNOWN_DETERMINERS if is_known else determiners)
+        is_parent = noun.english in ("mother", "father")
+        is_plural = noun.plural is not None and self._chance(0.3) and not (is_parent and determiner in POSSESSIVES)
+        has_no_one = is_plural or noun.plural is None  # plural and mass nouns: no *a*, no *every*
+        if determiner is INDEFINITE and has_no_one:
+            determiner = self._pick(lexicon.NUMBERS) if is_plural and self._chance(0.4) else BARE
+        elif (determiner is EVERY and has_no_one) or (determiner in POSSESSIVES and not noun.can_be_owned):
+            determiner = DEFINITE
+        elif determiner is DEFINITE and noun.can_be_owned and self._chance(0.1):
+            return NounPhrase(noun, DEFINITE, is_plural, described, self._possessor())
+        return NounPhrase(noun, determiner, is_plural, described)
+
+    def _possessor(self) -> NounPhrase:
+        noun = self._pick([noun for noun in _nouns_of(("person",)) if noun not in self._used])
+        self._used.append(noun)
+        return NounPhrase(noun, self._pick(POSSESSIVES) if noun.can_be_owned and self._chance(0.4) else DEFINITE)
+
+    def _adjectives(self, noun: Noun) -> tuple[Adjective, ...]:
+        """Draw one adjective, sometimes followed by a colour."""
+        plain, colours = _adjectives_of(noun, False), _adjectives_of(noun, True)
+        if not colours:
+            return (self._pick(plain),)
+        if self._chance(0.12):
+            return (self._pick(plain), self._pick(colours))
+        return (self._pick(plain + colours),)
+
 
 Pair = tuple[str, str]
 Combination = tuple[grammar.Adjective | grammar.Noun | grammar.Verb, grammar.Noun | grammar.Verb]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from sacrebleu.metrics import BLEU
 
-from metaphrase.evaluation.metrics import METRICS
-from metaphrase.evaluation.significance import (
+from metaphrase.evaluation.metrics import (
+    METRICS,
     NUM_BOOTSTRAP_SAMPLES,
     NUM_RANDOMIZATION_TRIALS,
     Ratio,

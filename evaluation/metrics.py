@@ -1,26 +1,219 @@
-"""Corpus scores as `evaluate.Metric` classes that need no network, and the file `metrics.json`.
-
-Rates and shares are in percent. Every result holds a `score` and a `signature`; only scores with equal signatures may be
-compared. BLEU, chrF and TER are sacreBLEU's, under its option names (Post 2018, arXiv 1804.08771).
-"""
+"""Scores of a corpus, as classes of `evaluate`: BLEU, chrF, TER, ROUGE, exact match, WER and CER. Tests of significance."""
 
 import inspect
 import json
 import os
 import tempfile
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import evaluate
 import numpy as np
+from datasets import Features, List, Value
 from sacrebleu.metrics import BLEU, CHRF, TER
+from sacrebleu.metrics.base import Score, Signature
+from sacrebleu.significance import PairedTest, Result
 
-from metaphrase.evaluation.corpus_metric import CorpusMetric, References, check_choice, number_of_references
-from metaphrase.evaluation.significance import Ratio, SegmentStatistics
 from metaphrase.storage.folders import file_in_one_step
+from metaphrase.storage.hints import did_you_mean
+
+NUM_BOOTSTRAP_SAMPLES, NUM_RANDOMIZATION_TRIALS = 1000, 10_000
+# sacreBLEU holds all resamples at once. The first limit is that of an interval beside a score, the second that of a test.
+MAX_RESAMPLED_BYTES, MAX_TEST_BYTES = 1_000_000_000, 8_000_000_000
+
+
+class Ratio:
+    """Quotient of two sums over segments, with the methods of sacreBLEU's metrics that its tests call."""
+
+    def __init__(self, factor: float = 100.0):
+        self.factor = factor
+
+    def _aggregate_and_compute(self, statistics: Sequence) -> Score:
+        return self._compute_score_from_stats(np.sum(statistics, axis=0))
+
+    def _compute_score_from_stats(self, sums: Sequence) -> Score:
+        numerator, denominator = sums
+        # TER has the same rule: with nothing to count, no edit is right, and any edit is wrong.
+        return Score("ratio", float(self.factor * (numerator / denominator if denominator else min(numerator, 1))))
+
+    def get_signature(self) -> Signature:
+        """Return the signature that sacreBLEU adds the facts of a test to."""
+        return Signature({"num_refs": 1})
+
+
+class _Known:
+    """Metric of sacreBLEU that takes statistics in place of outputs. So no test computes them again."""
+
+    def __init__(self, scorer: Any):
+        self._scorer = scorer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+    def _extract_corpus_statistics(self, statistics: np.ndarray, references: None) -> np.ndarray:
+        return statistics
+
+
+@dataclass(frozen=True)
+class SegmentStatistics:
+    """Numbers of each segment whose sums give a corpus score.
+
+    Attributes:
+        scorer: A metric of sacreBLEU, or `Ratio`.
+        rows: A row of numbers for each segment.
+        signature: The signature of the score.
+    """
+
+    scorer: Any
+    rows: Sequence[Sequence[float]]
+    signature: str
+
+    def score(self, indices: Iterable[int]) -> float:
+        """Return the score of some segments."""
+        return float(self.scorer._aggregate_and_compute([self.rows[index] for index in indices]).score)
+
+    def interval(self, num_samples: int = NUM_BOOTSTRAP_SAMPLES) -> dict[str, Any]:
+        """Return the 95 % interval under sacreBLEU's names; empty if it would need more than `MAX_RESAMPLED_BYTES`.
+
+        `confidence_mean` is the mean over the resamples, and `confidence_var` half of the width of the interval.
+        """
+        num_values = num_samples * len(self.rows) * (len(self.rows[0]) + 2)
+        if num_samples < 2 or 4 * num_values > MAX_RESAMPLED_BYTES:
+            return {}
+        [result], seed = paired_test({"": self}, "bs", num_samples)
+        facts = {"confidence_mean": float(result.mean), "confidence_var": float(result.ci)}
+        return facts | {"bs": num_samples, "seed": seed}
+
+
+def paired_test(
+    systems: Mapping[str, SegmentStatistics], kind: Literal["bs", "ar"], num_samples: int
+) -> tuple[list[Result], str]:
+    """Test each system against the first one.
+
+    Args:
+        systems: Statistics of one score by the name of the system.
+        kind: `bs` for the paired bootstrap, which also gives intervals; `ar` for approximate randomization.
+        num_samples: Number of resamples or of trials.
+
+    Returns:
+        A result for each system, and the seed: 12345, or the environment variable `SACREBLEU_SEED`.
+
+    Raises:
+        ValueError: If the test would need more than `MAX_TEST_BYTES`.
+    """
+    first = next(iter(systems.values()))
+    bytes_per_sample = len(first.rows) * (4 * (len(first.rows[0]) + 2) if kind == "bs" else 8)
+    if num_samples * bytes_per_sample > MAX_TEST_BYTES:
+        raise ValueError(
+            f"`paired_{kind}_n` must be at most {MAX_TEST_BYTES // bytes_per_sample} for {len(first.rows)} segments, "
+            f"got {num_samples}: the test would need {num_samples * bytes_per_sample / 1e9:.0f} GB of memory."
+        )
+    scorer = _Known(first.scorer)
+    # Products of floats are fast. The sums are the same: all counts are whole numbers below 2**53.
+    rows = [(name, np.asarray(segments.rows, dtype=np.float64)) for name, segments in systems.items()]
+    signatures, results = PairedTest(rows, {"score": scorer}, None, kind, num_samples)()
+    [(name, signature)] = signatures.items()
+    return results[name], signature.info["seed"]
+
+
+References = Sequence[str] | Sequence[Sequence[str]]
+_COLUMNS = ("predictions", "references")
+
+
+def check_choice(field: str, value: Any, choices: Collection[str]) -> None:
+    """Raise a `ValueError`, with the nearest choice as a hint, if a value is not one of the choices."""
+    if value not in choices:
+        hint = did_you_mean(value, choices, cutoff=0.4)
+        raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}.{hint}")
+
+
+def _as_reference_lists(predictions: Sequence[str], references: References) -> list[list[str]]:
+    """Check both columns and return one list of references for each prediction.
+
+    Raises:
+        ValueError: If a column is missing or empty, the lengths differ, or an entry is not text.
+    """
+    for name, column in zip(_COLUMNS, (predictions, references), strict=True):
+        if column is None or isinstance(column, str):
+            raise ValueError(f"`{name}` must be a sequence of texts, got {type(column).__name__}.")
+    if not len(predictions) == len(references) > 0:
+        raise ValueError(
+            "`predictions` and `references` must hold the same number of entries, at least one, "
+            f"got {len(predictions)} and {len(references)}."
+        )
+    is_single = isinstance(references[0], str)
+    for index, (prediction, entry) in enumerate(zip(predictions, references, strict=True)):
+        if not isinstance(prediction, str):
+            raise ValueError(f"`predictions` must hold texts, got {prediction!r} at index {index}.")
+        is_list = isinstance(entry, list | tuple) and len(entry) > 0 and all(isinstance(text, str) for text in entry)
+        if not (isinstance(entry, str) if is_single else is_list):
+            kind = "texts" if is_single else "non-empty lists of texts"
+            raise ValueError(f"`references` must hold {kind} only, like its first entry, got {entry!r} at {index}.")
+    return [[entry] if is_single else list(entry) for entry in references]
+
+
+def number_of_references(references: list[list[str]]) -> str:
+    """Return the number of references for a signature."""
+    counts = {len(texts) for texts in references}
+    return str(counts.pop()) if len(counts) == 1 else "var"
+
+
+class CorpusMetric(evaluate.Metric):
+    """A corpus score.
+
+    `references` holds one text, or a list of texts, for each prediction. An empty prediction is valid. Everything stays in
+    memory, except with `num_process` above 1.
+    """
+
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Return the options of `compute`."""
+        return [name for name in inspect.signature(cls._compute).parameters if name not in ("self", *_COLUMNS)]
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=inspect.getdoc(type(self)),
+            citation="",
+            inputs_description=inspect.getdoc(CorpusMetric),
+            features=Features({"predictions": Value("string"), "references": List(Value("string"))}),
+        )
+
+    def _build_data_dir(self) -> str:
+        # The base class makes a folder in the home folder even if it keeps everything in memory.
+        if self.keep_in_memory:
+            return os.path.join(self._data_dir_root, self.name, self.config_name)
+        return super()._build_data_dir()
+
+    def compute(self, *, predictions=None, references=None, **kwargs) -> dict[str, Any] | None:
+        """Return the score of all added texts and of these."""
+        for name in kwargs:
+            check_choice(f"An option of `{type(self).__name__}`", name, self.option_names())
+        if predictions is None and references is None and self.writer is None:
+            raise ValueError("`predictions` and `references` must hold at least one entry each, got 0 and 0.")
+        return super().compute(predictions=predictions, references=references, **kwargs)
+
+    def segments(self, predictions: Sequence[str], references: References, **options) -> SegmentStatistics:
+        """Return the statistics of each line, for intervals and tests. The options are those of `compute`."""
+        return self._segments(predictions, _as_reference_lists(predictions, references), **options)
+
+    def add_batch(self, *, predictions=None, references=None, **kwargs) -> None:
+        """Add predictions and their references."""
+        references = _as_reference_lists(predictions, references)
+        super().add_batch(predictions=list(predictions), references=references, **kwargs)
+
+    def add(self, *, prediction=None, reference=None, **kwargs) -> None:
+        """Add one prediction and its reference or references."""
+        self.add_batch(predictions=[prediction], references=[reference], **kwargs)
+
 
 DEFAULT_METRICS = ("bleu", "chrf")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from metaphrase.filtering.texts import split_words
+from metaphrase.filtering.rules import split_words
 
 MIN_PAIRS = 10_000
 # They bound memory and time of training.

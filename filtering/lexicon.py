@@ -9,7 +9,7 @@ import numpy as np
 from metaphrase.filtering.alignment import WordPairs
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import SPACED_WORD
-from metaphrase.tokenization.tokenizer_pipeline import CONTINUATION_PREFIX
+from metaphrase.tokenization.tokenizer_trainer import CONTINUATION_PREFIX
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 _ITERATIONS = 2

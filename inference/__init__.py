@@ -22,7 +22,7 @@ from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.scoring import ForcedScore
 from metaphrase.inference.streams import ScoredText
-from metaphrase.inference.texts.terms import Terms
+from metaphrase.inference.texts.plan import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 

@@ -188,7 +188,7 @@ class EngineChoice:
         num_bytes, free = 4 * self._num_weights, free_main_memory()
         if num_bytes > _MEMORY_SHARE * free:
             return f"a copy needs {num_bytes / 2**20:.0f} MiB of memory, and {free / 2**20:.0f} MiB are free"
-        from metaphrase.inference.ctranslate2.copies import cached_copy  # Needs an extra.
+        from metaphrase.inference.ctranslate2.engine import cached_copy  # Needs an extra.
 
         try:
             self._copy = cached_copy(model, self._tokenizers, self._map)

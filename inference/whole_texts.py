@@ -12,9 +12,7 @@ from metaphrase.inference.alignment import AttentionMap, aligned_layer, cross_at
 from metaphrase.inference.generator import Generator, make_splitter
 from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
-from metaphrase.inference.texts.placement import Links, Sentence, find_words
-from metaphrase.inference.texts.plan import TextPlan
-from metaphrase.inference.texts.terms import Terms, find_loop
+from metaphrase.inference.texts.plan import Links, Sentence, Terms, TextPlan, find_loop, find_words
 from metaphrase.tokenization import checked_texts, word_ids_by_offsets
 
 # A line break of markup is a space.

@@ -10,7 +10,8 @@ from typing import Any
 
 from metaphrase.evaluation.comparison import TestSet, compare, compute_segments, external_segments
 from metaphrase.evaluation.metrics import check_metrics, check_references, check_writable, metric_options, write_metrics
-from metaphrase.hub_card.comparison_page import (
+from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
+from metaphrase.hub_card.pages import (
     describe_tests,
     label_of,
     length_rows,
@@ -19,7 +20,6 @@ from metaphrase.hub_card.comparison_page import (
     word_rows,
     write_comparison_page,
 )
-from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
 from metaphrase.inference.line_files import check_files, read_lines
 from metaphrase.scripts.parsers.console import check_dependents
 from metaphrase.scripts.parsers.options import METRICS, given_options

@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-from metaphrase.data.pair_files import READERS, PairProblem, pair_formatter
-from metaphrase.data.pairs import PairSource
+from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatter
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.line_files import num_lines, read_lines
 from metaphrase.inference.streams import ScoredText

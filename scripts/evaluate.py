@@ -22,7 +22,7 @@ from metaphrase.evaluation.metrics import (
     to_json,
     write_metrics,
 )
-from metaphrase.hub_card.sections import with_interval
+from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.sources import check_source_length

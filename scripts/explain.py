@@ -9,8 +9,8 @@ import numpy as np
 from transformers import set_seed
 
 from metaphrase.hub_card import write_explanation_page
-from metaphrase.hub_card.explanation_page import check_pairs
 from metaphrase.hub_card.figures import spell_out
+from metaphrase.hub_card.pages import check_pairs
 from metaphrase.inference import Explanation, Generator, explain
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.parsers.console import warn_of_lengths

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from metaphrase.data.pairs import PairSource
 from metaphrase.filtering.rules import RULES, Thresholds
-from metaphrase.filtering.run import FilterSettings, PairScorer, filter_pairs
-from metaphrase.filtering.work_folder import partial_path
+from metaphrase.filtering.run import FilterSettings, PairScorer, filter_pairs, partial_path
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import dual_scores

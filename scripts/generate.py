@@ -22,7 +22,7 @@ from metaphrase.inference.line_files import (
     read_lines,
 )
 from metaphrase.inference.streams import ScoredText, read_chunks
-from metaphrase.inference.texts.terms import Terms, read_glossary
+from metaphrase.inference.texts.plan import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.parsers.options import (

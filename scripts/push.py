@@ -10,8 +10,16 @@ from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
-from metaphrase.hub_card.deployment import endpoint_files, space_files, upload_space
-from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload
+from metaphrase.hub_card.upload import (
+    CARD,
+    check_access,
+    check_folder,
+    endpoint_files,
+    select_files,
+    space_files,
+    upload,
+    upload_space,
+)
 from metaphrase.scripts.parsers.options import given_options
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from metaphrase.inference.engine import default_device, find_device
-from metaphrase.inference.texts.terms import Terms, read_glossary
+from metaphrase.inference.texts.plan import Terms, read_glossary
 from metaphrase.scripts.parsers import LIMITS
 from metaphrase.scripts.parsers.options import chosen_generation_options, chosen_loading_options
 

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from metaphrase.data.pairs import READERS
 from metaphrase.hub_card import renew_model_card
-from metaphrase.hub_card.sections import with_interval
+from metaphrase.hub_card.card import with_interval
 from metaphrase.inference.progress import has_bar
 from metaphrase.scripts.__main__ import run
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-from metaphrase.inference.texts.terms import Terms
+from metaphrase.inference.texts.plan import Terms
 from metaphrase.serving.bodies import check_fields, read_body, schema_of
 from metaphrase.serving.models import base_code, name_of, read_pair
 from metaphrase.serving.service import Query, Service

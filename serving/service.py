@@ -17,8 +17,7 @@ from fastapi import Request
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import Plan, make_splitter
 from metaphrase.inference.texts.documents import Document, keep_whole
-from metaphrase.inference.texts.placement import Links, Sentence
-from metaphrase.inference.texts.terms import Terms
+from metaphrase.inference.texts.plan import Links, Sentence, Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.modeling.pipeline_support import resolve_settings
 from metaphrase.serving.batcher import Batcher, Ticket

@@ -11,7 +11,7 @@ from itertools import takewhile
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.tokenization.tokenizer_pipeline import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner
+from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner
 
 WordIds = list[int | None]
 

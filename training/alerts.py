@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from metaphrase.data.pairs import SPLITS, column_texts
 from metaphrase.data.profile import SideProfile
-from metaphrase.evaluation.task_scores import ValidationSample, spread
+from metaphrase.evaluation.evaluate import ValidationSample, spread
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.corpora import PairCorpus, TaskCorpus
 from metaphrase.training.recipe.recipe import Recipe

@@ -13,13 +13,19 @@ import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.augmentation import AugmentedPairs, Augmenter
-from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
+from metaphrase.data.denoising.dataset import (
+    DenoisingDataset,
+    load_texts,
+    longest_block,
+    make_objective,
+    objective_tokens,
+    text_blocks,
+)
 from metaphrase.data.denoising.objectives import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import SPLITS, TASK_COLUMN, DataReport, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.stages import StagedPairs, parse_stages
-from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
-from metaphrase.data.text_blocks import load_texts, text_blocks
+from metaphrase.data.token_budget import PairStream, TextStream, TokenBudgetStream
 from metaphrase.filtering.lexicon import learn_terms
 from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair

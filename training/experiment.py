@@ -16,9 +16,8 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
-from metaphrase.evaluation.evaluate import evaluate_generator
+from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluate_generator
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_metrics, write_metrics
-from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
 from metaphrase.inference.progress import has_bar

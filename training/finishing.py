@@ -10,7 +10,7 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
+from metaphrase.evaluation.evaluate import TaskScores, ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted, merge_lora

@@ -27,8 +27,13 @@ from transformers.trainer_utils import seed_worker
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.stages import StagedPairs
-from metaphrase.data.streams import TokenBudgetStream
-from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, WithFillers, check_beside_budget
+from metaphrase.data.token_budget import (
+    LengthGroupedSampler,
+    TokenBudgetSampler,
+    TokenBudgetStream,
+    WithFillers,
+    check_beside_budget,
+)
 from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.storage.folders import set_modes_of_weights
@@ -37,7 +42,6 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, is_better_lower, scores_in
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoints_in, step_of
-from metaphrase.training.checkpointing.resuming import BATCHES_BY_NUMBER
 from metaphrase.training.checkpointing.sharding import (
     as_plain_class,
     gather_model,
@@ -45,7 +49,7 @@ from metaphrase.training.checkpointing.sharding import (
     is_sharded,
     keep_embeddings_together,
 )
-from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
+from metaphrase.training.checkpointing.trainer_mixin import BATCHES_BY_NUMBER, WholeCheckpoints
 from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel, sum_over_processes
 from metaphrase.training.optimizer import optimizer_class_and_options
 

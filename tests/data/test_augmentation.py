@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from metaphrase.data.augmentation import AugmentedPairs, Augmenter
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.streams import PairStream, TextStream
+from metaphrase.data.token_budget import PairStream, TextStream
 from metaphrase.tokenization import TokenizerPair
 
 NOUNS, VERBS = ("dog", "cat", "bird", "fish", "cow"), ("runs", "sees", "eats", "sleeps")

@@ -12,8 +12,7 @@ from letter_pair import LetterPair
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.fingerprints import tokenizer_fingerprint
+from metaphrase.data.encoding import encode_pairs, tokenizer_fingerprint
 from metaphrase.data.pairs import DROP_REASONS, DataReport, load_pairs
 
 

@@ -6,8 +6,8 @@ import datasets
 from letter_pair import LetterPair
 from small_runs import PAIRS
 
-from metaphrase.data.fingerprints import data_fingerprint
-from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
+from metaphrase.data.encoding import data_fingerprint
+from metaphrase.data.token_budget import PairStream, TextStream, TokenBudgetStream
 
 
 def dataset_of(pairs):

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import DataReport, load_pairs
-from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
+from metaphrase.data.token_budget import PairStream, TextStream, TokenBudgetStream
 
 LINES = ["ab\tc", "abcd\tbcde", "", "a\tabc", "x\ty\tz", " \tb", "abcd\tbcd", "c\tcc", "d\td"]
 LIMITS = {"max_source_length": 4, "max_target_length": 4}

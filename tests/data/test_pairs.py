@@ -14,9 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metaphrase.data import pairs as pairs_module
-from metaphrase.data.pair_files import READERS, read_parallel, read_parquet
-from metaphrase.data.pairs import DataReport, column_texts, load_pairs, split_pairs
-from metaphrase.data.streams import TextStream
+from metaphrase.data.pairs import (
+    READERS,
+    DataReport,
+    column_texts,
+    load_pairs,
+    read_parallel,
+    read_parquet,
+    split_pairs,
+)
+from metaphrase.data.token_budget import TextStream
 
 JSON_ROWS = b'{"source": "a", "target": "b"},{"source": %s, "target": "d"},{"source": "e", "target": "f"}'
 PAIRS = [("One house.", "Ein Haus."), ('A "quoted" word', 'Ein "Wort", so'), ("Grüße", "日本語")]

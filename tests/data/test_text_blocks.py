@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from metaphrase.data import text_blocks as module
-from metaphrase.data.text_blocks import load_texts, text_blocks
+from metaphrase.data.denoising import dataset as module
+from metaphrase.data.denoising.dataset import load_texts, text_blocks
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 END = 1

@@ -7,8 +7,7 @@ import pytest
 from random_lengths import random_lengths
 from torch.utils.data import DataLoader
 
-from metaphrase.data.streams import TokenBudgetStream
-from metaphrase.data.token_budget import padded_cost
+from metaphrase.data.token_budget import TokenBudgetStream, padded_cost
 
 PAIRS = 700
 

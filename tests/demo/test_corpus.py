@@ -12,16 +12,15 @@ from metaphrase.demo.corpus import (
     MAX_WORDS,
     MIN_OCCURRENCES,
     MIN_WORDS,
+    Sampler,
     combinations,
     make_demo_corpus,
     split_of_combination,
     words_of,
     write_demo_corpus,
 )
-from metaphrase.demo.english import third_person_singular, to_english
-from metaphrase.demo.german import to_german
-from metaphrase.demo.lexicon import ADJECTIVES, CLAUSE_VERBS, KNOW, NOUNS, VERBS
-from metaphrase.demo.sampler import Sampler
+from metaphrase.demo.grammar import ADJECTIVES, CLAUSE_VERBS, KNOW, NOUNS, VERBS
+from metaphrase.demo.languages import third_person_singular, to_english, to_german
 
 
 def test_one_combination_in_eight_is_held_out():

@@ -3,11 +3,10 @@
 import pytest
 from demo_phrases import ADJECTIVE_OF, NOUN_OF, SAY_OF, clause, phrase, prepositional, question, statement, who
 
-from metaphrase.demo import lexicon
+from metaphrase.demo import grammar as lexicon
 from metaphrase.demo.corpus import combinations, split_of_combination, split_of_sentence
-from metaphrase.demo.english import to_english
-from metaphrase.demo.german import to_german
 from metaphrase.demo.grammar import Sentence, Subordinate
+from metaphrase.demo.languages import to_english, to_german
 
 PAST, NOT = {"is_past": True}, {"is_negated": True}
 CAN, MUST, SHOULD, WANT = ({"modal": modal} for modal in lexicon.MODALS)

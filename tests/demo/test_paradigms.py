@@ -5,11 +5,15 @@ from dataclasses import replace
 import pytest
 from demo_phrases import DETERMINERS, NOUN_OF, SAY_OF, VERB_OF
 
-from metaphrase.demo import lexicon
-from metaphrase.demo.english import third_person_singular
-from metaphrase.demo.german import german_adjective, german_determiner, german_noun, german_present
-from metaphrase.demo.grammar import Case, Declension, Determiner
-from metaphrase.demo.lexicon import ADJECTIVES, NOUNS, VERBS
+from metaphrase.demo import grammar as lexicon
+from metaphrase.demo.grammar import ADJECTIVES, NOUNS, VERBS, Case, Declension, Determiner
+from metaphrase.demo.languages import (
+    german_adjective,
+    german_determiner,
+    german_noun,
+    german_present,
+    third_person_singular,
+)
 
 # Columns: masculine, feminine, neuter, plural. Rows: nominative, accusative, dative, genitive.
 PARADIGMS = {

@@ -2,9 +2,8 @@
 
 import pytest
 
-from metaphrase.demo.corpus import core_of, make_demo_summaries, split_of_sentence, write_demo_summaries
-from metaphrase.demo.english import to_english
-from metaphrase.demo.sampler import Sampler
+from metaphrase.demo.corpus import Sampler, core_of, make_demo_summaries, split_of_sentence, write_demo_summaries
+from metaphrase.demo.languages import to_english
 
 CORES = {
     "Although the brother wants to know this castle, the small king has the brown suitcase.": "The king has the suitcase.",

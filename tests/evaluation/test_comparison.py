@@ -7,8 +7,7 @@ from sacrebleu.significance import PairedTest
 
 from metaphrase.evaluation.comparison import TestSet as Texts
 from metaphrase.evaluation.comparison import compare, compute_segments, external_segments
-from metaphrase.evaluation.metrics import METRICS, compute_metrics
-from metaphrase.evaluation.significance import MAX_RESAMPLED_BYTES
+from metaphrase.evaluation.metrics import MAX_RESAMPLED_BYTES, METRICS, compute_metrics
 
 WORDS = ["the", "cat", "dog", "sleeps", "runs", "on", "mat", "in", "house", "big", "small"]
 

@@ -9,8 +9,7 @@ import pytest
 from metaphrase.data.pairs import PairSource
 from metaphrase.filtering import run
 from metaphrase.filtering.rules import RULES, Thresholds
-from metaphrase.filtering.run import FilterSettings, filter_pairs
-from metaphrase.filtering.work_folder import WorkFolder, partial_path
+from metaphrase.filtering.run import FilterSettings, WorkFolder, filter_pairs, partial_path
 
 ACTIVE = [rule for rule in RULES if rule not in ("encoding", "language")]
 SETTINGS = FilterSettings(rules=ACTIVE)

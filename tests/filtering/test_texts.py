@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from metaphrase.filtering.texts import SeenHashes, hash_text, normal_form, normalize, script_of, split_words
+from metaphrase.filtering.rules import SeenHashes, hash_text, normal_form, normalize, script_of, split_words
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from metaphrase.filtering.work_folder import WorkFolder, partial_path
+from metaphrase.filtering.run import WorkFolder, partial_path
 
 
 def open_folder(path, resume, **key):

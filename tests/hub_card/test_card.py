@@ -11,10 +11,19 @@ from safetensors.torch import save_file
 from tiny_generator import save_generator, tiny_generator
 
 from metaphrase.hub_card import card, figures
-from metaphrase.hub_card.card import FIGURE_NAME, MARKER, renew_model_card, write_model_card
-from metaphrase.hub_card.facts import Facts, count_parameters, redact
+from metaphrase.hub_card.card import (
+    FIGURE_NAME,
+    MARKER,
+    Facts,
+    code,
+    count_parameters,
+    number,
+    plain,
+    redact,
+    renew_model_card,
+    write_model_card,
+)
 from metaphrase.hub_card.figures import draw_training_curve
-from metaphrase.hub_card.sections import code, number, plain
 
 SIGNATURE = "nrefs:1|case:lc|eff:no|tok:none|smooth:exp|version:2.6.0"
 METRICS = {

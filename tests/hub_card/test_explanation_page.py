@@ -13,7 +13,7 @@ from other_families import generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.hub_card import write_explanation_page
-from metaphrase.hub_card.explanation_page import MAX_PAIRS
+from metaphrase.hub_card.pages import MAX_PAIRS
 from metaphrase.inference import explain
 from metaphrase.inference.explanation import PositionMap
 

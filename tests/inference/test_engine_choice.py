@@ -22,8 +22,8 @@ from metaphrase.scripts import generate
 
 pytest.importorskip("ctranslate2")
 
-from metaphrase.inference.ctranslate2 import copies
-from metaphrase.inference.ctranslate2.copies import cache_folder, cached_copy
+from metaphrase.inference.ctranslate2 import engine as copies
+from metaphrase.inference.ctranslate2.engine import cache_folder, cached_copy
 
 BEAMS = {"num_beams": 4, "early_stopping": True}
 TEXTS = [" ".join(words) for words in itertools.product(["a small dog", "the cat", "two dogs"], SOURCES)]

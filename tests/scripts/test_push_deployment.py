@@ -19,7 +19,7 @@ from source_files import ROOT
 from tiny_generator import tiny_generator
 from verbs import execute
 
-from metaphrase.hub_card import deployment
+from metaphrase.hub_card import upload as deployment
 from metaphrase.scripts import push
 
 

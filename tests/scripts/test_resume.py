@@ -13,7 +13,7 @@ from small_runs import is_whole
 from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.training.checkpointing.folders import checkpoints_in
-from metaphrase.training.checkpointing.resuming import read_progress
+from metaphrase.training.checkpointing.trainer_mixin import read_progress
 
 # Of two equal runs these differ: times, and what transformers notes when it loads a tokenizer.
 DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")

@@ -2,9 +2,20 @@
 
 from dataclasses import replace
 
-from metaphrase.demo import lexicon
-from metaphrase.demo.grammar import Clause, Coordination, NounPhrase, PrepositionalPhrase, RelativePronoun, Sentence
-from metaphrase.demo.lexicon import ADJECTIVES, BE, NOUNS, PREPOSITIONS, VERBS
+from metaphrase.demo import grammar as lexicon
+from metaphrase.demo.grammar import (
+    ADJECTIVES,
+    BE,
+    NOUNS,
+    PREPOSITIONS,
+    VERBS,
+    Clause,
+    Coordination,
+    NounPhrase,
+    PrepositionalPhrase,
+    RelativePronoun,
+    Sentence,
+)
 
 ARTICLES = (lexicon.DEFINITE, lexicon.THIS, lexicon.EVERY, lexicon.INDEFINITE, lexicon.NO)
 DETERMINERS = {

@@ -14,7 +14,7 @@ from transformers import TrainerState, TrainingArguments
 
 from metaphrase.data.profile import SideProfile
 from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
+from metaphrase.evaluation.evaluate import TaskScores, ValidationSample
 from metaphrase.training.alerts import (
     TrainingAlerts,
     frequency_loss,

@@ -8,7 +8,7 @@ import pytest
 from small_experiments import make_recipe
 from transformers import GenerationConfig
 
-from metaphrase.evaluation.task_scores import TaskScores
+from metaphrase.evaluation.evaluate import TaskScores
 from metaphrase.inference import Generator
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.finishing import choose_decoding, fill_decoding, final_share

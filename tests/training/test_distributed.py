@@ -18,7 +18,7 @@ from verbs import execute
 
 from metaphrase.scripts import train
 from metaphrase.training import distributed as processes
-from metaphrase.training.checkpointing.resuming import get_random_states, set_random_states
+from metaphrase.training.checkpointing.trainer_mixin import get_random_states, set_random_states
 from metaphrase.training.distributed import ProcessSeeds
 
 

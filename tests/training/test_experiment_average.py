@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_experiments import make_recipe, read_log, weights
 
-from metaphrase.evaluation.task_scores import ValidationSample
+from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.training import finishing as final_weights
 from metaphrase.training.experiment import Experiment
 

@@ -12,7 +12,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.training.checkpointing.resuming import get_random_states
+from metaphrase.training.checkpointing.trainer_mixin import get_random_states
 
 
 def trained_on(trainer, processes, monkeypatch, skipped=0, collator=None):

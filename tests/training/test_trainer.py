@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.data.token_budget import WithFillers
-from metaphrase.evaluation.task_scores import spread
+from metaphrase.evaluation.evaluate import spread
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.checkpointing.folders import checkpoints_in, step_of

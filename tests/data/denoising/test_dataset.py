@@ -23,7 +23,7 @@ from metaphrase.data.denoising.dataset import (
 from metaphrase.data.denoising.objectives import SpanCorruption, TextInfilling, ul2_mixture
 from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.tokenization import sentinel_tokens, train_tokenizer
-from metaphrase.training.checkpointing.resuming import announce_epoch
+from metaphrase.training.checkpointing.trainer_mixin import announce_epoch
 from metaphrase.training.trainer import MetaphraseTrainer
 
 END = 2

@@ -10,7 +10,7 @@ from identity_engine import identity_generator
 from tiny_generator import tiny_generator
 
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
-from metaphrase.inference.texts.placement import Links, find_words
+from metaphrase.inference.texts.plan import Links, find_words
 from metaphrase.inference.whole_texts import TextDecoder
 
 WORDS = ["cat", "dog", "One.", "Two!", "&amp;", "&lt;", "x &gt; y", "Ende.", "Dr. Who", "3", "été"]

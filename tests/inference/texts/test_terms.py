@@ -6,8 +6,7 @@ from tiny_generator import tiny_generator
 from verbs import execute
 
 from metaphrase.inference.texts.markup import Atom
-from metaphrase.inference.texts.placement import Links, Sentence, find_words
-from metaphrase.inference.texts.terms import Phrase, Terms, find_loop, read_glossary
+from metaphrase.inference.texts.plan import Links, Phrase, Sentence, Terms, find_loop, find_words, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts import generate
 
