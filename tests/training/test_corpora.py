@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from small_experiments import read_log
 from small_runs import SMALL
@@ -10,7 +11,7 @@ from metaphrase.data.pairs import SPLITS
 from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
 from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import TaskCorpus
+from metaphrase.training.corpora import TaskCorpus, mixed_rows, mixing_rates
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
@@ -167,11 +168,6 @@ def test_prefixes_that_a_tokenizer_cannot_tell_apart_are_refused(data, tmp_path)
     pair = TokenizerPair.train(*corpus.sides(), kind="pretokenized", show_progress=False)
     with pytest.raises(ValueError, match="must tell tasks apart, got 'translate: ' for 'translate' and 'summarize: '"):
         corpus.encode(pair)
-    # Without any, the texts themselves may tell.
-    recipe = make_recipe(data, tmp_path, tasks=tasks(**{task: {"source_prefix": None} for task in SIZES}))
-    corpus = TaskCorpus(recipe, recipe.training_arguments())
-    corpus.load()
-    corpus.encode(pair)
 
 
 def test_a_task_whose_references_cannot_be_scored_is_found_before_training(data, tmp_path):
@@ -181,3 +177,33 @@ def test_a_task_whose_references_cannot_be_scored_is_found_before_training(data,
     )
     with pytest.raises(ValueError, match="has a word, got 1 empty test targets of task 'summarize'"):
         Experiment(recipe).train()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "options", "expected"),
+    [
+        ([900, 100], [1, 1], {"mixing": "proportional"}, [0.9, 0.1]),
+        ([900, 100], [1, 1], {"mixing": "equal", "limit": 1}, [0.5, 0.5]),
+        ([900, 100], [1, 1], {"mixing": "temperature", "temperature": 2.0}, [0.75, 0.25]),
+        ([900, 100], [1, 1], {"mixing": "proportional", "limit": 300}, [0.75, 0.25]),
+        ([900, 100], [1, 1], {"mixing": "temperature", "temperature": 2.0, "limit": 400}, [2 / 3, 1 / 3]),
+        ([900, 100], [1, 9], {}, [0.5, 0.5]),
+        ([5, 7, 9], [1, 1, 2], {"mixing": "equal"}, [0.25, 0.25, 0.5]),
+    ],
+)
+def test_rates_are_those_of_the_formulas(sizes, weights, options, expected):
+    np.testing.assert_allclose(mixing_rates(sizes, weights, **options), expected)
+
+
+@pytest.mark.parametrize("sizes", [[7, 3, 11], [1, 1000], [5]])
+@pytest.mark.parametrize("mixing", ["proportional", "temperature", "equal"])
+def test_every_row_occurs_and_the_shares_are_right(sizes, mixing):
+    rates = mixing_rates(sizes, [1.0] * len(sizes), mixing)
+    rows, again = (mixed_rows(sizes, rates, seed=3) for _ in range(2))
+    total = sum(map(len, rows))
+    for size, rate, chosen, second in zip(sizes, rates, rows, again, strict=True):
+        counts = np.bincount(chosen, minlength=size)
+        assert len(counts) == size and counts.min() >= 1 and counts.max() - counts.min() <= 1
+        assert abs(len(chosen) - rate * total) <= len(sizes) and np.array_equal(chosen, second)
+    # No shorter epoch holds them all.
+    assert min(len(chosen) - size for size, chosen in zip(sizes, rows, strict=True)) == 0

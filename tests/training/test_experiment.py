@@ -8,7 +8,6 @@ import torch
 from small_experiments import ONE_STEP, make_recipe, read_log, train
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import safe_globals
-from transformers.utils import logging as transformers_logging
 
 from metaphrase.evaluation import evaluate as evaluation
 from metaphrase.inference import Generator
@@ -77,8 +76,7 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
 
 
 def test_task_prefix_reaches_the_model_but_not_the_vocabulary(data, tmp_path):
-    recipe = make_recipe(data, tmp_path / "run", source_prefix="zzqzz: ", vocab_size=400)
-    experiment = Experiment(recipe)
+    experiment = Experiment(make_recipe(data, tmp_path / "run", source_prefix="zzqzz: ", vocab_size=400))
     experiment.corpus.load()
     assert all(source.startswith("zzqzz: ") for source in experiment.corpus.splits["train"]["source"])
     tokenizers = experiment.make_tokenizers()
@@ -204,15 +202,9 @@ def test_a_run_holds_no_token_of_the_hub_and_no_file_that_could_run_code(data, t
     assert not any(b"hf_verysecret" in path.read_bytes() for path in files)
 
 
-def test_an_experiment_is_carried_out_once(data, tmp_path, capsys):
-    transformers_logging.enable_progress_bar()
-    experiment = Experiment(make_recipe(data, tmp_path, max_steps=1, save_steps=1, eval_steps=1))
-    start = f"Experiment({str(tmp_path)!r}, "
-    assert repr(experiment).startswith(f"{start}starts from the beginning, Recipe(data_dir={str(data)!r}, ")
+def test_an_experiment_is_carried_out_once(data, tmp_path):
+    experiment = Experiment(make_recipe(data, tmp_path, **ONE_STEP))
     experiment.train()
-    assert repr(experiment).startswith(f"{start}begun, Recipe(")
-    # Each checkpoint would show a bar for its weights.
-    assert "shards" not in capsys.readouterr().err and transformers_logging.is_progress_bar_enabled()
     with pytest.raises(ValueError, match="must be carried out once"):
         experiment.train()
 

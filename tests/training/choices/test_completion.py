@@ -1,6 +1,7 @@
 """Tests of `metaphrase train` with a file of pairs and nothing else."""
 
 import json
+import re
 
 import pytest
 from pronunciations import PRONUNCIATIONS
@@ -23,6 +24,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def completed(*words):
+    """Return the experiment on the file of pairs with these words, and the choices."""
+    words = ["--train_file", "pairs.tsv", "--output_dir", "run", *words]
+    return completion.complete(load_recipe(None, words), is_dry_run=True)
+
+
 def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     with caplog.at_level("INFO"):
         execute(train, ["pairs.tsv", *SMALL, "--time_budget", "10m", "--disable_tqdm"])
@@ -35,17 +42,15 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     scores = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     assert scores["data"]["split"] == "validation" and set(scores["scores"]) == {"exact_match", "wer"}
     assert len(Generator.from_pretrained(run).generate(["bada"])) == 1
-    # The resumed run takes over the choices, and their reasons stay.
+    # A resumed run takes over the choices, and their reasons stay.
     written = (run / "recipe.yaml").read_text(encoding="utf-8")
     execute(train, ["pairs.tsv", "--resume", "--disable_tqdm"])
     assert (run / "recipe.yaml").read_text(encoding="utf-8") == written
     execute(train, ["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 4
-    reasons = [
-        [line for line in text.splitlines() if line[:1] == "#"] for text in (written, (run / "recipe.yaml").read_text())
-    ]
-    assert reasons[0] == reasons[1] != []
+    before, after = (re.findall("(?m)^#.*", text) for text in (written, (run / "recipe.yaml").read_text("utf-8")))
+    assert before == after != []
 
 
 @pytest.mark.parametrize(
@@ -91,8 +96,7 @@ def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch, w
         return measure(experiment, **options)
 
     monkeypatch.setattr(completion, "dry_run", record)
-    recipe = load_recipe(None, ["--train_file", "pairs.tsv", "--output_dir", "run", "--time_budget", "1h", *words])
-    experiment, _ = completion.complete(recipe, is_dry_run=True)
+    experiment, _ = completed("--time_budget", "1h", *words)
     final = experiment.make_model(*experiment.prepare()[:1]).config
     names = ("hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
     shapes = {tuple(getattr(config, name) for name in names) for config in configs}
@@ -103,9 +107,7 @@ def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch, w
 
 def test_a_tokenizer_that_exists_leaves_the_rest_to_be_chosen(folder):
     execute(tokenize, ["--files", "pairs.tsv", "--kind", "byte", "--output", "tokenizer"])
-    words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--tokenizer_name_or_path", "tokenizer"]
-    experiment, _ = completion.complete(load_recipe(None, words), is_dry_run=True)
-    recipe = experiment.recipe
+    recipe = completed("--tokenizer_name_or_path", "tokenizer")[0].recipe
     assert (recipe.tokenizer_kind, recipe.preset, recipe.num_validation) == (None, "metaphrase-tiny", 50)
     assert recipe.learning_rate > 1e-3 and recipe.metrics == ["exact_match", "wer"]
     longest = max(len(target.encode()) for _, target in PRONUNCIATIONS[:300])
@@ -130,18 +132,13 @@ def test_a_new_network_gets_its_learning_rate_when_pairs_are_not_read_beforehand
 
 
 def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
-    words = ["--train_file", "pairs.tsv", "--output_dir", "run", *SMALL]
-    more = ["--eval_strategy", "steps", "--eval_steps", "2", "--choose_decoding"]
-    experiment, _ = completion.complete(load_recipe(None, [*words, *more]), is_dry_run=True)
-    recipe = experiment.recipe
+    recipe = completed(*SMALL, "--eval_strategy", "steps", "--eval_steps", "2", "--choose_decoding")[0].recipe
     assert (recipe.num_validation, recipe.eval_steps, recipe.average_best) == (50, 2, 3) and recipe.choose_decoding
 
 
-@pytest.mark.parametrize("value", ["wide", "7"])
-def test_a_width_that_no_network_has_is_refused(folder, value):
-    words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--model.hidden_size", value]
-    with pytest.raises(ValueError, match=r"hidden_size.*, got|got.*hidden_size"):
-        completion.complete(load_recipe(None, words), is_dry_run=True)
+def test_a_width_that_no_network_has_is_refused(folder):
+    with pytest.raises(ValueError, match=r"got.*hidden_size"):
+        completed("--model.hidden_size", "7")
 
 
 @pytest.mark.parametrize("words", [["--neftune_noise_alpha", "5"], ["--train_sampling_strategy", "sequential"]])

@@ -112,17 +112,14 @@ def test_memory_decides_on_batches_and_adapters(folder, monkeypatch, caplog):
     monkeypatch.setattr(completion, "free_memory", lambda: completion._HEAP * (peaks[0] - 1))
     small, text = completed(folder, base)
     assert small.max_tokens_per_batch < 1024 and small.lora_rank is None
-    assert (
-        small.max_tokens_per_batch * small.gradient_accumulation_steps == 1024
-        and "memory holds no more in one batch" in text
-    )
-    assert peaks[-1] < 0.8 * peaks[0]
+    assert small.max_tokens_per_batch * small.gradient_accumulation_steps == 1024 and peaks[-1] < 0.8 * peaks[0]
+    assert "memory holds no more in one batch" in text
+
+    def needed(estimate, config):
+        return 2**30 if estimate.parameters.trainable == estimate.parameters.total else 2**20
+
     monkeypatch.setattr(completion, "free_memory", lambda: 2**29)
-
-    def needed(counts):
-        return 2**30 if counts.trainable == counts.total else 2**20
-
-    monkeypatch.setattr(finetuning, "peak_memory", lambda estimate, config: needed(estimate.parameters))
+    monkeypatch.setattr(finetuning, "peak_memory", needed)
     adapted, text = completed(folder, base)
     assert adapted.lora_rank == 16 and "training all weights takes 1.0 GiB" in text
     assert adapted.load_best_model_at_end and adapted.average_best is None

@@ -10,7 +10,7 @@ from verbs import execute
 
 from metaphrase.scripts import tune
 from metaphrase.training.choices import tuning
-from metaphrase.training.choices.tuning import SearchRange, Tuning, rounded, search_space
+from metaphrase.training.choices.tuning import Tuning, rounded, search_space
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 optuna = pytest.importorskip("optuna", reason="The search needs optuna: pip install metaphrase[tune].")
@@ -49,18 +49,14 @@ def test_a_range_holds_the_value_of_the_recipe():
 
 
 def test_whole_numbers_stay_whole_and_others_have_three_digits():
-    trial = optuna.trial.FixedTrial({"model.hidden_size": 256, "weight_decay": 0})
     space = space_of(**{"model.hidden_size": {"low": 128, "high": 512}, "weight_decay": {"low": 0, "high": 1}})
+    trial = optuna.trial.FixedTrial({"model.hidden_size": 256, "weight_decay": 0})
     for name, item in space.items():
         item.suggest(name, trial)
-    kinds = {name: type(distribution) for name, distribution in trial.distributions.items()}
-    assert kinds == {
-        "model.hidden_size": optuna.distributions.IntDistribution,
-        "weight_decay": optuna.distributions.FloatDistribution,
-    }
+    kinds = [type(distribution).__name__ for distribution in trial.distributions.values()]
+    assert kinds == ["IntDistribution", "FloatDistribution"]
     values = {"model.hidden_size": 1234, "weight_decay": 0.123456}
     assert rounded(values, space) == {"model.hidden_size": 1234, "weight_decay": 0.123}
-    assert rounded(values, {**space, "weight_decay": SearchRange(0.123456)}) == values
 
 
 def test_the_default_search_is_around_the_rule():
@@ -147,20 +143,6 @@ def test_a_killed_search_is_resumed(data, tmp_path):
         search(data, folder, 2, is_resumed=True, learning_rate=0.02)
     rows = search(data, folder, 2, is_resumed=True).rows
     assert [row["state"] for row in rows] == ["complete", "fail", "complete"]
-
-
-def test_a_search_whose_first_trial_was_killed_begins_with_it_again(data, tmp_path, monkeypatch):
-    make_trainer = Tuning._make_trainer
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Tuning, "_make_trainer", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        search(data, tmp_path / "run", 1)
-    monkeypatch.setattr(Tuning, "_make_trainer", make_trainer)
-    rows = search(data, tmp_path / "run", 1, is_resumed=True).rows
-    assert [(row["state"], row["learning_rate"]) for row in rows] == [("fail", None), ("complete", 0.01)]
 
 
 @pytest.mark.parametrize(
