@@ -86,21 +86,13 @@ def constrained_beam_search(
     state = BeamState(model.get_decoder(), encoder_output, None if mask is None else mask[:: config.num_beams])
     project, _ = prepared_projections(model)
     selection = ConstrainedSelection(config, automaton, prompt)
-    # A first token is forced only behind the start token.
-    forced = [config.forced_eos_token_id, config.forced_bos_token_id if prompt.shape[1] == 1 else None]
-    room = config.max_length - prompt.shape[1] - sum(token is not None for token in forced)
-    if selection.num_missing > room:
-        raise ValueError(
-            "`max_new_tokens` must leave room for the phrases of `force_words_ids`, "
-            f"got {selection.num_missing} tokens for {room} places."
-        )
     ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
     is_lacking = (scores <= WORST / 2).view(len(prompt), -1).any(dim=1)
     if bool(is_lacking.any()):
         raise ValueError(
             "`force_words_ids` must leave each source as many targets as `num_return_sequences`, got fewer for "
             f"{int(is_lacking.sum())} of {len(is_lacking)} sources: other settings, such as `bad_words_ids`, rule them out, or "
-            f"`num_beams` ({config.num_beams}) is too small."
+            f"`max_new_tokens` or `num_beams` ({config.num_beams}) is too small."
         )
     if not config.return_dict_in_generate:
         return ids
@@ -137,33 +129,29 @@ def _read_constraints(
 class ConstrainedSelection(Selection):
     """Selection by banks: hypotheses that have met equally many tokens of the phrases form a bank.
 
-    A hypothesis may end when all constraints are met, and is dropped when they no longer fit.
-
-    Attributes:
-        num_missing: Number of tokens with which all targets can meet all constraints.
+    A hypothesis may end when all constraints are met. The bank that has met most gets one more token in each step.
     """
 
     def __init__(self, config: GenerationConfig, automaton: PhraseAutomaton, prompt: torch.Tensor):
         """Read the prompts, shape (sources, length), behind their start token."""
         super().__init__(config)
         self._automaton = automaton
-        # A forced end takes the last position.
-        self._num_reserved = int(config.forced_eos_token_id is not None)
         # (sources, beams) and (sources, beams, constraints)
         self._states = torch.full_like(prompt[:, :1], automaton.start).expand(-1, config.num_beams)
         self._is_met = self._states.new_zeros((*self._states.shape, automaton.num_constraints), dtype=torch.bool)
         for tokens in prompt.unbind(1)[1:]:
             self._states, self._is_met = automaton.read(self._states, self._is_met, tokens[:, None])
-        # A forced first token may begin no phrase.
-        states = self._states if prompt.shape[1] > 1 else torch.zeros_like(self._states)
-        self.num_missing = int(automaton.num_missing(states, self._is_met).max())
 
     def select_sources(self, sources: torch.Tensor) -> None:
         self._states, self._is_met = self._states[sources], self._is_met[sources]
 
     def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:
         num_beams, vocab_size = log_probs.shape[1:]
-        log_probs = self._mask_dead_ends(log_probs, max(num_left - self._num_reserved, 0))
+        if self.ends is not None:
+            # An end such as -1 is no token.
+            ends = self.ends[(self.ends >= 0) & (self.ends < vocab_size)]
+            is_early = ~self._is_met.all(dim=-1, keepdim=True)
+            log_probs[:, :, ends] = log_probs[:, :, ends].masked_fill(is_early, -torch.inf)
         scores, candidates = self._pool(log_probs + beams.scores[:, :, None])
         parents, tokens = candidates // vocab_size, candidates % vocab_size
         states, is_met = self._automaton.read(
@@ -172,6 +160,8 @@ class ConstrainedSelection(Selection):
         # (sources, candidates)
         progress = self._automaton.progress(states, is_met)
         is_possible = scores > WORST / 2
+        if num_left == 0:
+            is_possible &= is_met.all(dim=-1)
         is_end = are_ends(tokens, self.ends) | (num_left == 0)
         # An ending hypothesis competes for the beam with all others; continuations then compete among themselves.
         in_beam = torch.zeros_like(is_end).scatter_(1, self._allocate(progress, is_possible)[:, :num_beams], True)
@@ -182,25 +172,6 @@ class ConstrainedSelection(Selection):
         self._states = states.take_along_dim(chosen, dim=1)
         self._is_met = is_met.take_along_dim(chosen[..., None], dim=1)
         return Candidates(scores, parents, tokens, is_end & in_beam & is_possible, chosen, chosen_scores)
-
-    def _mask_dead_ends(self, log_probs: torch.Tensor, num_left: int) -> torch.Tensor:
-        """Mask ends that come too early, and tokens behind which the phrases no longer fit."""
-        log_probs = log_probs.clone()
-        if self.ends is not None:
-            # An end such as -1 is no token.
-            ends = self.ends[(self.ends >= 0) & (self.ends < log_probs.shape[-1])]
-            is_early = ~self._is_met.all(dim=-1, keepdim=True)
-            log_probs[:, :, ends] = log_probs[:, :, ends].masked_fill(is_early, -torch.inf)
-        if num_left >= self._automaton.num_tokens:
-            return log_probs
-        alphabet = self._automaton.alphabet
-        fits = self._automaton.num_missing(*self._behind_alphabet()) <= num_left
-        of_alphabet = log_probs[:, :, alphabet].masked_fill(~fits, -torch.inf)
-        # All other tokens lead to the root, state 0.
-        fits = self._automaton.num_missing(torch.zeros_like(self._states), self._is_met) <= num_left
-        log_probs = log_probs.masked_fill(~fits[:, :, None], -torch.inf)
-        log_probs[:, :, alphabet] = of_alphabet
-        return log_probs
 
     def _pool(self, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return candidates, best first: the best of all, all that advance a phrase, and the best of each hypothesis.

@@ -23,7 +23,6 @@ class PhraseAutomaton:
         start: State of an empty target.
         alphabet: All tokens of the phrases, shape (alphabet,).
         num_constraints: Number of constraints.
-        num_tokens: Number of tokens that meet all constraints from any state.
         most_progress: Progress of a target that meets all constraints.
     """
 
@@ -42,7 +41,6 @@ class PhraseAutomaton:
             device: Device of the tables.
             special_ids: Ids without text, such as language codes, which do not end the start of a target.
         """
-        shortest = [min(len(phrase) for phrase in phrases if START not in phrase) for phrases in constraints]
         longest = [max(len(phrase) - phrase.count(START) for phrase in phrases) for phrases in constraints]
         prefixes = {
             phrase[:length] for phrases in constraints for phrase in phrases for length in range(len(phrase) + 1)
@@ -56,8 +54,7 @@ class PhraseAutomaton:
         symbols[alphabet] = torch.arange(1, len(alphabet) + 1)
         follow = torch.zeros(len(numbers), special + 1, dtype=torch.long)
         meets = torch.zeros(len(numbers), len(constraints), dtype=torch.bool)
-        savings = torch.zeros(len(numbers), len(constraints), dtype=torch.long)
-        parts = torch.zeros_like(savings)
+        parts = torch.zeros(len(numbers), len(constraints), dtype=torch.long)
         children: dict[Phrase, list[Phrase]] = {prefix: [] for prefix in prefixes}
         for prefix in prefixes - {(), (START,)}:
             children[prefix[:-1]].append(prefix)
@@ -68,25 +65,23 @@ class PhraseAutomaton:
                     number, num_left = numbers[phrase[:length]], len(phrase) - length
                     part = (num_ids - num_left) * longest[constraint] // num_ids
                     meets[number, constraint] |= num_left == 0
-                    savings[number, constraint] = max(int(savings[number, constraint]), shortest[constraint] - num_left)
                     parts[number, constraint] = max(int(parts[number, constraint]), part)
         # In order of length, a prefix follows its longest proper suffix that is a prefix of a phrase, too.
         for prefix, number in numbers.items():
             if prefix:
                 suffix = next(prefix[start:] for start in range(1, len(prefix) + 1) if prefix[start:] in numbers)
                 follow[number] = follow[numbers[suffix]]
-                for table in (meets, savings, parts):
+                for table in (meets, parts):
                     table[number] = torch.maximum(table[number], table[numbers[suffix]])
             for child in children[prefix]:
                 follow[number, symbols[child[-1]]] = numbers[child]
         self.start = numbers.get((START,), 0)
         follow[self.start, special] = self.start
-        self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
+        self.num_constraints, self.most_progress = len(constraints), sum(longest)
         self.alphabet = torch.tensor(alphabet, dtype=torch.long, device=device)
         self._symbols, self._follow, self._meets = symbols.to(device), follow.to(device), meets.to(device)
-        self._shortest = torch.tensor(shortest, dtype=torch.long, device=device)
         self._longest = torch.tensor(longest, dtype=torch.long, device=device)
-        self._savings, self._parts = savings.to(device), parts.to(device)
+        self._parts = parts.to(device)
 
     def read(
         self, states: torch.Tensor, is_met: torch.Tensor, tokens: torch.Tensor
@@ -103,14 +98,6 @@ class PhraseAutomaton:
         """
         states = self._follow[states, self._symbols[tokens]]
         return states, is_met | self._meets[states]
-
-    def num_missing(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
-        """Return a number of tokens with which a target can meet all constraints, shape (...).
-
-        Overlaps of phrases are not counted. Above 0, some token always lowers the number.
-        """
-        missing = (~is_met).long()
-        return (missing * self._shortest).sum(dim=-1) - (missing * self._savings[states]).amax(dim=-1)
 
     def progress(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
         """Return how many tokens are met, shape (...): those of met constraints, and of the most advanced phrase.

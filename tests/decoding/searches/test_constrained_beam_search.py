@@ -17,7 +17,6 @@ CONSTRAINTS = {
     "overlapping": [[7, 8, 10], [8, 10, 13], [13]],
     "one of several": [[[7, 8, 10, 13], [20, 21]], [[22], [23, 24]]],
     "repeating": [[7, 7, 8], [7, 7]],
-    "all there is room for": [[7, 8, 10, 13], [20, 21, 22, 24, 26]],
 }
 
 
@@ -189,7 +188,7 @@ def test_a_phrase_that_the_prompt_begins_is_completed(name):
     options = {"max_new_tokens": 1, "decoder_input_ids": prompts}
     for row in constrained(model, inputs, [[7, 8]], **options).sequences.tolist():
         assert contains(row, [7, 8])
-    with pytest.raises(ValueError, match=r"`max_new_tokens` must leave room .* got 2 tokens for 1 places"):
+    with pytest.raises(ValueError, match="`max_new_tokens` or `num_beams`"):
         constrained(model, inputs, [[8, 10]], **options | {"decoder_input_ids": prompts[:, [0, 2, 1]]})
 
 
@@ -200,8 +199,8 @@ def test_a_phrase_that_the_prompt_begins_is_completed(name):
         ([[]], {}, "`force_words_ids` must hold ids"),
         ([[7, 37]], {}, "`force_words_ids` must hold ids"),
         ([[7, 4]], {}, "no end or padding"),
-        ([[7] * 6, [8] * 4], {}, r"`max_new_tokens` must leave room .* "),
-        ([[7] * 9], {"forced_eos_token_id": 4}, r"`max_new_tokens` must leave room .* "),
+        ([[7] * 6, [8] * 4], {}, "`max_new_tokens` or `num_beams`"),
+        ([[7] * 9], {"forced_eos_token_id": 4}, "`max_new_tokens` or `num_beams`"),
         ([[7]], {"num_beams": 1}, "`num_beams` must be at least 2"),
         ([[7], [8]], {"max_new_tokens": 2, "bad_words_ids": [[7, 8], [8, 7]]}, r"got fewer for 5 of 5 sources"),
     ],
