@@ -137,7 +137,7 @@ def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
 
 
 def test_a_width_that_no_network_has_is_refused(folder):
-    with pytest.raises(ValueError, match=r"got.*hidden_size"):
+    with pytest.raises(ValueError, match="`hidden_size` must be a multiple"):
         completed("--model.hidden_size", "7")
 
 
