@@ -12,14 +12,14 @@ import pytest
 import torch
 from small_experiments import make_recipe
 from small_trainers import make_trainer
-from torch import distributed
+from torch import distributed, nn
 from transformers import Seq2SeqTrainingArguments, set_seed
 from verbs import execute
 
 from metaphrase.scripts import train
 from metaphrase.training import distributed as processes
 from metaphrase.training.checkpointing.trainer_mixin import get_random_states, set_random_states
-from metaphrase.training.distributed import ProcessSeeds
+from metaphrase.training.distributed import ProcessSeeds, leave_processes
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +96,16 @@ def group():
     yield before
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def test_no_thread_is_left_of_a_model_that_knows_itself(group):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    model.trainer = {"model": model}
+    del model
+    assert num_gloo_threads() > group
+    leave_processes()
+    assert num_gloo_threads() == group and not distributed.is_initialized()
 
 
 @pytest.mark.parametrize("is_dry_run", [False, True], ids=["run", "dry_run"])
