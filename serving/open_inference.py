@@ -37,7 +37,7 @@ class Tensors(BaseModel):
     """Body of a request."""
 
     id: str | None = None
-    inputs: list[Tensor]
+    inputs: list[Tensor] = Field(min_length=1, max_length=1)
     parameters: Parameters = Parameters()
 
 
@@ -88,8 +88,6 @@ def make_router(service: Service) -> APIRouter:
 
 
 def _read_query(body: Tensors) -> Query:
-    if len(body.inputs) != 1:
-        raise ValueError(f"`inputs` must have one tensor, got {len(body.inputs)}.")
     [tensor] = body.inputs
     if math.prod(tensor.shape) != len(tensor.data):
         raise ValueError(f"`shape` must be that of `data`, got {tensor.shape} for {len(tensor.data)} texts.")

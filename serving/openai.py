@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -18,16 +18,6 @@ from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.gate import find_api, message_of
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Query, Service, TextStream, cut_at, cut_pieces
-
-# Fields with their values that change nothing. Other values are refused.
-_NEUTRAL = {
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "logprobs": (None,),
-    "presence_penalty": (None, 0),
-    "suffix": (None, ""),
-}
 
 
 class StreamOptions(BaseModel):
@@ -55,6 +45,13 @@ class Prompts(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    # Only values that change nothing.
+    echo: Literal[False] | None = None
+    frequency_penalty: float | None = Field(None, ge=0, le=0)
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    logprobs: None = None
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    suffix: str | None = Field(None, max_length=0)
     src_lang: str | None = None
     tgt_lang: str | None = None
 
@@ -109,9 +106,6 @@ def make_router(service: Service) -> APIRouter:
 
 def _read_query(body: Prompts) -> Query:
     options = dict(body.model_extra or {})
-    for name, values in _NEUTRAL.items():
-        if (value := options.pop(name, None)) not in values:
-            raise ValueError(f"`{name}` must be left out, got {value!r}.")
     num_targets = body.n or 1
     if body.best_of not in (None, num_targets):
         raise ValueError(f"`best_of` must be left out or equal `n`, got {body.best_of}.")
