@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from metaphrase.inference.streams import ScoredText
-from metaphrase.storage.folders import WriteLock, remove_leftovers
+from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
@@ -188,7 +188,6 @@ class NewFile(OutputStream):
         Raises:
             ValueError: If another run is writing the file.
         """
-        remove_leftovers(Path(path).parent)
         with contextlib.ExitStack() as resources:
             # Mode `w` would empty the file at once.
             stream = resources.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
@@ -236,7 +235,6 @@ class ResumedFile(OutputStream):
             ValueError: If the file is not regular, holds other lines than such targets, or another run is writing it.
         """
         check_regular(path)
-        remove_leftovers(Path(path).parent)
         self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
         self._first_index = first_index
         self.num_done = 0

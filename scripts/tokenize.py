@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.inference.line_files import check_files
-from metaphrase.storage.folders import folder_in_one_step, remove_leftovers
+from metaphrase.storage.folders import folder_in_one_step, restore_replaced
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def check_output(output: Path, files: Sequence[str], overwrite: bool) -> None:
     Raises:
         ValueError: If the folder cannot be written, or holds one of the files to read.
     """
-    remove_leftovers(output.resolve().parent)
+    restore_replaced(output)
     if inside := [name for name in files if Path(name).resolve().is_relative_to(output.resolve())]:
         raise ValueError(f"`output` must hold no file that is read, got {output} with {inside[0]}.")
     names = sorted(path.name for path in output.rglob("*")) if output.is_dir() else []

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import re
-import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +18,6 @@ except ImportError:
 _CARD_NAME = "README.md"
 # Other verbs write these beside a model.
 _RESULT_NAMES = {_CARD_NAME, "metrics.json"}
-# Earlier versions wrote the number of the process in place of the random digits.
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+\.(partial|replaced)")
 # The locks of this process.
 _descriptors: set[int] = set()
 
@@ -30,19 +26,17 @@ _descriptors: set[int] = set()
 def file_in_one_step(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, which replaces `path` if the block succeeds and is removed if it fails.
 
-    A pipe or device is yielded itself.
+    The next run replaces what a killed run has left there. A pipe or device is yielded itself.
     """
     if path.exists() and not path.is_file():
         yield path
         return
     # A link stays a link.
     path = path.resolve()
-    remove_leftovers(path.parent)
     temporary = _temporary_path(path, "partial")
     try:
-        with _lock_new(temporary, Path.touch):
-            yield temporary
-            os.replace(temporary, path)
+        yield temporary
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -51,7 +45,8 @@ def file_in_one_step(path: Path) -> Iterator[Path]:
 def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `output` if the block succeeds and is removed if it fails.
 
-    The README.md of a replaced folder is kept, since its owner may have edited it.
+    The next run with this output removes what a killed run has left. The README.md of a replaced folder is kept, since its owner
+    may have edited it.
 
     Args:
         output: The folder to write.
@@ -61,17 +56,15 @@ def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -
         ValueError: If another run is writing to `output`.
     """
     output = output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(output.parent)
     partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
-    with contextlib.ExitStack() as locks:
-        locks.enter_context(_lock_new(partial, Path.mkdir))
+    partial.mkdir(parents=True, exist_ok=True)
+    with WriteLock(partial, "output"):
+        for path in partial.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        restore_replaced(output)
         try:
             yield partial
             set_modes_of_weights(partial)
-            if output.is_dir():
-                # The lock moves with the folder, so that no other run takes it for a leftover.
-                locks.enter_context(WriteLock(output, "output"))
             check()
             if (output / _CARD_NAME).is_file() and not (partial / _CARD_NAME).exists():
                 shutil.copy2(output / _CARD_NAME, partial)
@@ -81,10 +74,16 @@ def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -
             partial.rename(output)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
-            if replaced.exists():
-                replaced.rename(output)
+            restore_replaced(output)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced(output: Path) -> None:
+    """Give a folder that a killed run was about to replace its name back."""
+    replaced = _temporary_path(output.resolve(), "replaced")
+    if replaced.exists() and not output.exists():
+        replaced.rename(output)
 
 
 def set_modes_of_weights(folder: Path) -> None:
@@ -93,40 +92,8 @@ def set_modes_of_weights(folder: Path) -> None:
         path.chmod(folder.stat().st_mode & 0o666)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files and folders that killed runs have left in a folder.
-
-    A folder that a killed run was about to replace gets its name back. A lock shows that the owner of a temporary file is
-    alive. Without locks nothing is removed.
-    """
-    with contextlib.suppress(OSError):
-        for path in [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]:
-            with contextlib.suppress(ValueError, OSError), WriteLock(path, "output") as lock:
-                output = path.with_name(_TEMPORARY.fullmatch(path.name)["name"])
-                if not lock.is_held:
-                    continue
-                if path.suffix == ".replaced" and not output.exists():
-                    path.rename(output)
-                elif path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink()
-
-
 def _temporary_path(path: Path, kind: str) -> Path:
-    # Two machines with one file system may give their processes the same number.
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
-
-
-def _lock_new(path: Path, make: Callable[..., None]) -> "WriteLock":
-    """Make a file or folder and lock it. Another run may remove it before it is locked: then it is made again."""
-    while True:
-        make(path, exist_ok=True)
-        with contextlib.suppress(ValueError, FileNotFoundError):
-            lock = WriteLock(path, "output")
-            if path.exists():
-                return lock
-            lock.release()
+    return path.with_name(f".{path.name}.{kind}")
 
 
 def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str) -> None:
@@ -142,8 +109,8 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
     Raises:
         ValueError: If `output` lies in a source or holds one, or exists and must not be replaced.
     """
+    restore_replaced(output)
     resolved = output.resolve()
-    remove_leftovers(resolved.parent)
     for source in map(Path.resolve, sources):
         if resolved.is_relative_to(source) or source.is_relative_to(resolved):
             raise ValueError(f"`output` must lie apart from what is {action}, got {output} and {source}.")
@@ -285,11 +252,6 @@ class WriteLock(contextlib.AbstractContextManager):
             ) from None
         except OSError:
             self.release()
-
-    @property
-    def is_held(self) -> bool:
-        """True until `release`; False where nothing can be locked."""
-        return self._descriptor is not None
 
     def release(self) -> None:
         """Give the lock up; a second call has no effect."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from metaphrase.storage.folders import WriteLock, remove_leftovers
+from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
 from metaphrase.training.checkpointing.folders import (
@@ -81,8 +81,6 @@ def only_writer(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with WriteLock(folder, "output_dir"):
-        remove_leftovers(folder.absolute().parent)
-        remove_leftovers(folder)
         try:
             yield
         finally:

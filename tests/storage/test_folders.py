@@ -1,4 +1,4 @@
-"""Tests of leftovers: the next run removes the temporary folders of killed runs, and no folder of a living one."""
+"""Tests of outputs in one step: complete or absent, whoever is killed, and one writer at a time."""
 
 import contextlib
 import functools
@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 from converted_models import bart_like, draw
 
-from metaphrase.inference.line_files import NewFile
 from metaphrase.scripts.__main__ import run
-from metaphrase.storage import folders
 from metaphrase.storage.folders import (
     check_output,
     file_in_one_step,
     folder_in_one_step,
-    remove_leftovers,
     write_provenance,
 )
-from metaphrase.training.run_folder import only_writer
 
 WRITE = """
 import sys, time
@@ -59,22 +55,25 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_convert_removes_what_a_killed_run_has_left_and_nothing_else(tmp_path):
-    bart_like("bart", draw("bart", 100), tie_word_embeddings=True).save_pretrained(tmp_path / "bart")
-    others = [".mine.partial", ".mine.x.partial", "mine.1.partial", ".mine.1.partial~"]
-    for name in others:
-        (tmp_path / name).mkdir()
-    with writer("folder", tmp_path / "ours"):
-        with writer("folder", tmp_path / "ours"):
+def test_the_next_run_replaces_what_a_killed_run_has_left(tmp_path):
+    for kind in ("file", "folder"):
+        with writer(kind, tmp_path / kind):
             pass
-        # The names of earlier versions ended in the number of the process.
-        (tmp_path / ".ours.4711.partial").mkdir()
-        assert len(names(tmp_path)) == 8
-        assert run("convert", [str(tmp_path / "bart"), str(tmp_path / "ours")]) == 0
-        [living] = set(names(tmp_path)) - {"bart", "ours", *others}
-        assert names(tmp_path / living) == ["weights"]
-    remove_leftovers(tmp_path)
-    assert names(tmp_path) == sorted(["bart", "ours", *others])
+    assert names(tmp_path) == [".file.partial", ".folder.partial"]
+    with file_in_one_step(tmp_path / "file") as path:
+        path.write_text("all")
+    with folder_in_one_step(tmp_path / "folder") as path:
+        (path / "new").touch()
+    assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["new"]
+
+
+def test_a_folder_that_a_living_run_writes_is_refused_and_kept(tmp_path):
+    bart_like("bart", draw("bart", 100), tie_word_embeddings=True).save_pretrained(tmp_path / "bart")
+    with writer("folder", tmp_path / "ours"):
+        assert run("convert", [str(tmp_path / "bart"), str(tmp_path / "ours")]) == 2
+        assert names(tmp_path / ".ours.partial") == ["weights"]
+    assert run("convert", [str(tmp_path / "bart"), str(tmp_path / "ours")]) == 0
+    assert names(tmp_path) == ["bart", "ours"]
 
 
 def test_a_folder_that_a_killed_run_was_replacing_gets_its_name_back(tmp_path):
@@ -83,46 +82,12 @@ def test_a_folder_that_a_killed_run_was_replacing_gets_its_name_back(tmp_path):
     (output / "weights").write_text("all")
     with writer("replaced", output):
         assert not output.exists()
-        remove_leftovers(tmp_path)
-        assert not output.exists() and len(names(tmp_path)) == 2
-    remove_leftovers(tmp_path)
+    with pytest.raises(RuntimeError), folder_in_one_step(output):
+        raise RuntimeError
     assert names(tmp_path) == ["model"] and (output / "weights").read_text() == "all"
     with folder_in_one_step(output) as partial:
         (partial / "weights").write_text("new")
     assert names(tmp_path) == ["model"] and (output / "weights").read_text() == "new"
-
-
-@pytest.mark.parametrize("kind", ["file", "training", "text"])
-def test_each_kind_of_run_removes_leftovers(kind, tmp_path):
-    with writer("file", tmp_path / "metrics.json"), writer("folder", tmp_path / "model"):
-        pass
-    assert len(names(tmp_path)) == 2
-    runs = {"file": file_in_one_step, "training": only_writer, "text": NewFile}
-    with runs[kind](tmp_path / "new"):
-        assert not [name for name in names(tmp_path) if "metrics" in name or "model" in name]
-
-
-def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
-    with writer("folder", tmp_path / "model"):
-        pass
-    monkeypatch.setattr(folders, "fcntl", None)
-    remove_leftovers(tmp_path)
-    assert len(names(tmp_path)) == 1
-
-
-def test_a_folder_is_made_again_if_another_run_removes_it_before_it_is_locked(tmp_path, monkeypatch):
-    lock, removed = folders.WriteLock, []
-
-    def late(path, name):
-        if not removed:
-            path.rmdir()
-            removed.append(path)
-        return lock(path, name)
-
-    monkeypatch.setattr(folders, "WriteLock", late)
-    with folder_in_one_step(tmp_path / "model") as partial:
-        (partial / "weights").touch()
-    assert removed and names(tmp_path / "model") == ["weights"]
 
 
 def write(output, overwrite=False, during=lambda: None, content="new"):
@@ -150,8 +115,12 @@ def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
 
 def test_of_two_runs_with_one_output_the_later_is_refused(tmp_path):
     output = tmp_path / "model"
-    with pytest.raises(ValueError, match=r"`output` must not exist, got .*model"):
-        write(output, during=lambda: write(output, content="first"))
+
+    def begin_again():
+        with pytest.raises(ValueError, match="`output` must be written by one run at a time"):
+            write(output, content="second")
+
+    write(output, during=begin_again, content="first")
     assert (output / "model.safetensors").read_text() == "first" and names(tmp_path) == ["model"]
 
 
