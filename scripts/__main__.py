@@ -12,37 +12,17 @@ import sys
 from collections.abc import Sequence
 
 import metaphrase
-from metaphrase.scripts.parsers import RECIPE_VERBS, make_parser, parse
-from metaphrase.scripts.parsers.console import nearest, paint
-from metaphrase.scripts.parsers.options import recipe_fields
+from metaphrase.scripts.parsers import RECIPE_VERBS, make_parser, parse, recipe_fields
+from metaphrase.scripts.parsers.verbs import VERBS
+from metaphrase.storage.hints import did_you_mean
 
-VERBS = {
-    "demo": "train and show a small model on a generated corpus",
-    "tokenize": "train a tokenizer",
-    "filter": "drop pairs that are noise",
-    "backtranslate": "make pairs from text in the target language",
-    "distill": "make pairs from the targets of teachers",
-    "train": "train a model by a recipe",
-    "tune": "search for a better recipe",
-    "evaluate": "score a model on a test set",
-    "compare": "compare outputs of systems: scores, tests of significance, largest differences",
-    "generate": "translate, summarize, ...: one target line for each source line",
-    "convert": "convert weights of T5, BART, Marian and others, and back",
-    "shortlist": "learn the target tokens of each source token, for faster decoding",
-    "export": "export a model to CTranslate2 or ONNX",
-    "attention": "show cross-attention: picture or word alignment",
-    "explain": "show what each stage of a model computes for a pair: page or text",
-    "average": "average the weights of several checkpoints",
-    "serve": "serve models by HTTP",
-    "push": "upload a model to the Hub",
-}
 # Their messages tell users of the command nothing.
 _CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "sacrebleu", "fsspec", "absl")
 
 
 def usage() -> str:
     width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
+    lines = [f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()]
     notes = (
         "metaphrase VERB --help lists the options of a verb.",
         "metaphrase --version prints the version.",
@@ -63,12 +43,18 @@ def main() -> int:
         return 0
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
-        hint = nearest(verb, [*VERBS, "--help", "--version"])
+        hint = did_you_mean(verb, [*VERBS, "--help", "--version"])
         text = f"a verb must be one of {', '.join(VERBS)}, got {verb!r}.{hint}"
         print(f"metaphrase: {paint('error:', '31')} {text}", file=sys.stderr)
         return 2
 
     return run(verb, rest)
+
+
+def paint(text: str, code: str) -> str:
+    """Color a text for standard error, if that is a terminal and the user has not set NO_COLOR."""
+    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if is_plain else f"\033[{code}m{text}\033[0m"
 
 
 class LinesBetweenBars(logging.StreamHandler):

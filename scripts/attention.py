@@ -10,8 +10,8 @@ from metaphrase.hub_card import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.line_files import check_files, open_output, read_lines
 from metaphrase.inference.sources import numbering
-from metaphrase.scripts.parsers.console import warn_of_lengths
-from metaphrase.scripts.parsers.options import (
+from metaphrase.scripts.generate import warn_of_lengths
+from metaphrase.scripts.parsers import (
     chosen_generation_options,
     chosen_loading_options,
     given_options,

@@ -21,8 +21,8 @@ from metaphrase.hub_card.pages import (
     write_comparison_page,
 )
 from metaphrase.inference.line_files import check_files, read_lines
-from metaphrase.scripts.parsers.console import check_dependents
-from metaphrase.scripts.parsers.options import METRICS, given_options
+from metaphrase.scripts.parsers import check_dependents, given_options
+from metaphrase.scripts.parsers.verbs import METRICS
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from metaphrase.inference import expected_utilities
 from metaphrase.inference.line_files import num_lines, read_lines
 from metaphrase.inference.streams import ScoredText
 from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
-from metaphrase.scripts.parsers.console import check_dependents
-from metaphrase.scripts.parsers.options import given_options
+from metaphrase.scripts.parsers import check_dependents, given_options
 
 
 def main(arguments: argparse.Namespace) -> None:

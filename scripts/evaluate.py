@@ -26,8 +26,9 @@ from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.sources import check_source_length
-from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
-from metaphrase.scripts.parsers.options import (
+from metaphrase.scripts.generate import warn_of_lengths
+from metaphrase.scripts.parsers import (
+    check_dependents,
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,

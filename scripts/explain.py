@@ -13,8 +13,8 @@ from metaphrase.hub_card.figures import spell_out
 from metaphrase.hub_card.pages import check_pairs
 from metaphrase.inference import Explanation, Generator, explain
 from metaphrase.inference.line_files import check_files
-from metaphrase.scripts.parsers.console import warn_of_lengths
-from metaphrase.scripts.parsers.options import (
+from metaphrase.scripts.generate import warn_of_lengths
+from metaphrase.scripts.parsers import (
     chosen_generation_options,
     chosen_loading_options,
 )

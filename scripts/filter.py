@@ -14,7 +14,7 @@ from metaphrase.filtering.run import FilterSettings, PairScorer, filter_pairs, p
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import dual_scores
-from metaphrase.scripts.parsers.options import given_options
+from metaphrase.scripts.parsers import given_options
 
 logger = logging.getLogger(__name__)
 

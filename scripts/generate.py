@@ -24,8 +24,8 @@ from metaphrase.inference.line_files import (
 from metaphrase.inference.streams import ScoredText, read_chunks
 from metaphrase.inference.texts.plan import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
-from metaphrase.scripts.parsers.console import check_dependents, warn_of_lengths
-from metaphrase.scripts.parsers.options import (
+from metaphrase.scripts.parsers import (
+    check_dependents,
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,
@@ -42,13 +42,15 @@ MAX_SHOWN = 10
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | GeneratorPool]:
     """Load a generator, an ensemble or a pool of processes. A draft model goes to the pool, or into `options`."""
     names, loading = chosen_models(arguments), chosen_loading_options(arguments)
+    # Drafts take no part in an ensemble of teachers.
+    assistant = getattr(arguments, "assistant_model", None)
     if arguments.num_processes > 1:
-        loading |= {"num_processes": arguments.num_processes, "assistant_model": arguments.assistant_model}
+        loading |= {"num_processes": arguments.num_processes, "assistant_model": assistant}
         with GeneratorPool(names, **loading) as pool:
             yield pool
         return
-    if arguments.assistant_model is not None:
-        options["assistant_model"] = Generator.from_pretrained(arguments.assistant_model, **loading)
+    if assistant is not None:
+        options["assistant_model"] = Generator.from_pretrained(assistant, **loading)
     yield Generator.from_pretrained(names, **loading)
 
 
@@ -87,7 +89,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
         if getattr(arguments, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     check_dependents(arguments, ensemble_mean="ensemble", resume="output")
-    models = [*chosen_models(arguments), *filter(None, [arguments.assistant_model])]
+    models = [*chosen_models(arguments), *filter(None, [getattr(arguments, "assistant_model", None)])]
     check_files(inputs, arguments.output, models=models)
     if arguments.resume:
         check_regular(arguments.output)
@@ -263,3 +265,15 @@ def decode_records(
     if generator.num_drafted:
         share = generator.num_accepted / generator.num_drafted
         logger.info("Of %d drafted tokens %.1f %% were accepted.", generator.num_drafted, 100 * share)
+
+
+def warn_of_lengths(generator: Generator | GeneratorPool, num_sources: int) -> None:
+    """Log the numbers of unfinished targets and of truncated sources, if any."""
+    if generator.num_unfinished:
+        text = "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_length or max_new_tokens."
+        logger.warning(text, generator.num_unfinished, num_sources)
+    if generator.num_truncated:
+        text = "%d of %d sources had more than max_source_length tokens and were truncated."
+        logger.warning(text, generator.num_truncated, num_sources)
+    if generator.num_cut:
+        logger.warning("%d sentences were too long and were cut between clauses.", generator.num_cut)

@@ -20,7 +20,7 @@ from metaphrase.hub_card.upload import (
     upload,
     upload_space,
 )
-from metaphrase.scripts.parsers.options import given_options
+from metaphrase.scripts.parsers import given_options
 
 logger = logging.getLogger(__name__)
 

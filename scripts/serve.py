@@ -9,8 +9,7 @@ import torch
 
 from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.texts.plan import Terms, read_glossary
-from metaphrase.scripts.parsers import LIMITS
-from metaphrase.scripts.parsers.options import chosen_generation_options, chosen_loading_options
+from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
 
 try:
     import uvicorn
@@ -32,7 +31,7 @@ _MAX_BATCHES = 4
 
 def main(arguments: argparse.Namespace) -> None:
     num_batches = divide_threads(arguments.device)
-    limits = Limits(**{name: getattr(arguments, name) for name, *_ in LIMITS})
+    limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}
     keys = read_keys(arguments.api_keys)
     batcher = Batcher(limits.max_wait_milliseconds / 1000, num_batches)

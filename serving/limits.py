@@ -1,35 +1,29 @@
-"""Limits of the server, each with a safe default."""
+"""Limits of the server, each with a safe default. This file imports no heavy library."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _limit(default: float, text: str, low: float = 1) -> Any:
+    return field(default=default, metadata={"help": text, "low": low})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on each request and on all requests together.
+    """Bounds on each request and on all requests together."""
 
-    Attributes:
-        max_body_kilobytes: Largest body of a request.
-        max_texts: Most texts of a request.
-        max_text_characters: Most characters of all texts of a request.
-        max_new_tokens_per_text: Most tokens that a request may ask for, for each target.
-        max_beams: Most beams, and most targets for each source.
-        max_requests: Most requests that wait or run. Further ones are refused at once.
-        timeout_seconds: Longest time of a request. One that would take longer is refused at once.
-        max_wait_milliseconds: Longest time that a free engine waits for more sentences to fill a batch. A busy engine collects
-            sentences anyway.
-    """
-
-    max_body_kilobytes: int = 1024
-    max_texts: int = 128
-    max_text_characters: int = 100_000
-    max_new_tokens_per_text: int = 1024
-    max_beams: int = 16
-    max_requests: int = 256
-    timeout_seconds: float = 60.0
-    max_wait_milliseconds: float = 0.0
+    max_body_kilobytes: int = _limit(1024, "largest body of a request")
+    max_texts: int = _limit(128, "maximum texts of a request")
+    max_text_characters: int = _limit(100_000, "maximum characters of all texts of a request")
+    max_new_tokens_per_text: int = _limit(1024, "maximum tokens of a target that a client may set")
+    max_beams: int = _limit(16, "maximum beams, and targets of a source, that a client may set")
+    max_requests: int = _limit(256, "maximum requests at once; further ones are refused with status 503")
+    timeout_seconds: float = _limit(60.0, "longest time of a request; one that would take longer is refused at once")
+    # A busy engine collects sentences anyway.
+    max_wait_milliseconds: float = _limit(0.0, "longest time that a free engine waits for more sentences of a batch", 0)
 
     def __post_init__(self):
-        for field in fields(self):
-            value, lowest = getattr(self, field.name), 0 if field.name == "max_wait_milliseconds" else 1
-            if not lowest <= value < float("inf"):
-                raise ValueError(f"`{field.name}` must be a finite number of at least {lowest}, got {value}.")
+        for item in fields(self):
+            value, low = getattr(self, item.name), item.metadata["low"]
+            if not low <= value < float("inf"):
+                raise ValueError(f"`{item.name}` must be a finite number of at least {low}, got {value}.")

@@ -3,7 +3,7 @@
 import pytest
 
 from metaphrase.filtering.rules import RULES, CorpusFacts, LanguageRule, PairRules, Thresholds, normal_forms
-from metaphrase.scripts.parsers import data_verbs, make_parser
+from metaphrase.scripts.parsers import make_parser, verbs
 
 GOOD = ("The train leaves at 10 (every day).", "El tren sale a las 10 (cada día).")
 NEEDS_EXTRA = {"encoding", "language"}
@@ -85,7 +85,7 @@ def test_thresholds_out_of_range_are_refused():
 
 def test_names_and_defaults_are_those_of_the_command():
     parser = make_parser("filter")
-    assert data_verbs.FILTER_RULES == RULES
+    assert verbs.FILTER_RULES == RULES
     assert {name: parser.get_default(name) for name in vars(Thresholds())} == vars(Thresholds())
 
 

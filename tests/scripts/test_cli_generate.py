@@ -163,7 +163,7 @@ def test_mistakes_do_not_empty_the_output(cli_model, tmp_path):
     written.write_text("a cat\n", encoding="utf-8")
     with pytest.raises(ValueError, match="`output` must be another file than `input`"):
         execute(generate, [cli_model, "--input", str(written), "--output", str(written)])
-    with pytest.raises(FileNotFoundError, match="`input` must be a file that exists, got"):
+    with pytest.raises(ValueError, match="`input` must be a file that exists, got"):
         execute(generate, [cli_model, "--input", str(tmp_path / "none"), "--output", str(written)])
     (tmp_path / "in").write_text("a cat\n", encoding="utf-8")
     with pytest.raises(

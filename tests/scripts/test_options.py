@@ -1,7 +1,5 @@
 """Options of the command line become arguments of `generate()`."""
 
-import argparse
-
 import pytest
 from transformers import GenerationConfig
 
@@ -15,13 +13,16 @@ from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.inference.texts.plan import PATTERNS
 from metaphrase.inference.whole_texts import FORMATS as TEXT_FORMATS
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.scripts import parsers
-from metaphrase.scripts.__main__ import VERBS
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
 from metaphrase.scripts.export import FORMATS
-from metaphrase.scripts.parsers import data_verbs, make_parser, options
-from metaphrase.scripts.parsers.console import MAX_HELP_LINES
-from metaphrase.scripts.parsers.options import add_generation_options, chosen_generation_options, recipe_fields
+from metaphrase.scripts.parsers import (
+    MAX_HELP_LINES,
+    chosen_generation_options,
+    make_parser,
+    parse,
+    recipe_fields,
+    verbs,
+)
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
@@ -30,9 +31,7 @@ from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS
 
 
 def chosen(*words):
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    add_generation_options(parser)
-    return chosen_generation_options(parser.parse_args(words))
+    return chosen_generation_options(parse("generate", ["some/model", *words]))
 
 
 def test_every_option_is_one_of_transformers():
@@ -41,24 +40,24 @@ def test_every_option_is_one_of_transformers():
 
 def test_names_and_defaults_are_those_of_the_rooms():
     """The parsers repeat them, because importing the rooms takes seconds."""
-    assert (options.ENGINES, options.ENSEMBLE_MEANS) == (ENGINES, ENSEMBLE_MEANS)
-    sizes = (options.DEFAULT_BATCH_SIZE, options.DEFAULT_MAX_TOKENS_PER_BATCH, options.MAX_LINE_CHARACTERS)
+    assert (verbs.ENGINES, verbs.ENSEMBLE_MEANS) == (ENGINES, ENSEMBLE_MEANS)
+    sizes = (verbs.DEFAULT_BATCH_SIZE, verbs.DEFAULT_MAX_TOKENS_PER_BATCH, verbs.MAX_LINE_CHARACTERS)
     assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS)
-    assert (tuple(METRICS), tuple(UTILITIES)) == (options.METRICS, parsers.UTILITIES)
-    assert (TEXT_FORMATS, tuple(PATTERNS)) == (parsers.TEXT_FORMATS, parsers.KEPT_PATTERNS)
-    assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, data_verbs.TOKENIZER_KINDS)
-    assert tuple(READERS) == parsers.PAIR_SUFFIXES
+    assert (tuple(METRICS), tuple(UTILITIES)) == (verbs.METRICS, verbs.UTILITIES)
+    assert (TEXT_FORMATS, tuple(PATTERNS)) == (verbs.TEXT_FORMATS, verbs.KEPT_PATTERNS)
+    assert (tuple(FAMILIES), TOKENIZER_KINDS) == (verbs.FAMILIES, verbs.TOKENIZER_KINDS)
+    assert tuple(READERS) == verbs.PAIR_SUFFIXES
     assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
     assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
-    texts = {verb: " ".join(make_parser(verb).full_help().split()) for verb in VERBS}
+    texts = {verb: " ".join(make_parser(verb).full_help().split()) for verb in verbs.VERBS}
     assert f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]" in texts["tokenize"]
     assert f"at most {MAX_PAIRS} pairs" in texts["explain"]
-    assert f"{{{','.join(DEFAULT_OUTPUTS)}}}" in texts["attention"] and f"{{{','.join(FORMATS)}}}" in texts["export"]
+    assert "|".join(DEFAULT_OUTPUTS) in texts["attention"] and "|".join(FORMATS) in texts["export"]
     assert f"[{DEFAULT_METRIC}]" in texts["average"]
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", verbs.VERBS)
 def test_help_fits_a_screen_and_names_all_options(verb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     parser = make_parser(verb)
@@ -99,13 +98,17 @@ def test_only_what_was_given_is_chosen(words, expected):
 
 @pytest.mark.parametrize("words", [["--num_beams", "many"], ["--early_stopping", "perhaps"]])
 def test_a_value_of_another_kind_is_refused(words):
-    with pytest.raises((argparse.ArgumentError, SystemExit)):
+    with pytest.raises(ValueError, match=words[0].removeprefix("--")):
         chosen(*words)
 
 
-def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs(capsys):
-    assert make_parser("generate").parse_args(["some/model", "--output", "-"]).output is None
+def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs():
+    assert parse("generate", ["some/model", "--output", "-"]).output is None
     for verb, words in {"explain": "m --source a --output -", "convert": "m -", "average": "a --output -"}.items():
-        with pytest.raises(SystemExit):
-            make_parser(verb).parse_args(words.split())
-        assert "the value must be a path, got '-'" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="`output` must be a path, got '-'"):
+            parse(verb, words.split())
+
+
+def test_options_that_exclude_each_other_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`overwrite` and `resume` must not both be given"):
+        parse("generate", ["some/model", "--overwrite", "--resume"])

@@ -7,7 +7,7 @@ from tiny_generator import SOURCES, TARGETS
 from verbs import execute
 
 from metaphrase.scripts import backtranslate, distill, filter, generate
-from metaphrase.scripts.parsers import options
+from metaphrase.scripts.parsers import verbs
 from metaphrase.tokenization.texts import shard_range
 
 NUM_LINES, CHUNK_SIZE = 23, 3
@@ -91,10 +91,10 @@ def test_the_part_of_a_task(monkeypatch, word, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if isinstance(expected, tuple):
-        assert options.shard(word) == expected
+        assert verbs.shard(word) == expected
     else:
         with pytest.raises(argparse.ArgumentTypeError, match=expected):
-            options.shard(word)
+            verbs.shard(word)
 
 
 def test_without_the_option_a_task_of_an_array_decodes_the_whole_input(words, tmp_path, monkeypatch):
