@@ -173,14 +173,14 @@ def test_references_that_cannot_be_scored_are_found_before_training(data, tmp_pa
         train(data, tmp_path / "run", **fields)
 
 
-def test_techniques_of_training_act(data, tmp_path):
-    plain = train(data, tmp_path / "plain")
-    ways = {
-        "r_drop": {"r_drop_alpha": 3, "model.dropout": 0.2, "max_tokens_per_batch": 300},
-        "late_r_drop": {"r_drop_alpha": 3, "r_drop_start_step": 1, "model.dropout": 0.2, "max_tokens_per_batch": 300},
-    }
-    for name, fields in ways.items():
-        assert train(data, tmp_path / name, **fields)["loss"] != plain["loss"], name
+def test_r_drop_acts_from_its_first_step_on(data, tmp_path):
+    fields = ONE_STEP | {"max_steps": 2, "model.dropout": 0.2, "max_tokens_per_batch": 300}
+    starts = {"never": {}, "late": {"r_drop_alpha": 3, "r_drop_start_step": 1}, "always": {"r_drop_alpha": 3}}
+    for name, start in starts.items():
+        train(data, tmp_path / name, **fields | start)
+    losses = {name: [entry["loss"] for entry in read_log(tmp_path / name, "loss")] for name in starts}
+    assert losses["late"][0] == losses["never"][0] != losses["always"][0]
+    assert losses["late"][1] != losses["never"][1]
     with pytest.raises(ValueError, match="`r_drop_alpha` must come with a model whose dropout"):
         train(data, tmp_path / "refused", **{"r_drop_alpha": 3, "model.dropout": 0})
 

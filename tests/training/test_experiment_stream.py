@@ -58,22 +58,3 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     assert (account["train"]["documents"], account["train"]["invalid_documents"]) == (61, 1)
     tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
     assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
-
-
-@pytest.mark.parametrize("objective", ["span_corruption", "ul2"])
-def test_a_single_token_behind_the_last_block_of_text_stops_no_run(data, tmp_path, objective):
-    fields = {"objective": objective, "train_text_file": "text.txt", "remainder": "keep", "tokenizer_kind": "byte"}
-    fields |= {"train_file": None, "validation_file": None, "test_file": None, "vocab_size": None}
-    fields |= {"max_source_length": 24, "max_target_length": 24, "eval_strategy": "no"}
-
-    def report_of(characters):
-        (data / "text.txt").write_text("a" * characters + "\n", encoding="utf-8")
-        experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
-        experiment.corpus.load()
-        experiment.corpus.encode(experiment.make_tokenizers())
-        return experiment.corpus.reports["train"]
-
-    length = report_of(300).block_length
-    report = report_of(3 * length)
-    assert (report.remainder_tokens, report.blocks) == (1, 3)
-    assert "1 tokens behind the last block not used" in str(report)

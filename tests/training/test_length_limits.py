@@ -89,6 +89,10 @@ def test_what_the_model_cannot_read_is_truncated_counted_and_scored_against_the_
         ({"max_source_length": 21}, "`max_source_length` must be at most 20 .* `max_position_embeddings` 20, got 21"),
         ({"max_target_length": 30}, "`max_target_length` must be at most 20 .* got 30"),
         ({"generation_max_length": 22}, "`generation_max_length` must be at most 21 .* got 22"),
+        (
+            {"tasks": {"first": {"train_file": "train.tsv", "max_source_length": 30}}, "train_file": None},
+            "Task 'first': `max_source_length` must be at most 20",
+        ),
     ],
 )
 def test_limits_beyond_the_positions_are_refused_at_once(make, fields, message):
@@ -106,12 +110,6 @@ def test_limits_that_were_not_given_are_what_the_model_can_read(make):
     assert "max_source_length: 20\nmax_target_length: 20\n" in (make.folder / "run" / "recipe.yaml").read_text()
 
 
-def test_limits_of_a_task_are_held_against_the_positions_too(make):
-    tasks = {"first": {"train_file": "train.tsv", "max_source_length": 30}}
-    with pytest.raises(ValueError, match="Task 'first': `max_source_length` must be at most 20"):
-        make(LEARNED, tasks=tasks, train_file=None)
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -124,15 +122,6 @@ def test_limits_of_a_task_are_held_against_the_positions_too(make):
 def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path):
     config.save_pretrained(tmp_path)
     assert longest_sequence(Recipe(model_name_or_path=str(tmp_path))) == expected
-
-
-def test_a_run_whose_limits_were_lowered_goes_on(make):
-    fields = {"max_source_length": None, "max_target_length": None, "save_strategy": "steps", "save_steps": 1}
-    fields |= {"eval_strategy": "no", "max_steps": 1}
-    make(LEARNED, **fields).train()
-    again = make(LEARNED, **fields | {"max_steps": 2, "resume_from_checkpoint": "true"})
-    assert (again.recipe.max_source_length, again.recipe.max_target_length) == (20, 20)
-    again.train()
 
 
 @pytest.mark.parametrize(
