@@ -20,7 +20,8 @@ NOT_ROOMS = {"tests", "benchmarks", "docs"}
 def room_file(filename: str) -> str | None:
     """Return the path of a file of the package below the repository, or None for other files."""
     path = Path(filename).resolve()
-    if not path.is_relative_to(ROOT):
+    # Generated code, such as that of dataclasses, has a name in angle brackets.
+    if filename.startswith("<") or not path.is_relative_to(ROOT):
         return None
     relative = path.relative_to(ROOT)
     return None if relative.parts[0] in NOT_ROOMS or relative.parts[0].startswith(".") else str(relative)

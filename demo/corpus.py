@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from metaphrase.demo import grammar
-from metaphrase.demo import grammar as lexicon
 from metaphrase.demo.grammar import (
     ADJECTIVES,
     BARE,
@@ -45,9 +44,9 @@ from metaphrase.demo.languages import to_english, to_german
 Item = TypeVar("Item")
 
 # Repetition in a tuple is the weight of an item.
-_SUBJECT_PRONOUNS = (*lexicon.PRONOUNS[:2], *lexicon.PRONOUNS)  # I and you have verb forms of their own
-_OBJECT_VERBS = (*lexicon.TRANSITIVE_VERBS, lexicon.KNOW, lexicon.HAVE, *lexicon.DATIVE_VERBS)
-_VERBS = (*(lexicon.INTRANSITIVE_VERBS * 2), *(_OBJECT_VERBS * 2), *(lexicon.DITRANSITIVE_VERBS * 3), *([BE] * 16))
+_SUBJECT_PRONOUNS = (*grammar.PRONOUNS[:2], *grammar.PRONOUNS)  # I and you have verb forms of their own
+_OBJECT_VERBS = (*grammar.TRANSITIVE_VERBS, grammar.KNOW, grammar.HAVE, *grammar.DATIVE_VERBS)
+_VERBS = (*(grammar.INTRANSITIVE_VERBS * 2), *(_OBJECT_VERBS * 2), *(grammar.DITRANSITIVE_VERBS * 3), *([BE] * 16))
 # Verbs of events; *be* among them takes a passing state.
 _EVENT_VERBS = tuple(verb for verb in _VERBS if verb.english not in ("know", "have", "love", "live"))
 _ANY_DETERMINERS = (*([DEFINITE] * 12), *([INDEFINITE] * 6), *POSSESSIVES, THIS, THIS, EVERY)
@@ -55,7 +54,7 @@ _KNOWN_DETERMINERS = (*([DEFINITE] * 6), *POSSESSIVES, THIS)
 # Determiners that are clear under negation: *nicht jeden* and *jeden ... nicht* would differ.
 _NEGATED_DETERMINERS = (*_KNOWN_DETERMINERS, *([INDEFINITE] * 8))
 _PLACE_DETERMINERS = (*([DEFINITE] * 8), INDEFINITE, THIS)
-_TIMES = {False: (lexicon.TODAY, lexicon.NOW), True: (lexicon.TODAY, lexicon.YESTERDAY)}
+_TIMES = {False: (grammar.TODAY, grammar.NOW), True: (grammar.TODAY, grammar.YESTERDAY)}
 _PLACES = ("building", "landscape")
 _STATES = tuple(adjective for adjective in ADJECTIVES if adjective.is_state)
 
@@ -72,7 +71,7 @@ def _adjectives_of(noun: Noun, is_colour: bool) -> tuple[Adjective, ...]:
 
 @cache
 def _verbs_with_subject(kind: str) -> tuple[Verb, ...]:
-    verbs = (*lexicon.INTRANSITIVE_VERBS, *_OBJECT_VERBS)
+    verbs = (*grammar.INTRANSITIVE_VERBS, *_OBJECT_VERBS)
     return tuple(verb for verb in verbs if kind in verb.subjects and not verb.needs_phrase)
 
 
@@ -126,7 +125,7 @@ class Sampler:
         if clause.phrase and "place" in clause.verb.phrases and clause.phrase.preposition.english in ("in", "on"):
             return Sentence(replace(clause, phrase=None), front=clause.phrase)
         if clause.modal and self._chance(0.7):
-            return Sentence(clause, front=lexicon.TOMORROW)
+            return Sentence(clause, front=grammar.TOMORROW)
         return Sentence(clause, front=self._pick(_TIMES[clause.is_past]))
 
     def _question(self) -> Sentence:
@@ -138,22 +137,22 @@ class Sampler:
             return Sentence(replace(clause, subject=WHO), is_question=True)
         clause = replace(clause, frequency=None)
         if form < 0.85 and "place" in clause.verb.phrases:
-            return Sentence(replace(clause, phrase=None), front=lexicon.WHERE, is_question=True)
-        return Sentence(clause, front=self._pick((lexicon.WHY, lexicon.WHEN_QUESTION)), is_question=True)
+            return Sentence(replace(clause, phrase=None), front=grammar.WHERE, is_question=True)
+        return Sentence(clause, front=self._pick((grammar.WHY, grammar.WHEN_QUESTION)), is_question=True)
 
     def _complement_clause(self) -> Sentence:
         is_past, is_negated = self._chance(0.4), self._chance(0.1)
-        verb = self._pick(lexicon.CLAUSE_VERBS)
+        verb = self._pick(grammar.CLAUSE_VERBS)
         main = Clause(self._subject(verb, is_negated), verb, is_past, is_negated=is_negated)
-        return Sentence(main, subordinate=Subordinate(lexicon.THAT, self._clause(is_past, is_simple=True)))
+        return Sentence(main, subordinate=Subordinate(grammar.THAT, self._clause(is_past, is_simple=True)))
 
     def _adverbial_clause(self) -> Sentence:
-        conjunction = self._pick((lexicon.BECAUSE, lexicon.ALTHOUGH, lexicon.WHEN))
+        conjunction = self._pick((grammar.BECAUSE, grammar.ALTHOUGH, grammar.WHEN))
         # A past *when* would need *als* and the preterite.
-        is_past = conjunction is not lexicon.WHEN and self._chance(0.4)
+        is_past = conjunction is not grammar.WHEN and self._chance(0.4)
         main = self._clause(is_past, is_simple=True)
-        clause = self._clause(is_past, is_simple=True, is_event=conjunction is lexicon.WHEN)
-        if conjunction is lexicon.WHEN:
+        clause = self._clause(is_past, is_simple=True, is_event=conjunction is grammar.WHEN)
+        if conjunction is grammar.WHEN:
             clause = replace(clause, frequency=None)
         subordinate = Subordinate(conjunction, clause)
         if self._chance(0.4):
@@ -163,7 +162,7 @@ class Sampler:
     def _coordinated_clauses(self) -> Sentence:
         is_past = self._chance(0.4)
         first, second = (self._clause(is_past, is_simple=True) for _ in range(2))
-        return Sentence(first, coordinated=(self._pick((lexicon.AND, lexicon.BUT)), second))
+        return Sentence(first, coordinated=(self._pick((grammar.AND, grammar.BUT)), second))
 
     # Clauses
 
@@ -173,7 +172,7 @@ class Sampler:
         """Draw a clause. A simple clause has fewer adjectives and phrases; an event is no lasting state."""
         is_past = self._chance(0.4) if is_past is None else is_past
         verb = self._pick(_EVENT_VERBS if is_event else _VERBS)
-        modal = self._pick(lexicon.MODALS) if not is_past and self._chance(0.22) else None
+        modal = self._pick(grammar.MODALS) if not is_past and self._chance(0.22) else None
         is_negated = not is_question and self._chance(0.14) and (modal is None or modal.negatable)
         if verb is BE:
             return self._copula_clause(is_past, modal, is_negated, is_event)
@@ -182,7 +181,7 @@ class Sampler:
         if verb.objects:
             clause = replace(clause, **self._objects(clause, is_simple))
         elif not modal and not is_negated and verb in _EVENT_VERBS and self._chance(0.2):
-            clause = replace(clause, frequency=self._pick(lexicon.FREQUENCIES))
+            clause = replace(clause, frequency=self._pick(grammar.FREQUENCIES))
         # The position of *nicht* between an object and a phrase depends on the meaning: draw no such clauses.
         may_have_phrase = verb.phrases and not (verb.objects and is_negated)
         if may_have_phrase and (verb.needs_phrase or self._chance(0.2 if is_simple or verb.objects else 0.6)):
@@ -202,9 +201,9 @@ class Sampler:
                 subject = replace(subject, adjectives=(self._pick(colours),))
         frequency = None
         if predicate.is_state and not is_negated and not modal and self._chance(0.25):
-            frequency = self._pick(lexicon.FREQUENCIES)
+            frequency = self._pick(grammar.FREQUENCIES)
         if modal:
-            modal = lexicon.SHOULD if is_negated else self._pick((lexicon.MUST, lexicon.SHOULD))
+            modal = grammar.SHOULD if is_negated else self._pick((grammar.MUST, grammar.SHOULD))
         return Clause(subject, BE, is_past, modal, is_negated, predicate=predicate, frequency=frequency)
 
     def _with_relative(self, clause: Clause) -> Clause:
@@ -235,7 +234,7 @@ class Sampler:
         phrase = getattr(clause, role)
         if not isinstance(phrase, NounPhrase) or phrase.possessor:
             return clause
-        return replace(clause, **{role: replace(phrase, determiner=lexicon.NO)})
+        return replace(clause, **{role: replace(phrase, determiner=grammar.NO)})
 
     # Phrases
 
@@ -264,13 +263,13 @@ class Sampler:
         adjectives = 0.25 if is_simple or verb.is_ditransitive else 0.5
         determiners = _NEGATED_DETERMINERS if clause.is_negated else _ANY_DETERMINERS
         direct = self._noun_phrase(_nouns_of(verb.objects), adjectives=adjectives, determiners=determiners)
-        if clause.is_negated and direct.determiner in lexicon.NUMBERS:
+        if clause.is_negated and direct.determiner in grammar.NUMBERS:
             direct = replace(direct, determiner=BARE)
         return {**objects, "direct_object": direct}
 
     def _object_pronoun(self, subject: Nominal) -> Pronoun:
         """Draw a pronoun that does not mean the subject: no *I see me*, no *we see me*."""
-        pronouns = lexicon.PRONOUNS
+        pronouns = grammar.PRONOUNS
         if isinstance(subject, Pronoun):
             is_third = subject.person == 3
             pronouns = [
@@ -310,7 +309,7 @@ class Sampler:
         is_plural = noun.plural is not None and self._chance(0.3) and not (is_parent and determiner in POSSESSIVES)
         has_no_one = is_plural or noun.plural is None  # plural and mass nouns: no *a*, no *every*
         if determiner is INDEFINITE and has_no_one:
-            determiner = self._pick(lexicon.NUMBERS) if is_plural and self._chance(0.4) else BARE
+            determiner = self._pick(grammar.NUMBERS) if is_plural and self._chance(0.4) else BARE
         elif (determiner is EVERY and has_no_one) or (determiner in POSSESSIVES and not noun.can_be_owned):
             determiner = DEFINITE
         elif determiner is DEFINITE and noun.can_be_owned and self._chance(0.1):
