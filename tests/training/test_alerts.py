@@ -105,12 +105,10 @@ def test_files_of_other_languages_than_the_fields_are_named(languages, data, cap
     [
         ({"learning_rate": 5e-5}, 512, "low for a new network"),
         ({"learning_rate": 1e-2}, 128, "high for a new network"),
-        ({"learning_rate": 4e-3}, 128, None),
         ({"learning_rate": 1e-3}, 512, None),
         ({"learning_rate": 1e-2, "optim": "adafactor"}, 512, None),
         ({"learning_rate": 5e-3, "model_name_or_path": "base"}, 128, "high for fine-tuning"),
         ({"learning_rate": 1e-7, "model_name_or_path": "base"}, 512, "low for fine-tuning"),
-        ({"learning_rate": 5e-5, "model_name_or_path": "base"}, 768, None),
         ({"learning_rate": 1e-3, "model_name_or_path": "base"}, 512, None),
         ({"learning_rate": 5e-3, "model_name_or_path": "base", "lora_rank": 4}, 512, None),
     ],

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 import shutil
 
 import datasets
@@ -14,6 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
+from metaphrase.training.checkpointing.trainer_mixin import are_equal_states, get_random_states
 
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
@@ -98,19 +100,13 @@ def test_a_plain_checkpoint_and_weights_alone_are_resumed_with_a_warning(plain_r
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"per_device_train_batch_size": 2}, "steps_per_epoch 2, now 4; per_device_train_batch_size 4, now 2"),
-        ({"per_device_train_batch_size": 7}, "per_device_train_batch_size 4, now 7"),
-        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy random, now sequential"),
-        ({"dataloader_drop_last": True}, "dataloader_drop_last False, now True"),
-    ],
+    ("field", "value"),
+    [("per_device_train_batch_size", 7), ("train_sampling_strategy", "sequential"), ("dataloader_drop_last", True)],
 )
-def test_other_batches_are_pointed_out(tmp_path, caplog, options, said):
-    make_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1).train()
-    trainer = make_trainer(tmp_path, **{"per_device_train_batch_size": 4, "max_steps": 2, **options})
-    trainer.train(resume_from_checkpoint=True)
-    assert f"at another position in the data: before, it had {said}." in caplog.text
+def test_other_batches_are_pointed_out(field, value, tmp_path, caplog):
+    make_trainer(tmp_path, max_steps=1).train()
+    make_trainer(tmp_path, **{"max_steps": 2, field: value}).train(resume_from_checkpoint=True)
+    assert re.search(rf"at another position in the data: .*{field} \w+, now {value}", caplog.text)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -173,19 +169,16 @@ def test_the_place_in_the_data_is_not_counted_from_the_steps_alone(kind, saving,
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+# A pass has four steps.
 @pytest.mark.parametrize("steps", [3, 8])
 def test_a_stream_whose_run_is_made_longer_keeps_its_place(steps, tmp_path):
-    """A pass has four steps."""
-
-    def train(folder, steps, resume=None):
-        trainer = make_trainer(folder, max_steps=steps, lr_scheduler_type="constant")
+    weights = []
+    for folder, last, resume in (("whole", 10, None), ("parts", steps, None), ("parts", 10, True)):
+        trainer = make_trainer(tmp_path / folder, max_steps=last, lr_scheduler_type="constant")
         trainer.train_dataset = Stream()
         trainer.train(resume_from_checkpoint=resume)
-        return trainer.model.state_dict()
-
-    whole = train(tmp_path / "whole", 10)
-    train(tmp_path / "parts", steps)
-    parts = train(tmp_path / "parts", 10, resume=True)
+        weights.append(trainer.model.state_dict())
+    whole, _, parts = weights
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
@@ -238,11 +231,10 @@ def test_evaluation_leaves_the_random_states_alone(tmp_path):
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            states.append((random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()))  # noqa: NPY002
+            states.append(get_random_states())
 
         def on_save(self, args, state, control, **kwargs):
-            after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
-            assert after == states[-1]
+            assert are_equal_states(get_random_states(), states[-1])
 
     class Drawing(MetaphraseTrainer):
         def evaluation_loop(self, *args, **kwargs):
