@@ -54,20 +54,20 @@ def test_each_data_set_has_fields_of_its_own(data, tmp_path):
         prepared(data, tmp_path / "run", **STAGES)
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     "kind",
     [
         {},
         {"streaming": "true", "max_tokens_per_batch": 600},
-        {"tasks": "{a: {train_file: train.tsv, source_prefix: 'a: '}}"},
+        {"tasks": "{a: {train_file: train.tsv, source_prefix: 'a: '}}", "train_file": None, "validation_file": None},
     ],
 )
+
+
+@KINDS
 def test_only_training_pairs_change(data, tmp_path, kind):
-    fields = (
-        ONE_STEP | {"validation_file": "validation.tsv", "subword_sampling": 0.3, "augmentation.uppercase": 1.0} | kind
-    )
-    if "tasks" in kind:
-        fields |= {"train_file": None, "validation_file": None}
+    fields = ONE_STEP | {"validation_file": "validation.tsv", "subword_sampling": 0.3, "augmentation.uppercase": 1.0}
+    fields |= kind
     corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
     train = encoded["train"]
     pairs = list(islice(train.read(0), 20)) if "streaming" in kind else [train[row] for row in range(20)]
@@ -83,14 +83,7 @@ def test_only_training_pairs_change(data, tmp_path, kind):
         assert encoded["validation"]["labels"][:] == plain
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        {},
-        {"streaming": "true", "max_tokens_per_batch": 600},
-        {"tasks": "{a: {train_file: train.tsv, source_prefix: 'a: '}}", "train_file": None},
-    ],
-)
+@KINDS
 def test_sources_have_terms_of_their_targets(data, tmp_path, kind):
     fields = ONE_STEP | {"augmentation.terms": 1.0} | kind
     _, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)

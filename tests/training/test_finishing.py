@@ -1,0 +1,247 @@
+"""The end of a run: the mean of its checkpoints, its beams and length penalty, and the time that is left for both."""
+
+import json
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_experiments import make_recipe, read_log, weights
+from transformers import GenerationConfig
+
+from metaphrase.evaluation.evaluate import TaskScores, ValidationSample
+from metaphrase.inference import Generator
+from metaphrase.training import finishing
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.finishing import choose_decoding, fill_decoding, final_share
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.run_folder import with_fields_of_run
+
+
+def assert_mean(run, steps):
+    """That a run's model is the mean of its checkpoints of these steps, which differ."""
+    kept = [weights(run / f"checkpoint-{step}") for step in steps]
+    for name, tensor in weights(run).items():
+        torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in kept) / len(kept), msg=name)
+        assert tensor.ndim == 1 or len(kept) == 1 or not torch.equal(kept[0][name], kept[1][name])
+
+
+@pytest.fixture(autouse=True)
+def mean_is_best(request, monkeypatch):
+    """The mean of a few steps of training is often worse than the last one."""
+    if "worse" not in request.node.name:
+        monkeypatch.setattr(finishing, "_is_worse", lambda *_: False)
+
+
+@pytest.mark.parametrize("score", [5.0, 95.0])
+def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch, score, caplog):
+    scores = iter([80.0, 90.0, score])
+    monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
+    fields = {"average_best": 2, "metric_for_best_model": "bleu", "learning_rate": 1e-2}
+    with caplog.at_level(logging.INFO):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    is_left = score == 5.0
+    assert_mean(tmp_path / "run", (6,) if is_left else (3, 6))
+    assert (
+        "The mean of the best checkpoints scores 5.00 in bleu, and the best of them 90.00" in caplog.text
+    ) is is_left
+    # It is no evaluation of the run.
+    assert [entry["eval_bleu"] for entry in read_log(tmp_path / "run", "eval_bleu")] == [80.0, 90.0]
+
+
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_the_finished_model_is_the_mean_of_checkpoints(data, tmp_path, choice):
+    fields = {f"average_{choice}": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    # A mean that its owner has made stays.
+    own = tmp_path / "run" / "average" / "model.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"mine")
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert own.read_bytes() == b"mine" and not (tmp_path / "run" / "_average").exists()
+    assert_mean(tmp_path / "run", (6, 9))
+
+
+def test_a_run_that_went_back_is_averaged_without_what_it_left(data, tmp_path):
+    fields = {"average_best": 2, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=9)).train()
+    fields["resume_from_checkpoint"] = tmp_path / "run" / "checkpoint-3"
+    Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=6)).train()
+    assert_mean(tmp_path / "run", (3, 6))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "reduce_lr_on_plateau"])
+def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, schedule, monkeypatch):
+    """A schedule that is led by a metric makes the loss transformers' metric for the best model."""
+    scores = iter([90.0, 80.0, 70.0, 60.0])
+    monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
+    fields = {"average_best": 2, "save_total_limit": 2, "max_steps": 4, "eval_steps": 1, "save_steps": 1}
+    fields |= {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "test_file": None}
+    monkeypatch.setattr(Experiment, "_evaluate", lambda *_: {})
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert_mean(tmp_path / "run", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"average_last": 4, "save_total_limit": 2}, "save_total_limit"),
+        ({"average_last": 2, "save_strategy": "no"}, "save_strategy"),
+        ({"average_best": 2, "save_strategy": "no"}, "save_strategy"),
+        ({"average_best": 2, "eval_strategy": "no"}, "eval_strategy"),
+        ({"average_best": 2, "save_strategy": "epoch"}, "save_strategy"),
+        ({"average_best": 2, "save_steps": 5, "eval_steps": 3}, "save_steps"),
+        ({"average_best": 2, "save_steps": 2, "eval_steps": 4}, "save_steps"),
+        ({"average_best": 2, "save_steps": 0.3, "eval_steps": 0.2}, "save_steps"),
+        ({"average_best": 2, "save_steps": 10, "eval_steps": 0.1}, "save_steps"),
+    ],
+)
+def test_averages_need_checkpoints_that_are_kept_and_scored(data, tmp_path, fields, named):
+    with pytest.raises(ValueError, match=f"`{named}`"):
+        make_recipe(data, tmp_path / "run", **fields)
+
+
+def test_averages_of_checkpoints_that_are_scored_are_accepted(data, tmp_path):
+    for met in (
+        {"save_steps": 6},
+        {"save_strategy": "best", "metric_for_best_model": "bleu"},
+        {"eval_steps": None, "logging_steps": 3},
+        {"save_steps": 0.3, "eval_steps": 0.1},
+    ):
+        make_recipe(data, tmp_path / "run", average_best=2, **met)
+
+
+def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, caplog):
+    fields = {"average_best": 2, "early_stopping_patience": 1, "metric_for_best_model": "loss"}
+    # Nothing gets better by a rate of 0; the second evaluation stops the run.
+    fields |= {"max_steps": 100, "save_steps": 50, "eval_steps": 2, "learning_rate": 0.0, "test_file": None}
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert "got none in" in caplog.text and "The finished model has the weights of step 4, the last one." in caplog.text
+    assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(7, [6, 7]), (3, [3])])
+def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, steps, kept):
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", average_last=3, max_steps=steps, save_steps=6)).train()
+    # It has the mean of all checkpoints, which is no reason for a warning.
+    assert "checkpoint" not in caplog.text
+    assert_mean(tmp_path / "run", kept)
+
+
+GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
+SHORT, LONG = {**BEAMS, "length_penalty": 0.6}, {**BEAMS, "length_penalty": 1.5}
+
+
+class Writer:
+    """A generator that writes `right` wrong-free texts of ten, by setting."""
+
+    def __init__(self, right):
+        self.right, self.asked = right, []
+
+    def generate(self, sources, show_progress, **setting):
+        self.asked.append(setting)
+        right = self.right[len(self.asked) - 1]
+        return [source if row < right else "no" for row, source in enumerate(sources)]
+
+
+SOURCES = [f"the number {row} of ten sentences" for row in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "right", "chosen", "tried"),
+    [
+        ("bleu", [5, 6, 8, 7], SHORT, 4),
+        ("bleu", [5, 6, 6, 9], LONG, 4),
+        ("bleu", [5, 6, 6, 6], BEAMS, 4),
+        # Beams that bring nothing only cost time.
+        ("bleu", [5, 5], GREEDY, 2),
+        ("exact_match", [5, 6], BEAMS, 2),
+        ("wer", [6, 5], GREEDY, 2),
+        ("wer", [5, 6], BEAMS, 2),
+    ],
+)
+def test_the_best_setting_is_chosen(metric, right, chosen, tried):
+    writer = Writer(right)
+    values, reason = choose_decoding(writer, SOURCES, SOURCES, TaskScores([metric]))
+    assert values == chosen and len(writer.asked) == tried
+    assert f"{metric} of 10 validation pairs" in reason and "with greedy search" in reason
+
+
+def test_a_search_that_takes_too_long_is_left_out():
+    writer = Writer([5, 6, 7, 8])
+    values, _ = choose_decoding(writer, SOURCES, SOURCES, TaskScores(["bleu"]), lambda seconds: len(writer.asked) < 2)
+    assert values == BEAMS and len(writer.asked) == 2
+
+
+@pytest.mark.parametrize("given", [{}, {"num_beams": 2}], ids=["open", "given"])
+def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch):
+    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", lambda *_: (SHORT, "as the test wants"))
+    run = tmp_path / "run"
+    Experiment(make_recipe(data, run, choose_decoding=True, **given)).train()
+    recipe, expected = load_recipe(run / "recipe.yaml"), given or SHORT
+    assert recipe.num_beams == expected["num_beams"] and recipe.length_penalty == expected.get("length_penalty")
+    config = json.loads((run / "generation_config.json").read_text(encoding="utf-8"))
+    assert config["num_beams"] == expected["num_beams"]
+    assert Generator.from_pretrained(run).model.generation_config.num_beams == expected["num_beams"]
+    metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics["generation"]["num_beams"] == expected["num_beams"]
+    assert ("# as the test wants" in (run / "recipe.yaml").read_text(encoding="utf-8")) is not bool(given)
+
+
+def test_a_resumed_run_chooses_its_decoding_again(data, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", lambda *_: (GREEDY, "as wanted"))
+    Experiment(make_recipe(data, run, choose_decoding=True, max_steps=2)).train()
+    resumed = Recipe.from_mapping({"output_dir": str(run), "resume_from_checkpoint": True, "max_steps": 3}, "the test")
+    merged = with_fields_of_run(resumed, run)
+    assert (merged.choose_decoding, merged.num_beams, merged.max_steps) == (True, None, 3)
+    # Beams that were given stay.
+    assert with_fields_of_run(resumed.replace(num_beams=2), run).num_beams == 2
+
+
+def test_it_needs_validation_pairs(data, tmp_path):
+    fields = {"validation_file": None, "eval_strategy": "no", "choose_decoding": True, "save_strategy": "no"}
+    with pytest.raises(ValueError, match="`choose_decoding` must come with `validation_file` or `num_validation`"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ({}, 2),
+        ({"num_beams": 4}, 4),
+        # Greedy search and three with beams choose the decoding.
+        ({"choose_decoding": True}, 4 + 7),
+        ({"choose_decoding": True, "metrics": "exact_match"}, 4 + 3),
+        ({"choose_decoding": True, "num_beams": 4}, 4),
+        ({"average_best": 2, "metric_for_best_model": "loss"}, 2 + 1),
+    ],
+)
+def test_time_of_what_follows_training(fields, share, data, tmp_path):
+    recipe = make_recipe(data, tmp_path, **{"max_decoded_samples": 4, "metrics": "bleu"} | fields)
+    assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=20) == share
+    assert final_share(recipe, recipe.metrics, num_scored=0, num_validation=20) == 0
+    # Some time is kept for scores, also if no evaluation shows how much they take.
+    assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=0) > 0
+
+
+def test_time_for_the_final_scores_remains(tmp_path, monkeypatch):
+    answers = []
+
+    def choose(generator, sources, references, scores, is_in_time):
+        answers.extend([is_in_time(9), is_in_time(11)])
+        return SHORT, "as the test wants"
+
+    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", choose)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    model = SimpleNamespace(generation_config=GenerationConfig())
+    sample = SimpleNamespace(sources=["a"] * 4, references=["b"] * 4, scores=None)
+    recipe = Recipe.from_mapping({"choose_decoding": True, "num_validation": 4}, "the test")
+    # The scores of 8 pairs take twice the time of 4.
+    filled = fill_decoding(recipe, SimpleNamespace(model=model), sample, 1030.0, 8, tmp_path)
+    assert answers == [True, False]
+    assert (filled.num_beams, filled.length_penalty, filled.reasons["num_beams"]) == (4, 0.6, "as the test wants")
+    assert GenerationConfig.from_pretrained(tmp_path).length_penalty == 0.6
