@@ -9,8 +9,8 @@ import tomllib
 from pathlib import Path
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.scripts.__main__ import VERBS
 from metaphrase.scripts.parsers import make_parser
+from metaphrase.scripts.parsers.verbs import VERBS
 from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS, type_name
 
 ROOT = Path(__file__).parents[1]

@@ -35,7 +35,7 @@ from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.filtering.lexicon import make_vocabulary_map
 from metaphrase.inference import Generator
 from metaphrase.scripts import serve
-from metaphrase.scripts.__main__ import VERBS
+from metaphrase.scripts.parsers.verbs import VERBS
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe

@@ -12,7 +12,7 @@ from metaphrase.decoding import fast_generation, prepacked_weights
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.modeling.acceleration import acceleration
 from metaphrase.ops import linear_and_dropout
-from metaphrase.scripts.__main__ import VERBS
+from metaphrase.scripts.parsers.verbs import VERBS
 
 HEAVY = {
     "torch",

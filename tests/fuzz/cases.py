@@ -34,6 +34,7 @@ class Case(NamedTuple):
     Attributes:
         name: What is broken.
         words: The command line.
+        fields: Names of the fields that are broken. An error of a library that names one of them is clean.
         expected: Contents that files must have after exit status 0, where the broken part cannot matter.
         check: Returns what is wrong after exit status 0 or a clean error, or "".
         guarded: Files that must stay as they are. Without any, these are the files that the words name, except outputs.
@@ -48,6 +49,7 @@ class Case(NamedTuple):
     guarded: Sequence[Path] = ()
     stdin: Path | None = None
     stdout: Path | None = None
+    fields: Sequence[str] = ()
 
 
 def run(words: list[str], folder: Path, stdin: Path | None = None, stdout: Path | None = None) -> Result:

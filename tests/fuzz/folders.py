@@ -174,4 +174,6 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         expected = {root / "text": targets[base]} if is_unread else {}
         name = f"{verb} {base}: {file.relative_to(root / 'model')}: {mutation}"
         words = [word.format(model=root / "model", out=root) for word in verbs[verb]]
-        yield Case(name, words, expected)
+        yield Case(
+            name, words, expected, fields=[mutation.split(" is ")[0].split(".")[-1]] if " is " in mutation else []
+        )

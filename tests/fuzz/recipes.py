@@ -76,9 +76,14 @@ def check_run(folder: Path, words: list[str], result: Result) -> str:
     return "" if end.status == 0 else f"generate fails: {end.messages[-500:]}"
 
 
+def type_of(item: Any) -> str:
+    """Return the type of a field, ours or of transformers."""
+    return str(getattr(item, "annotation", None) or item.type)
+
+
 def draw(name: str, item: Any, rng: random.Random) -> Any:
     """Return a value of the type of a field, in or out of its range."""
-    kind = str(item.type)
+    kind = type_of(item)
     if name in NAMES:
         return rng.choice(list(NAMES[name])).value
     if "bool" in kind:
@@ -94,7 +99,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     write_pairs(folder)
     names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if not any(part in name for part in LEFT_OUT)]
     fields = {name: (OWN_FIELDS | TRAINING_FIELDS)[name] for name in names}
-    drawn = [name for name, item in fields.items() if name in NAMES or re.search("int|float|bool", str(item.type))]
+    drawn = [name for name, item in fields.items() if name in NAMES or re.search("int|float|bool", type_of(item))]
     network = [name for name in MetaphraseConfig(vocab_size=9).to_dict() if "layers" not in name]
     run(train_words(folder, BASE, folder / "whole" / "run"), folder / "whole")
     weights = (folder / "whole" / "run" / "model.safetensors").read_bytes()
@@ -132,5 +137,6 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
             name = f"bytes {mutation}"
         elif kind != "run" and rng.random() < 0.5:
             words.append("--dry_run")
+        broken = [field for field in recipe if recipe[field] is not BASE.get(field)]
         check = None if "--dry_run" in words else functools.partial(check_run, root, words)
-        yield Case(f"{name} {' '.join(words[4:])}", words, expected, check)
+        yield Case(f"{name} {' '.join(words[4:])}", words, expected, check, fields=broken)
