@@ -118,16 +118,6 @@ def test_a_short_request_does_not_wait_for_a_long_one(batcher):
         assert [request.result() for request in requests] == [[text] * size for text, size in texts.items()]
 
 
-def test_batch_holds_at_most_its_tokens(batcher):
-    generator, facts = identity_generator(batch_size=64, max_tokens_per_batch=30), []
-    batcher.observe = facts.append
-    texts = ["a b c", "a", "a b c d", "a b", "a b c d e f"]
-    assert QueuedGenerator.of(generator, batcher, ticket()).generate(texts) == texts
-    lengths = sorted((len(ids) for ids in generator.encode(texts)), reverse=True)
-    assert sum(fact.num_source_tokens for fact in facts) == sum(lengths)
-    assert len(facts) > 1
-
-
 def test_sentences_of_a_batch_have_similar_lengths(batcher):
     generator, facts = identity_generator(batch_size=2), []
     batcher.observe = facts.append
