@@ -1,12 +1,26 @@
 """The grammar of the demo corpus: English and German examples by hand, and held-out combinations."""
 
+from itertools import product
+
 import pytest
-from demo_phrases import ADJECTIVE_OF, NOUN_OF, SAY_OF, clause, phrase, prepositional, question, statement, who
+from demo_phrases import (
+    ADJECTIVE_OF,
+    DETERMINERS,
+    NOUN_OF,
+    SAY_OF,
+    VERB_OF,
+    clause,
+    phrase,
+    prepositional,
+    question,
+    statement,
+    who,
+)
 
 from metaphrase.demo import grammar as lexicon
 from metaphrase.demo.corpus import combinations, split_of_combination, split_of_sentence
-from metaphrase.demo.grammar import Sentence, Subordinate
-from metaphrase.demo.languages import to_english, to_german
+from metaphrase.demo.grammar import ADJECTIVES, NOUNS, VERBS, Case, Gender, NounPhrase, Sentence, Subordinate
+from metaphrase.demo.languages import german_nominal, german_present, to_english, to_german
 
 PAST, NOT = {"is_past": True}, {"is_negated": True}
 CAN, MUST, SHOULD, WANT = ({"modal": modal} for modal in lexicon.MODALS)
@@ -153,6 +167,63 @@ GOLD = {
 @pytest.mark.parametrize("texts", GOLD)
 def test_gold_sentences(texts):
     assert f"{to_english(GOLD[texts])} | {to_german(GOLD[texts])}" == texts
+
+
+# Columns: masculine, feminine, neuter, plural. Rows: nominative, accusative, dative, genitive.
+ARTICLES = [row.split() for row in ("der die das die", "den die das die", "dem der dem den", "des der des der")]
+
+
+@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.english)
+def test_a_noun_phrase_shows_its_case_once(noun):
+    """The first word with an ending ends as the article does, adjectives after it in -e or -en."""
+    for determiner, case, is_plural in product({*DETERMINERS.values(), lexicon.BARE}, Case, (False, True)):
+        column = 3 if is_plural else noun.gender
+        is_missing = (determiner.plural if is_plural else determiner.singular) is None or (
+            is_plural and not noun.plural
+        )
+        if is_missing or (determiner is lexicon.BARE and case == Case.GENITIVE):
+            continue
+        adjective = ADJECTIVES[0]
+        *article, described, word = german_nominal(NounPhrase(noun, determiner, is_plural, (adjective,)), case)
+        has_weak_e = not is_plural and (case == 0 or (case == 1 and noun.gender != Gender.MASCULINE))
+        definite = ARTICLES[case][column]
+        strong = "e" if definite == "die" else definite.replace("das", "des")[1:]
+        if determiner is lexicon.DEFINITE:
+            assert article == [definite]
+        elif article and article != [determiner.stem]:
+            assert article == [determiner.stem + strong]
+        else:
+            assert described == adjective.stem + strong
+        if article and article != [determiner.stem]:
+            assert described == adjective.stem + ("e" if has_weak_e else "en")
+        lemma = noun.german_plural if is_plural or (noun.is_weak and case) else noun.german
+        is_genitive = case == Case.GENITIVE and not (is_plural or noun.is_weak or noun.gender == Gender.FEMININE)
+        endings = ("s", "es") if is_genitive else ("", "n") if is_plural and case == Case.DATIVE else ("",)
+        assert word in {lemma + ending for ending in endings}
+        assert not (is_plural and case == Case.DATIVE) or word[-1] in "ns"
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.infinitive)
+def test_persons_of_the_present(verb):
+    first, second, third, plural = (german_present(verb, slot) for slot in range(4))
+    assert plural == verb.infinitive.rpartition("|")[2] and third == verb.third
+    if not verb.present_forms:
+        assert first == plural.removesuffix("n") or plural.endswith(("eln", "ern"))
+        assert second.endswith("st") or second == third
+        assert second.removesuffix("st") == third.removesuffix("t") or third[-2] in "sßz"
+
+
+def test_du_keeps_one_s():
+    assert [german_present(VERB_OF[verb], 1) for verb in ("eat", "close", "find", "open", "have", "be")] == [
+        *("isst", "schließt", "findest", "öffnest", "hast", "bist")
+    ]
+
+
+def test_words_are_distinct_in_both_languages():
+    assert all(noun.plural != noun.english for noun in NOUNS)
+    assert all(verb.past != verb.english for verb in VERBS)
+    assert len(NOUN_OF) == len({noun.german for noun in NOUNS}) + len({n.german for n in NOUNS if n.plural}) + 1
+    assert len({word.english for word in ADJECTIVES}) == len({word.german for word in ADJECTIVES}) == len(ADJECTIVES)
 
 
 def named(sentence: Sentence) -> set[tuple[str, str]]:
