@@ -4,18 +4,16 @@ transformers 5 has no such pipelines. This file travels with a model, so that `p
 trust_remote_code=True)` works without this package.
 """
 
-import enum
 import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.pipelines.base import Pipeline, load_assistant_model, pad_collate_fn
+from transformers.pipelines.base import Pipeline, pad_collate_fn
 from transformers.tokenization_utils_base import TruncationStrategy
-from transformers.utils import logging
 
 from .compat import translation_inputs
 from .pipeline_support import (
@@ -31,22 +29,12 @@ from .pipeline_support import (
     is_independent_of_batch,
     language_id,
     languages_of,
-    length_limits,
     longest_source,
     override_lengths,
     pad_after_end,
     save_tokenizers,
     task_settings,
 )
-
-logger = logging.get_logger(__name__)
-
-
-class ReturnType(enum.Enum):
-    """Values of the argument `return_type`."""
-
-    TENSORS = 0
-    TEXT = 1
 
 
 class EncoderDecoderPipeline(Pipeline):
@@ -75,8 +63,6 @@ class EncoderDecoderPipeline(Pipeline):
         tokenizer: Any = None,
         *args: Any,
         target_tokenizer: PreTrainedTokenizerBase | str | None = None,
-        assistant_model: PreTrainedModel | str | os.PathLike | None = None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         task: str = "",
         **kwargs: Any,
     ):
@@ -88,8 +74,6 @@ class EncoderDecoderPipeline(Pipeline):
             *args: Arguments of transformers' pipelines.
             target_tokenizer: Tokenizer of the targets, or its folder. By default the target tokenizer beside the source
                 tokenizer (on the Hub, in the main branch), or else the source tokenizer.
-            assistant_model: Draft model for `generate()`, or its folder.
-            assistant_tokenizer: Tokenizer of the draft model.
             task: Name of the task, whose settings in the model's configuration apply.
             **kwargs: Arguments of transformers' pipelines and of a call.
 
@@ -103,7 +87,6 @@ class EncoderDecoderPipeline(Pipeline):
         if tokenizer is None:
             raise ValueError("`tokenizer` must be given if `model` is not a folder, got None.")
         self.target_tokenizer = find_target_tokenizer(tokenizer, target_tokenizer)
-        self.assistant_model, self.assistant_tokenizer = _load_assistant(model, assistant_model, assistant_tokenizer)
         settings, names = task_settings(model.config).get(task, {}), generation_settings()
         self.prefix = settings.pop("prefix", getattr(model.config, "prefix", None)) or ""
         self.task_options = {name: value for name, value in settings.items() if name in names}
@@ -120,43 +103,16 @@ class EncoderDecoderPipeline(Pipeline):
     def _sanitize_parameters(
         self,
         return_tensors: bool | None = None,
-        return_text: bool | None = None,
-        return_type: ReturnType | None = None,
         clean_up_tokenization_spaces: bool | None = None,
         truncation: bool | str | TruncationStrategy | None = None,
-        stop_sequence: str | None = None,
         prefix: str | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict, dict, dict]:
-        if return_type is not None:
-            return_tensors, return_text = return_type == ReturnType.TENSORS, return_type == ReturnType.TEXT
         preprocess = _without_none(truncation=truncation, prefix=prefix)
         postprocess = _without_none(
-            return_tensors=return_tensors,
-            return_text=return_text,
-            clean_up_tokenization_spaces=clean_up_tokenization_spaces,
+            return_tensors=return_tensors, clean_up_tokenization_spaces=clean_up_tokenization_spaces
         )
-        merged = getattr(self, "_postprocess_params", {}) | postprocess
-        if merged.get("return_text") is False and not merged.get("return_tensors"):
-            raise ValueError("`return_text` must be True if `return_tensors` is false, got False.")
-        if stop_sequence is not None:
-            generate_kwargs["eos_token_id"] = self._stop_id(stop_sequence)
-        if self.assistant_model is not None:
-            generate_kwargs["assistant_model"] = self.assistant_model
-        if self.assistant_tokenizer is not None:
-            generate_kwargs |= {"tokenizer": self.target_tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
         return preprocess, generate_kwargs, postprocess
-
-    def _stop_id(self, stop_sequence: str) -> int:
-        ids = self.target_tokenizer.encode(stop_sequence, add_special_tokens=False)
-        if not ids:
-            raise ValueError(f"`stop_sequence` must have at least one token, got {stop_sequence!r}.")
-        if len(ids) > 1:
-            warnings.warn(
-                f"`stop_sequence` {stop_sequence!r} has {len(ids)} tokens: a target ends with the first token.",
-                stacklevel=2,
-            )
-        return ids[0]
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Generate the targets of texts.
@@ -165,12 +121,10 @@ class EncoderDecoderPipeline(Pipeline):
             inputs: A text, a sequence of texts such as a list or a column of a data set, or a data set or generator of texts.
             *args: Not used; transformers' pipelines warn of them.
             **kwargs: These, and all options of `generate()`.
-                `return_text`: False to return no texts, by default true without `return_tensors`.
-                `return_tensors`: True to return token ids.
+                `return_tensors`: True to return token ids, not texts.
                 `clean_up_tokenization_spaces`: True to remove spaces before punctuation.
                 `truncation`: True to cut sources at the tokenizer's `model_max_length`.
                 `prefix`: Text before each source, by default the model's prefix for the task.
-                `stop_sequence`: Text whose first token ends a target.
                 `batch_size`, `num_workers`: By default texts are decoded in batches of similar length.
                 `src_lang`, `tgt_lang`: Languages of a translation.
 
@@ -211,9 +165,6 @@ class EncoderDecoderPipeline(Pipeline):
                 results[index] = self.postprocess({"output_ids": ids[None]}, **(self._postprocess_params | postprocess))
         return results
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
-        """Warn if the lengths, in tokens, look wrong for the task."""
-
     def preprocess(
         self, inputs: str, truncation: bool | str | TruncationStrategy = False, prefix: str | None = None
     ) -> dict[str, Any]:
@@ -246,17 +197,12 @@ class EncoderDecoderPipeline(Pipeline):
         """Return `output_ids`, `(batch, num_return_sequences, target)`."""
         model_inputs = dict(model_inputs)
         arguments = self._generation_arguments(self._pop_language(model_inputs) | generate_kwargs)
-        input_ids, mask = model_inputs["input_ids"], model_inputs.get("attention_mask")
-        lengths = [input_ids.shape[1]] if mask is None else sorted(set(mask.sum(dim=1).tolist()))
-        min_length, max_length = length_limits(self.model, arguments)
-        for length in lengths if max_length is not None else ():
-            self.check_inputs(length, min_length, max_length)
         with evaluating([self.model]):
             output = self.model.generate(**model_inputs, **arguments)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         sequences = pad_after_end(sequences, self.model, arguments, self.target_tokenizer.pad_token_id)
         # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
-        return {"output_ids": sequences.reshape(len(input_ids), -1, sequences.shape[-1])}
+        return {"output_ids": sequences.reshape(len(model_inputs["input_ids"]), -1, sequences.shape[-1])}
 
     def _pop_language(self, model_inputs: dict[str, Any]) -> dict[str, int]:
         """Remove the target language from the inputs, and return it as an option of `generate()`."""
@@ -277,21 +223,14 @@ class EncoderDecoderPipeline(Pipeline):
         self,
         model_outputs: dict[str, torch.Tensor],
         return_tensors: bool = False,
-        return_text: bool | None = None,
         clean_up_tokenization_spaces: bool = False,
     ) -> list[dict[str, Any]]:
         """Return a dictionary for each target of one text, from `output_ids` `(1, num_return_sequences, target)`."""
-        records = []
-        for ids in model_outputs["output_ids"][0]:
-            record = {}
-            if not return_tensors if return_text is None else return_text:
-                record[f"{self.return_name}_text"] = self.target_tokenizer.decode(
-                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=clean_up_tokenization_spaces
-                )
-            if return_tensors:
-                record[f"{self.return_name}_token_ids"] = self._remove_padding(ids)
-            records.append(record)
-        return records
+        rows = model_outputs["output_ids"][0]
+        if return_tensors:
+            return [{f"{self.return_name}_token_ids": self._remove_padding(ids)} for ids in rows]
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": clean_up_tokenization_spaces}
+        return [{f"{self.return_name}_text": self.target_tokenizer.decode(ids, **options)} for ids in rows]
 
     def _remove_padding(self, ids: torch.Tensor) -> torch.Tensor:
         pad, eos = self.target_tokenizer.pad_token_id, self.target_tokenizer.eos_token_id
@@ -323,16 +262,6 @@ class SummarizationPipeline(EncoderDecoderPipeline):
 
     return_name = "summary"
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
-        """Warn if no length is possible for a summary, or a summary may be longer than its text."""
-        if max_length < min_length:
-            logger.warning("`min_length` should not be above `max_length`, got %d and %d.", min_length, max_length)
-        if input_length < max_length:
-            logger.warning(
-                "`max_length` should be below the length of the text, got %d and %d tokens. Set `max_length=%d`.",
-                *(max_length, input_length, max(1, input_length // 2)),
-            )
-
 
 class TranslationPipeline(EncoderDecoderPipeline):
     """Pipeline of the tasks `translation` and `translation_xx_to_yy`.
@@ -362,14 +291,6 @@ class TranslationPipeline(EncoderDecoderPipeline):
             src_lang, tgt_lang = languages_of(self.task) or (None, None)
         return preprocess | _without_none(src_lang=src_lang, tgt_lang=tgt_lang), forward, postprocess
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
-        """Warn if a translation as long as its text would be cut off."""
-        if input_length > 0.9 * max_length:
-            logger.warning(
-                "`max_length` should be above the length of the text, got %d and %d tokens. Set a larger `max_length`.",
-                *(max_length, input_length),
-            )
-
     def preprocess(
         self,
         inputs: str,
@@ -398,22 +319,6 @@ def _without_none(**options: Any) -> dict[str, Any]:
 def _check_text(text: Any) -> None:
     if not isinstance(text, str):
         raise ValueError(f"`inputs` must be a text or a list of texts, got {repr(text)[:60]} ({type(text).__name__}).")
-
-
-def _load_assistant(
-    model: PreTrainedModel,
-    assistant: PreTrainedModel | str | os.PathLike | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> tuple[PreTrainedModel | None, PreTrainedTokenizerBase | None]:
-    """Return the draft model, and its tokenizer if different from the model's tokenizer."""
-    if isinstance(assistant, str | os.PathLike):
-        assistant = os.fspath(assistant)
-        config, _ = PreTrainedConfig.get_config_dict(assistant)
-        # transformers would look up the class by its name among its classes only.
-        if config.get("architectures") == [type(model).__name__]:
-            tokenizer = AutoTokenizer.from_pretrained(assistant) if tokenizer is None else tokenizer
-            assistant = type(model).from_pretrained(assistant).to(device=model.device, dtype=model.dtype)
-    return load_assistant_model(model, assistant, tokenizer)
 
 
 def _find_translation_task(model: PreTrainedModel, tokenizer: Any, src_lang: str | None, tgt_lang: str | None) -> str:

@@ -1,7 +1,6 @@
 """Options of pipelines: who decides one, and what is warned of or refused."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, pipeline
 
 from metaphrase.inference import Text2TextGenerationPipeline, TranslationPipeline
-from metaphrase.modeling.pipeline_support import generation_arguments, is_independent_of_batch, length_limits
+from metaphrase.modeling.pipeline_support import generation_arguments
 
 
 def options_model(**settings):
@@ -45,11 +44,6 @@ def test_who_decides_an_option(model, defaults, options, expected):
 def test_a_generation_config_of_the_call_stands_for_the_options_of_the_pipeline(generators):
     model = generators[True].model
     config = GenerationConfig(num_beams=1, max_new_tokens=3)
-    arguments = generation_arguments(model, {"num_beams": 2}, {"generation_config": config, "max_length": 5}, 0)
-    assert set(arguments) == {"generation_config"}
-    made = arguments["generation_config"]
-    assert (made.num_beams, made.max_length, made.max_new_tokens) == (1, None, 4)
-    assert config.max_new_tokens == 3 and config.max_length is None
     made = pipeline("translation", model=model, tokenizer=generators[True].tokenizers, num_beams=2, max_new_tokens=8)
     expected = [
         {"translation_text": text} for text in generators[True].generate(SOURCES, num_beams=1, max_new_tokens=3)
@@ -67,30 +61,6 @@ def test_a_generation_config_of_the_pipeline_stands_for_the_options_of_the_task(
     assert [result["summary_text"] for result in made(SOURCES)] == expected
     made = pipeline("summarization", model=model, tokenizer=generator.tokenizers)
     assert [result["summary_text"] for result in made(SOURCES)] != expected
-
-
-def test_lengths_that_count():
-    model = options_model(max_length=30, min_length=3)
-    assert length_limits(model, {}) == (3, 30)
-    assert length_limits(model, {"max_new_tokens": 5, "min_new_tokens": 2}) == (3, 6)
-    assert length_limits(model, {"max_length": 9, "max_new_tokens": None}) == (3, 9)
-    assert length_limits(model, {"generation_config": GenerationConfig(max_new_tokens=7)}) == (3, 8)
-    assert length_limits(options_model(), {}) == (0, None)
-
-
-def test_what_decides_of_a_batch():
-    sampling, greedy = options_model(do_sample=True), options_model()
-    assert is_independent_of_batch(greedy, {"num_beams": 4, "generation_config": GenerationConfig(num_beams=2)})
-    assert not is_independent_of_batch(sampling, {}) and is_independent_of_batch(sampling, {"do_sample": False})
-    # A config that says nothing of it leaves it to the model's.
-    assert not is_independent_of_batch(sampling, {"generation_config": GenerationConfig(num_beams=2)})
-    assert not is_independent_of_batch(greedy, {"generation_config": GenerationConfig(do_sample=True)})
-    assert not is_independent_of_batch(greedy, {"streamer": None})
-    for name, neutral, other in (
-        ("encoder_repetition_penalty", 1.0, 1.5),
-        ("encoder_no_repeat_ngram_size", 0, 1),
-    ):
-        assert is_independent_of_batch(greedy, {name: neutral}) and not is_independent_of_batch(greedy, {name: other})
 
 
 @pytest.mark.parametrize(
@@ -139,34 +109,6 @@ def test_an_end_in_what_a_target_begins_with_ends_nothing():
         **made.tokenizer("the cat sleeps", return_tensors="pt"), decoder_input_ids=prompt, num_beams=1
     )
     assert output["generated_token_ids"].tolist() == expected[0].tolist()
-
-
-# Warnings and errors.
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "warning"),
-    [
-        ("summarization", {"max_length": 40}, "`max_length` should be below the length of the text, got 40 and 17"),
-        ("summarization", {"max_length": 5, "min_length": 9}, "`min_length` should not be above `max_length`, got 9 and 5"),
-        ("summarization", {"max_length": 17}, None),
-        ("translation", {"max_length": 18}, "`max_length` should be above the length of the text, got 18 and 17"),
-        ("translation", {"max_length": 19}, None),
-        ("text2text-generation", {"max_length": 5, "min_length": 9}, None),
-    ],
-)  # fmt: skip
-def test_lengths_that_do_not_fit_are_warned_of(task, options, warning, generators, caplog):
-    generator = generators[True]
-    made = pipeline(task, model=generator.model, tokenizer=generator.tokenizers)
-    [text] = [text for text in SOURCES if len(made.tokenizer(text)["input_ids"]) == 17]
-    with caplog.at_level(logging.WARNING, logger="metaphrase.modeling.pipelines"):
-        assert len(made(text, **options)) == 1
-        alone = [record.getMessage() for record in caplog.records if record.name == "metaphrase.modeling.pipelines"]
-        caplog.clear()
-        made([text, text], **options)
-        both = [record.getMessage() for record in caplog.records if record.name == "metaphrase.modeling.pipelines"]
-    assert alone == both and len(alone) == (warning is not None)
-    assert warning is None or warning in alone[0]
 
 
 @pytest.mark.parametrize("inputs", [4, None, ("a", 4), ["a", 4], [["a", "b"]], [None]], ids=str)

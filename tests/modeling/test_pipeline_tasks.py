@@ -9,7 +9,6 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from metaphrase.conversion import convert
 from metaphrase.inference import TranslationPipeline
 from metaphrase.inference.pipelines import register_pipelines
-from metaphrase.modeling.pipeline_support import general_task, languages_of
 
 # As T5's own.
 T5_TASKS = {
@@ -17,13 +16,6 @@ T5_TASKS = {
     "translation_en_to_de": {"prefix": "the dog ", "num_beams": 3, "max_length": 7},
     "translation_en_to_fr": {"prefix": "two dogs ", "num_beams": 3, "max_length": 7},
 }
-
-
-def test_names_of_tasks():
-    assert languages_of("translation_en_to_de") == ("en", "de")
-    assert languages_of("translation_eng_Latn_to_deu_Latn") == ("eng_Latn", "deu_Latn")
-    assert languages_of("translation") is languages_of("summarization") is None
-    assert general_task("translation_en_to_de") == "translation" and general_task("summarization") == "summarization"
 
 
 def test_registry_knows_the_tasks():
