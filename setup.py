@@ -1,4 +1,7 @@
-"""Editable install that type checkers and editors can follow. The rest of the build stands in pyproject.toml."""
+"""Packages from the folders, and an editable install that type checkers can follow. The rest stands in pyproject.toml.
+
+A folder at the top level is a package below the namespace `metaphrase`: modeling/ is imported as metaphrase.modeling.
+"""
 
 import contextlib
 import os
@@ -9,17 +12,17 @@ from setuptools import setup
 from setuptools.command.editable_wheel import editable_wheel
 
 LINKS = ".editable"
+ROOMS = sorted(path.parent.name for path in Path().glob("*/__init__.py") if path.parent.name != "metaphrase")
+FOLDERS = sorted(path.parent.as_posix() for room in ROOMS for path in Path(room).rglob("__init__.py"))
 
 
-def link_rooms(package_dir: dict[str, str]) -> None:
+def link_rooms() -> None:
     """Make the folder `.editable/metaphrase`, with a link to each room of the code."""
     shutil.rmtree(LINKS, ignore_errors=True)
     package = Path(LINKS, "metaphrase")
     package.mkdir(parents=True)
-    rooms = {name.removeprefix("metaphrase."): folder for name, folder in package_dir.items() if "." in name}
-    files = {path.name: path for path in Path("metaphrase").iterdir() if path.is_file()}
-    for name, path in {**rooms, **files}.items():
-        os.symlink(Path(path).resolve(), package / name)
+    for path in (*map(Path, ROOMS), *(path for path in Path("metaphrase").iterdir() if path.is_file())):
+        os.symlink(path.resolve(), package / path.name)
 
 
 class LinkedEditable(editable_wheel):
@@ -28,9 +31,13 @@ class LinkedEditable(editable_wheel):
     def finalize_options(self) -> None:
         # Where links are not allowed, as on some Windows machines, the hook remains.
         with contextlib.suppress(OSError):
-            link_rooms(self.distribution.package_dir)
+            link_rooms()
             self.distribution.package_dir = {"": LINKS}
         super().finalize_options()
 
 
-setup(cmdclass={"editable_wheel": LinkedEditable})
+setup(
+    packages=["metaphrase", *("metaphrase." + folder.replace("/", ".") for folder in FOLDERS)],
+    package_dir={"metaphrase": "metaphrase"} | {f"metaphrase.{room}": room for room in ROOMS},
+    cmdclass={"editable_wheel": LinkedEditable},
+)
