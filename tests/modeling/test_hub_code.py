@@ -3,7 +3,6 @@
 import ast
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,27 +28,6 @@ AUTO_CLASSES = {
     "AutoModelForSeq2SeqLM": (AutoModelForSeq2SeqLM, MetaphraseForConditionalGeneration),
     "AutoModelForTextEncoding": (AutoModelForTextEncoding, MetaphraseEncoderModel),
 }
-
-
-def imported_modules(path):
-    """Pairs of dots and name for every import statement of a file, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_files_import_nothing_but_torch_transformers_and_each_other(path):
-    allowed = {"torch", "transformers", "huggingface_hub"} | set(sys.stdlib_module_names)
-    for level, module in imported_modules(path):
-        if level == 0:
-            assert module.split(".")[0] in allowed, module
-        else:
-            # transformers copies what `from .name import` names; it fails on parents, sub-packages and `from . import`.
-            assert level == 1 and module is not None and "." not in module
-            assert f"{module}.py" in FLAT_FILES
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
