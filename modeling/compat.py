@@ -79,18 +79,6 @@ def is_loaded(weight: torch.Tensor) -> bool:
     return getattr(weight, "_is_hf_initialized", False)
 
 
-class Float32Buffers(nn.Module):
-    """Module whose buffers keep their dtype when the model is cast, as when it is loaded in another dtype."""
-
-    def _apply(self, fn, recurse=True):
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers(recurse=False):
-            if buffer.dtype != before[name].dtype:
-                setattr(self, name, before[name].to(buffer.device))
-        return self
-
-
 def softmax_gradient(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """Return the gradient of scores `(..., entries)` from the gradient of their softmax over the last axis."""
     return torch._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)

@@ -82,15 +82,15 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
 class MetaphraseModel(EncoderDecoderEmbeddings):
     """Encoder and decoder, without a head."""
 
+    _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
+
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
         self.encoder = MetaphraseEncoder(config)
         self.decoder = MetaphraseDecoder(config)
+        if not config.share_embeddings:
+            self._tied_weights_keys = {}
         self.post_init()
-
-    @property
-    def _tied_weights_keys(self) -> dict[str, str]:
-        return {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"} if self.config.share_embeddings else {}
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens
@@ -187,21 +187,20 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
 class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMixin):
     """Encoder, decoder and output projection, for training and `generate()`."""
 
+    # All tied weights name the same weight, so that a checkpoint with one of them is complete.
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
         # By the class name, transformers would expect a loss that shifts labels, and not count the first label of each row.
         self.loss_type = None
         self.model = MetaphraseModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=config.logits_bias)
+        if not config.tie_word_embeddings:
+            self._tied_weights_keys = {}
+        elif not config.share_embeddings:
+            self._tied_weights_keys = {"lm_head.weight": "model.decoder.embed_tokens.weight"}
         self.post_init()
-
-    @property
-    def _tied_weights_keys(self) -> dict[str, str]:
-        if not self.config.tie_word_embeddings:
-            return {}
-        # All tied weights name the same weight, so that a checkpoint with one of them is complete.
-        stack = "encoder" if self.config.share_embeddings else "decoder"
-        return {"lm_head.weight": f"model.{stack}.embed_tokens.weight"}
 
     def prepare_decoder_input_ids_from_labels(
         self, labels: torch.Tensor, target_lengths: torch.Tensor | None = None

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .compat import Float32Buffers
 from .configuration_metaphrase import MetaphraseConfig
 from .normalization import clamp_float16
 
@@ -121,7 +120,7 @@ class LearnedPositionEmbedding(nn.Embedding):
         return super().forward(position_ids + self.offset)
 
 
-class RotaryPositionEmbedding(Float32Buffers):
+class RotaryPositionEmbedding(nn.Module):
     """Rotary position embedding of queries and keys.
 
     Source: Su et al. 2021, section 3, arXiv 2104.09864. transformers computes the scaled variants.
@@ -142,6 +141,15 @@ class RotaryPositionEmbedding(Float32Buffers):
         inverse_frequencies, self.attention_scaling = self.make_frequencies()
         self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
         self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        """Keep the buffers in float32 when the model is cast, as when it is loaded in another dtype."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.dtype != before[name].dtype:
+                setattr(self, name, before[name].to(buffer.device))
+        return self
 
     def make_frequencies(self, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
         """Return the frequencies `(rotated / 2)`, and the factor of cosine and sine."""

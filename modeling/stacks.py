@@ -52,6 +52,8 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     # Packed rows, by `source_lengths` and `target_lengths`.
     supports_packing = True
     _is_resizing_head = False
+    # Names of tied weights, each with the name of the weight that stays.
+    _tied_weights_keys = {}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -85,11 +87,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
         if config.tie_word_embeddings:
             return unit / config.logits_scale
         return unit if config.scale_embedding else 1.0
-
-    @property
-    def _tied_weights_keys(self) -> dict[str, str]:
-        """Names of tied weights, each with the name of the weight that stays."""
-        return {}
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.
