@@ -5,7 +5,14 @@ import functools
 import pytest
 import torch
 from tiny_models import DESIGNS, random_batch, random_sources, tiny_model
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -89,6 +96,15 @@ def test_the_last_search_says_which_loop_ran_and_why(caplog):
         "decoding by the transformers loop: sampled beams",
         "decoding by the transformers loop: return_dict_in_generate",
     ]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_cache_of_the_caller_is_filled(beams, fast_loops):
+    model = tiny_model()
+    cache, options = EncoderDecoderCache(DynamicCache(), DynamicCache()), OPTIONS | {"num_beams": beams}
+    found = model.generate(**sources(model), **options, past_key_values=cache)
+    assert not fast_loops and cache.get_seq_length() > 1
+    assert found.tolist() == model.generate(**sources(model), **options).tolist()
 
 
 def test_several_prompts_of_one_source_are_several(fast_loops):

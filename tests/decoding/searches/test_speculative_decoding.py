@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from decoder_states import fill_new_tensors_with_nan
 from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from tiny_models import DESIGNS, tiny_model
 
@@ -109,6 +110,14 @@ def test_a_draft_does_not_run_past_the_positions_of_the_model():
     expected = decode(model, TEXTS, return_scores=True, **options)
     assert {len(h.ids) for [h] in expected} == {1, 2}
     found, _ = speculate(model, noisy(model), num_assistant_tokens=8, **options)
+    assert_same(found, expected)
+
+
+def test_unwritten_entries_may_be_nan(monkeypatch):
+    model, options = tiny_model(), {"max_new_tokens": 25, "eos_token_id": None}
+    expected = decode(model, TEXTS, return_scores=True, **options)
+    fill_new_tensors_with_nan(monkeypatch)
+    found, _ = speculate(model, noisy(model), **options)
     assert_same(found, expected)
 
 
