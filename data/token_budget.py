@@ -15,6 +15,7 @@ from metaphrase.data.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource, generate_records, read_arrow
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.modeling.pipeline_support import cut_into_batches
 from metaphrase.tokenization import TokenizerPair
 
 logger = logging.getLogger(__name__)
@@ -155,21 +156,6 @@ def sort_by_both_lengths(indices: np.ndarray, lengths: np.ndarray, num_batches: 
     return np.concatenate(strips)
 
 
-def cut_into_batches(order: Iterable[int], lengths: np.ndarray, max_tokens_per_batch: int) -> list[list[int]]:
-    """Cut an order into consecutive batches, each as large as the budget allows."""
-    batches: list[list[int]] = []
-    longest_source = longest_target = 0
-    for index in order:
-        source, target = lengths[index].tolist()
-        longest_source, longest_target = max(longest_source, source), max(longest_target, target)
-        if batches and (len(batches[-1]) + 1) * (longest_source + longest_target) <= max_tokens_per_batch:
-            batches[-1].append(int(index))
-        else:
-            batches.append([int(index)])
-            longest_source, longest_target = source, target
-    return batches
-
-
 def split_to_count(batches: list[list[int]], count: int) -> list[list[int]]:
     """Halve the batches with most pairs until there are `count`.
 
@@ -223,7 +209,8 @@ def form_batches(
     for start in range(0, len(shuffled), chunk):
         indices = shuffled[start : start + chunk]
         expected = math.ceil(lengths[indices].sum() / max_tokens_per_batch)
-        batches += cut_into_batches(sort_by_both_lengths(indices, lengths, expected), lengths, max_tokens_per_batch)
+        order = sort_by_both_lengths(indices, lengths, expected)
+        batches += cut_into_batches(order.tolist(), lengths[order].tolist(), max_tokens_per_batch)
     return batches
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -119,14 +120,35 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_ba
     Returns:
         The indices of the sources of each batch.
     """
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    # A source alone counts as a pair with an empty target.
+    return cut_into_batches(longest_first, [(lengths[i], 0) for i in longest_first], max_tokens_per_batch, batch_size)
+
+
+def cut_into_batches(
+    order: Sequence[int],
+    lengths: Sequence[Sequence[int]],
+    max_tokens_per_batch: int,
+    batch_size: float = math.inf,
+) -> list[list[int]]:
+    """Cut an order of pairs into consecutive batches, each as large as the bounds allow.
+
+    Args:
+        order: Indices of pairs.
+        lengths: Tokens of source and target of each of them.
+        max_tokens_per_batch: Most tokens of both sides of a batch, padding counted. A longer pair has a separate batch.
+        batch_size: Most pairs in a batch.
+    """
     batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        batch = batches[-1] if batches else []
-        # The first source of a batch is the longest.
-        if batch and len(batch) < batch_size and (len(batch) + 1) * lengths[batch[0]] <= max_tokens_per_batch:
-            batch.append(index)
+    longest_source = longest_target = 0
+    for index, (source, target) in zip(order, lengths, strict=True):
+        longest_source, longest_target = max(longest_source, source), max(longest_target, target)
+        width = longest_source + longest_target
+        if batches and len(batches[-1]) < batch_size and (len(batches[-1]) + 1) * width <= max_tokens_per_batch:
+            batches[-1].append(index)
         else:
             batches.append([index])
+            longest_source, longest_target = source, target
     return batches
 
 

@@ -14,18 +14,18 @@ from metaphrase.data.token_budget import (
     LengthGroupedSampler,
     TokenBudgetSampler,
     WithFillers,
-    cut_into_batches,
     padded_cost,
     split_to_count,
 )
+from metaphrase.modeling.pipeline_support import cut_into_batches
 
 
 def test_batches_are_as_large_as_the_budget_allows_and_no_larger():
-    lengths = np.array([[3, 2], [3, 3], [5, 2], [1, 1]])
-    assert cut_into_batches(range(4), lengths, 12) == [[0, 1], [2], [3]]
-    assert cut_into_batches(range(4), lengths, 11) == [[0], [1], [2], [3]]
+    lengths = [[3, 2], [3, 3], [5, 2], [1, 1]]
+    assert cut_into_batches([0, 1, 2, 3], lengths, 12) == [[0, 1], [2], [3]]
+    assert cut_into_batches([0, 1, 2, 3], lengths, 11) == [[0], [1], [2], [3]]
     # A long pair does not widen the batches behind its own.
-    assert cut_into_batches([2, 3, 0], lengths, 12) == [[2], [3, 0]]
+    assert cut_into_batches([2, 3, 0], [lengths[index] for index in (2, 3, 0)], 12) == [[2], [3, 0]]
 
 
 @pytest.mark.parametrize("processes", [1, 3])
