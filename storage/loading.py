@@ -23,7 +23,7 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
     """Load a model with `AutoModelForSeq2SeqLM.from_pretrained`, and refuse a checkpoint that lacks weights.
 
     transformers only warns, and fills missing weights at random. Models of other families still load with that
-    warning, since their classes may rebuild weights.
+    warning, since their classes may rebuild weights. The caller has checked the folder with `check_model_folder`.
 
     Args:
         name_or_path: Folder or Hub id.
@@ -34,7 +34,6 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         ValueError: If weights are damaged, have a wrong shape, or are not finite, or a Metaphrase model lacks weights.
         OSError: If the model does not exist.
     """
-    check_model_folder(name_or_path)
     folder = Path(name_or_path)
     if (folder / CONFIG_NAME).is_file() and not (folder / ADAPTER_NAME).is_file():
         with contextlib.ExitStack() as files:

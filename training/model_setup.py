@@ -76,7 +76,7 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
         ValueError: If its weights are not whole.
     """
     name = recipe.model_name_or_path
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = _load_config(recipe)
     dtype = config.dtype or torch.float32
     if dtype != torch.float32 and recipe.lora_rank is None:
         logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)

@@ -16,39 +16,32 @@ def clock(monkeypatch):
     return times
 
 
-def test_a_line_comes_every_few_percent_and_seconds(clock, caplog):
+def messages(clock, caplog, lines, seconds, count, times):
+    """The lines after so many updates, each some seconds after the one before."""
     caplog.set_level("INFO")
-    lines = ProgressLines(1000, "line", initial=500)
-    for _ in range(100):
-        clock[0] += 2
-        lines.update(5, "loss 1.5")
-    assert len(caplog.messages) == 10 and lines.done == 1000
-    assert caplog.messages[0] == " 55 %  line 550/1000  3 min left  loss 1.5"
-    caplog.clear()
-    lines = ProgressLines(1000, "line")
-    for _ in range(100):
-        clock[0] += 0.5
-        lines.update(10)
-    assert len(caplog.messages) == 10 and caplog.messages[-1] == "100 %  line 1000/1000  0 s left"
+    for _ in range(times):
+        clock[0] += seconds
+        lines.update(count, "loss 1.5")
+    return caplog.messages
 
 
-def test_work_that_ends_in_time_shows_the_time_that_is_left(clock, caplog):
-    caplog.set_level("INFO")
-    lines = ProgressLines(1000, "update", time_limit=600)
-    for _ in range(20):
-        clock[0] += 15
-        lines.update(1)
-    # A line every 5 percent of the time: 2 percent of the updates are done.
-    assert len(caplog.messages) == 10 and caplog.messages[-1] == " 50 %  update 20/1000  5 min left"
+# The last is work that ends in time: 2 percent of its updates are done.
+@pytest.mark.parametrize(
+    ("options", "seconds", "count", "times", "last"),
+    [
+        ({"total": 1000, "initial": 500}, 2, 5, 100, "100 %  line 1000/1000  0 s left  loss 1.5"),
+        ({"total": 1000}, 0.5, 10, 100, "100 %  line 1000/1000  0 s left  loss 1.5"),
+        ({"total": 1000, "time_limit": 600}, 15, 1, 20, " 50 %  line 20/1000  5 min left  loss 1.5"),
+    ],
+)
+def test_a_line_comes_every_few_percent_and_seconds(clock, caplog, options, seconds, count, times, last):
+    found = messages(clock, caplog, ProgressLines(unit="line", **options), seconds, count, times)
+    assert len(found) == 10 and found[-1] == last
 
 
 def test_slow_work_has_a_first_line_soon(clock, caplog):
-    caplog.set_level("INFO")
-    lines = ProgressLines(10_000, "line")
-    for _ in range(65):
-        clock[0] += 10
-        lines.update(1)
-    assert [line.split()[3] for line in caplog.messages] == ["3/10000", "63/10000"]
+    found = messages(clock, caplog, ProgressLines(10_000, "line"), 10, 1, 65)
+    assert [line.split()[3] for line in found] == ["3/10000", "63/10000"]
 
 
 def test_an_unknown_total_has_a_line_every_half_minute(clock, caplog):
