@@ -1,6 +1,5 @@
-"""Files of a run that is killed grow on where the saved state says."""
+"""The folder of an unfinished run: whose it is, and what cannot be resumed. `test_run.py` kills runs and resumes them."""
 
-import gzip
 import shutil
 
 import pytest
@@ -10,24 +9,6 @@ from metaphrase.filtering.run import WorkFolder, partial_path
 
 def open_folder(path, resume, **key):
     return WorkFolder({"text": path}, key, resume=resume)
-
-
-def test_a_resumed_run_cuts_off_what_came_after_the_state(tmp_path):
-    path = tmp_path / "out.tsv"
-    with open_folder(path, False, rules=["copy"]) as folder:
-        assert folder.state == {}
-        folder.append("text", b"one\n")
-        folder.append("hashes", b"12345678")
-        folder.save({"read": 1})
-        folder.append("text", b"two")
-        folder.append("new", b"x")
-    with open_folder(path, True, rules=["copy"]) as folder:
-        assert folder.state == {"read": 1}
-        assert (folder.read("text"), folder.read("hashes"), folder.read("new")) == (b"one\n", b"12345678", b"")
-        folder.append("text", b"three\n")
-        folder.save({"is_finished": True})
-        folder.finish()
-    assert path.read_bytes() == b"one\nthree\n" and not partial_path(path).exists()
 
 
 def test_another_command_and_a_second_run_are_refused(tmp_path):
@@ -43,24 +24,6 @@ def test_another_command_and_a_second_run_are_refused(tmp_path):
         assert folder.state == {}
 
 
-def test_compressed_output_is_the_same_however_often_it_was_stopped(tmp_path):
-    path = tmp_path / "out.tsv.gz"
-    with open_folder(path, False) as folder:
-        folder.append("text", b"one\n")
-        folder.append("text", b"two\n")
-        folder.save({"is_finished": True})
-        folder.finish()
-    whole = path.read_bytes()
-    with open_folder(path, False) as folder:
-        folder.append("text", b"one\n")
-        folder.save({"read": 1})
-    with open_folder(path, True) as folder:
-        folder.append("text", b"two\n")
-        folder.save({"is_finished": True})
-        folder.finish()
-    assert path.read_bytes() == whole and gzip.decompress(whole) == b"one\ntwo\n"
-
-
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_folder_that_no_run_has_written_is_left_alone(tmp_path, resume):
     own = partial_path(tmp_path / "out.tsv") / "notes.txt"
@@ -69,13 +32,6 @@ def test_a_folder_that_no_run_has_written_is_left_alone(tmp_path, resume):
     with pytest.raises(ValueError, match="that no run has written"):
         open_folder(tmp_path / "out.tsv", resume)
     assert own.read_text() == "mine"
-
-
-def test_a_run_that_was_killed_at_its_beginning_is_resumed(tmp_path):
-    with open_folder(tmp_path / "out.tsv", False) as folder:
-        folder.append("text", b"lost")
-    with open_folder(tmp_path / "out.tsv", True) as folder:
-        assert folder.state == {} and folder.read("text") == b""
 
 
 def test_files_that_lost_their_ends_are_not_resumed(tmp_path):
