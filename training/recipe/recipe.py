@@ -302,7 +302,8 @@ def _value_of_words(name: str, words: Sequence[str]) -> Any:
             )
         return list(words) if str in kinds else " ".join(words)
     word = words[0] if words else "true"
-    is_text = kinds <= {str, type(None)} or (not word.startswith(("{", "[")) and kinds & {str, Literal})
+    # A list of names is text, too: `--freeze '*.bias'` is no alias of YAML.
+    is_text = kinds <= {str, type(None)} or (not word.startswith(("{", "[")) and kinds & {str, Literal, list})
     return word if is_text and word != "null" else load_yaml(word, f"`{name}`")
 
 

@@ -81,14 +81,15 @@ def test_overrides_by_type(recipe_file):
         "--learning_rate 1e-3 --no_bf16 --fp16 --max-steps -1 --label_smoothing_factor=1e-1 --metrics bleu chrf "
         "--model.hidden_size 256 --model.rope.theta 1e4 --model.gated_mlp --model.activation_function gelu "
         "--no_repeat_ngram_size 3 --max_train_samples null --source_column 1 --report_to tensorboard wandb "
-        "--tokenizer_kind null --label_names a,b --bleu_tokenize none --seed 1 --seed 2 --tf32 no --output_dir 2024"
+        "--tokenizer_kind null --label_names a,b --bleu_tokenize none --seed 1 --seed 2 --tf32 no --output_dir 2024 "
+        "--freeze *.bias"
     )
     recipe = load_recipe(path, [*words.split(), "--source_prefix=--to de: ", "--optim_target_modules", "[x, y]"])
     expected = {"learning_rate": 1e-3, "bf16": False, "fp16": True, "tf32": False, "max_steps": -1, "seed": 2}
     expected |= {"label_smoothing_factor": 0.1, "metrics": ["bleu", "chrf"], "no_repeat_ngram_size": 3}
     expected |= {"max_train_samples": None, "tokenizer_kind": None, "source_column": 1, "bleu_tokenize": "none"}
     expected |= {"report_to": ["tensorboard", "wandb"], "label_names": ["a", "b"], "optim_target_modules": ["x", "y"]}
-    expected |= {"output_dir": "2024", "source_prefix": "--to de: "}
+    expected |= {"output_dir": "2024", "source_prefix": "--to de: ", "freeze": ["*.bias"]}
     model = {"hidden_size": 256, "rope": {"theta": 1e4}, "gated_mlp": True, "activation_function": "gelu"}
     assert values_of(recipe, expected) == expected and recipe.model == model
 
