@@ -7,6 +7,8 @@ from urllib.parse import parse_qs
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from metaphrase.storage.hints import explain_error
+
 Fields = TypeVar("Fields", bound=BaseModel)
 _FORM = "application/x-www-form-urlencoded"
 
@@ -46,9 +48,7 @@ def check_fields(content: dict[str, Any], fields: type[Fields]) -> Fields:
     try:
         return fields.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"])) or "body"
-        raise ValueError(f"`{name}`: {first['msg']}.") from None
+        raise ValueError(explain_error(error)) from None
 
 
 async def _read_form(request: Request, body: bytes, kind: str, lists: tuple[str, ...]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_attention_is_that_of_the_model(torch_url, torch_generator):
     ("path", "body", "message"),
     [
         ("attention", {"source": "a" * 600, "target": "a"}, "at most 512 tokens for attention, got 601"),
-        ("attention", {"source": "a"}, "`target`: Field required"),
+        ("attention", {"source": "a"}, "`target` must be given"),
         ("translate", {"text": "a", "num_targets": 99}, "The number of targets must be from 1 to 16, got 99"),
         ("translate", {"text": "a" * 100_001}, "at most 100000 characters, got 100001"),
     ],
