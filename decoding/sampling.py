@@ -63,10 +63,7 @@ def sample(
                 state.spread(copies)
                 logits = logits.repeat_interleave(copies, dim=0)
             scores = process(processors, ids, logits)
-            if config.do_sample:
-                tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
-            else:
-                tokens = scores.argmax(dim=-1)
+            tokens = _draw(scores) if config.do_sample else scores.argmax(dim=-1)
             if totals is not None:
                 # The distribution that samples are drawn from may be cut to a single token, with a score of 0.
                 scored = logits if config.do_sample else scores
@@ -97,6 +94,23 @@ def sample(
     for rows, ended_ids in done:
         result[rows, : ended_ids.shape[1]] = ended_ids
     return result, totals
+
+
+def _draw(scores: torch.Tensor) -> torch.Tensor:
+    """Draw one token of each row of logits (rows, V), shape (rows,).
+
+    Raises:
+        ValueError: On a CPU, if no token of a row has a probability.
+    """
+    try:
+        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
+    except RuntimeError as error:
+        if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
+            raise
+        raise ValueError(
+            "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "
+            "the model, and whether the options suppress all tokens."
+        ) from error
 
 
 def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
