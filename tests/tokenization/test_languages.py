@@ -14,7 +14,6 @@ from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate, generate, train
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.recipe.recipe import Recipe
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -119,11 +118,6 @@ def test_tokenizer_without_languages_refuses_them():
     with pytest.raises(ValueError, match=r"`source_lang` must be left out for a .*, which has no languages, got 'en'"):
         set_languages(tiny_pair(), source_lang="en")
     assert set_languages(tiny_pair()) == {}
-
-
-def test_recipe_with_a_new_tokenizer_has_no_languages():
-    with pytest.raises(ValueError, match="`target_lang` must come with a tokenizer that exists, got 'de' without"):
-        Recipe(train_file="a.tsv", target_lang="de")
 
 
 @pytest.mark.parametrize("field", ["source_lang", "target_lang"])

@@ -36,7 +36,8 @@ def completed(*words):
 
 def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     with caplog.at_level("INFO"):
-        execute(train, ["pairs.tsv", *SMALL, "--time_budget", "10m", "--disable_tqdm"])
+        # The time would decide whether beams are compared.
+        execute(train, ["pairs.tsv", *SMALL, "--time_budget", "10m", "--num_beams", "1", "--disable_tqdm"])
     run = folder / "runs" / "pairs"
     recipe = load_recipe(run / "recipe.yaml")
     assert (recipe.tokenizer_kind, recipe.target_tokenizer_kind, recipe.num_validation) == ("char", "word", 50)
