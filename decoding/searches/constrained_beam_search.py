@@ -129,13 +129,15 @@ def _read_constraints(
 class ConstrainedSelection(Selection):
     """Selection by banks: hypotheses that have met equally many tokens of the phrases form a bank.
 
-    A hypothesis may end when all constraints are met. The bank that has met most gets one more token in each step.
+    A hypothesis may end when all constraints are met, and is dropped when they no longer fit.
     """
 
     def __init__(self, config: GenerationConfig, automaton: PhraseAutomaton, prompt: torch.Tensor):
         """Read the prompts, shape (sources, length), behind their start token."""
         super().__init__(config)
         self._automaton = automaton
+        # A forced end takes the last position.
+        self._num_reserved = int(config.forced_eos_token_id is not None)
         # (sources, beams) and (sources, beams, constraints)
         self._states = torch.full_like(prompt[:, :1], automaton.start).expand(-1, config.num_beams)
         self._is_met = self._states.new_zeros((*self._states.shape, automaton.num_constraints), dtype=torch.bool)
@@ -147,11 +149,7 @@ class ConstrainedSelection(Selection):
 
     def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:
         num_beams, vocab_size = log_probs.shape[1:]
-        if self.ends is not None:
-            # An end such as -1 is no token.
-            ends = self.ends[(self.ends >= 0) & (self.ends < vocab_size)]
-            is_early = ~self._is_met.all(dim=-1, keepdim=True)
-            log_probs[:, :, ends] = log_probs[:, :, ends].masked_fill(is_early, -torch.inf)
+        log_probs = self._mask_dead_ends(log_probs, max(num_left - self._num_reserved, 0))
         scores, candidates = self._pool(log_probs + beams.scores[:, :, None])
         parents, tokens = candidates // vocab_size, candidates % vocab_size
         states, is_met = self._automaton.read(
@@ -160,8 +158,6 @@ class ConstrainedSelection(Selection):
         # (sources, candidates)
         progress = self._automaton.progress(states, is_met)
         is_possible = scores > WORST / 2
-        if num_left == 0:
-            is_possible &= is_met.all(dim=-1)
         is_end = are_ends(tokens, self.ends) | (num_left == 0)
         # An ending hypothesis competes for the beam with all others; continuations then compete among themselves.
         in_beam = torch.zeros_like(is_end).scatter_(1, self._allocate(progress, is_possible)[:, :num_beams], True)
@@ -172,6 +168,25 @@ class ConstrainedSelection(Selection):
         self._states = states.take_along_dim(chosen, dim=1)
         self._is_met = is_met.take_along_dim(chosen[..., None], dim=1)
         return Candidates(scores, parents, tokens, is_end & in_beam & is_possible, chosen, chosen_scores)
+
+    def _mask_dead_ends(self, log_probs: torch.Tensor, num_left: int) -> torch.Tensor:
+        """Mask ends that come too early, and tokens behind which the phrases no longer fit."""
+        log_probs = log_probs.clone()
+        if self.ends is not None:
+            # An end such as -1 is no token.
+            ends = self.ends[(self.ends >= 0) & (self.ends < log_probs.shape[-1])]
+            is_early = ~self._is_met.all(dim=-1, keepdim=True)
+            log_probs[:, :, ends] = log_probs[:, :, ends].masked_fill(is_early, -torch.inf)
+        if num_left >= self._automaton.num_tokens:
+            return log_probs
+        alphabet = self._automaton.alphabet
+        fits = self._automaton.num_missing(*self._behind_alphabet()) <= num_left
+        of_alphabet = log_probs[:, :, alphabet].masked_fill(~fits, -torch.inf)
+        # All other tokens lead to the root, state 0.
+        fits = self._automaton.num_missing(torch.zeros_like(self._states), self._is_met) <= num_left
+        log_probs = log_probs.masked_fill(~fits[:, :, None], -torch.inf)
+        log_probs[:, :, alphabet] = of_alphabet
+        return log_probs
 
     def _pool(self, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return candidates, best first: the best of all, all that advance a phrase, and the best of each hypothesis.

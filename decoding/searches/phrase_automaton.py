@@ -9,6 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+# Exact distances need a table of 2 ** constraints columns.
+MOST_EXACT_CONSTRAINTS = 8
+
+
 # A phrase is a tuple of token ids. START before them lets the phrase count only at the start of the target.
 START = None
 Phrase = tuple[int | None, ...]
@@ -23,6 +27,7 @@ class PhraseAutomaton:
         start: State of an empty target.
         alphabet: All tokens of the phrases, shape (alphabet,).
         num_constraints: Number of constraints.
+        num_tokens: Number of tokens that meet all constraints from any state.
         most_progress: Progress of a target that meets all constraints.
     """
 
@@ -41,6 +46,7 @@ class PhraseAutomaton:
             device: Device of the tables.
             special_ids: Ids without text, such as language codes, which do not end the start of a target.
         """
+        shortest = [min(len(phrase) for phrase in phrases if START not in phrase) for phrases in constraints]
         longest = [max(len(phrase) - phrase.count(START) for phrase in phrases) for phrases in constraints]
         prefixes = {
             phrase[:length] for phrases in constraints for phrase in phrases for length in range(len(phrase) + 1)
@@ -54,7 +60,8 @@ class PhraseAutomaton:
         symbols[alphabet] = torch.arange(1, len(alphabet) + 1)
         follow = torch.zeros(len(numbers), special + 1, dtype=torch.long)
         meets = torch.zeros(len(numbers), len(constraints), dtype=torch.bool)
-        parts = torch.zeros(len(numbers), len(constraints), dtype=torch.long)
+        savings = torch.zeros(len(numbers), len(constraints), dtype=torch.long)
+        parts = torch.zeros_like(savings)
         children: dict[Phrase, list[Phrase]] = {prefix: [] for prefix in prefixes}
         for prefix in prefixes - {(), (START,)}:
             children[prefix[:-1]].append(prefix)
@@ -65,23 +72,29 @@ class PhraseAutomaton:
                     number, num_left = numbers[phrase[:length]], len(phrase) - length
                     part = (num_ids - num_left) * longest[constraint] // num_ids
                     meets[number, constraint] |= num_left == 0
+                    savings[number, constraint] = max(int(savings[number, constraint]), shortest[constraint] - num_left)
                     parts[number, constraint] = max(int(parts[number, constraint]), part)
         # In order of length, a prefix follows its longest proper suffix that is a prefix of a phrase, too.
         for prefix, number in numbers.items():
             if prefix:
                 suffix = next(prefix[start:] for start in range(1, len(prefix) + 1) if prefix[start:] in numbers)
                 follow[number] = follow[numbers[suffix]]
-                for table in (meets, parts):
+                for table in (meets, savings, parts):
                     table[number] = torch.maximum(table[number], table[numbers[suffix]])
             for child in children[prefix]:
                 follow[number, symbols[child[-1]]] = numbers[child]
         self.start = numbers.get((START,), 0)
         follow[self.start, special] = self.start
-        self.num_constraints, self.most_progress = len(constraints), sum(longest)
+        self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
+        self._distances = None
+        if len(constraints) <= MOST_EXACT_CONSTRAINTS:
+            self._distances = _distances(follow, meets).to(device)
+            self.num_tokens = int(self._distances[0, 0])
         self.alphabet = torch.tensor(alphabet, dtype=torch.long, device=device)
         self._symbols, self._follow, self._meets = symbols.to(device), follow.to(device), meets.to(device)
+        self._shortest = torch.tensor(shortest, dtype=torch.long, device=device)
         self._longest = torch.tensor(longest, dtype=torch.long, device=device)
-        self._parts = parts.to(device)
+        self._savings, self._parts = savings.to(device), parts.to(device)
 
     def read(
         self, states: torch.Tensor, is_met: torch.Tensor, tokens: torch.Tensor
@@ -99,6 +112,16 @@ class PhraseAutomaton:
         states = self._follow[states, self._symbols[tokens]]
         return states, is_met | self._meets[states]
 
+    def num_missing(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
+        """Return how many more tokens meet all constraints, shape (...). Above 0, some token always lowers the number.
+
+        With more than `MOST_EXACT_CONSTRAINTS` constraints, overlaps of phrases are not counted.
+        """
+        if self._distances is not None:
+            return self._distances[states, (is_met * _bits(self.num_constraints, is_met.device)).sum(dim=-1)]
+        missing = (~is_met).long()
+        return (missing * self._shortest).sum(dim=-1) - (missing * self._savings[states]).amax(dim=-1)
+
     def progress(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
         """Return how many tokens are met, shape (...): those of met constraints, and of the most advanced phrase.
 
@@ -106,3 +129,30 @@ class PhraseAutomaton:
         """
         met = is_met.long()
         return (met * self._longest).sum(dim=-1) + ((1 - met) * self._parts[states]).amax(dim=-1)
+
+
+def _bits(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    return 2 ** torch.arange(count, device=device)
+
+
+def _distances(follow: torch.Tensor, meets: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens meet all constraints, from each state and set of met constraints, shape (states, sets).
+
+    `follow` (states, symbols) holds next states, and `meets` (states, constraints) the constraints that a state meets. Bit i of
+    a set's number is constraint i.
+    """
+    num_states, num_constraints = meets.shape
+    full = 2**num_constraints - 1
+    bits = (meets * _bits(num_constraints)).sum(dim=1)
+    far = torch.iinfo(torch.long).max // 2
+    distances = torch.full((num_states, full + 1), far)
+    distances[:, full] = 0
+    # Constraints are only added, so larger sets come first.
+    for met in range(full - 1, -1, -1):
+        behind = met | bits[follow]
+        while True:
+            nearer = torch.minimum(distances[:, met], 1 + distances[follow, behind].amin(dim=1))
+            if torch.equal(nearer, distances[:, met]):
+                break
+            distances[:, met] = nearer
+    return distances

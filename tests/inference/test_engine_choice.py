@@ -87,7 +87,7 @@ IN_TORCH = {
     "forced_bos_token_id": {**BEAMS, "forced_bos_token_id": 9},
     "forced_eos_token_id": {"forced_eos_token_id": 2},
     "bad words with the start": {"bad_words_ids": [[1, 5]]},
-    "must_contain": {"must_contain": ["a"], "num_beams": 8},
+    "must_contain": {"must_contain": ["a"], "num_beams": 3},
     "decoder_input_ids": {"decoder_input_ids": [[1, 5]]},
     "decoder_start_token_id": {"decoder_start_token_id": 7},
 }

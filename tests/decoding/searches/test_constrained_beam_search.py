@@ -17,6 +17,8 @@ CONSTRAINTS = {
     "overlapping": [[7, 8, 10], [8, 10, 13], [13]],
     "one of several": [[[7, 8, 10, 13], [20, 21]], [[22], [23, 24]]],
     "repeating": [[7, 7, 8], [7, 7]],
+    "overlapping where there is no more room": [[7, 8, 10, 13, 14], [13, 14, 15, 16, 18]],
+    "all there is room for": [[7, 8, 10, 13], [20, 21, 22, 24, 26]],
 }
 
 
@@ -62,7 +64,7 @@ TINY = {"vocab_size": 6, "decoder_layers": 1, "initializer_range": 0.25}
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-@pytest.mark.parametrize("phrases", [[[4]], [[3, 4]], [[3, 4], [5]], [[[3, 3], [5]], [4]], [[4, 4], [3]]], ids=str)
+@pytest.mark.parametrize("phrases", [[[4]], [[3, 4]], [[3, 4], [4, 5]], [[[3, 3], [5]], [4]], [[4, 4], [3]]], ids=str)
 def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
     """Compare with all targets of at most 4 tokens of a vocabulary of 6."""
     end, most = 2, 4
@@ -127,6 +129,16 @@ def test_phrases_find_room_beside_what_other_settings_force(forced):
         assert meets(until_end(row), phrases)
         assert row[1] == 8 or "forced_bos_token_id" not in forced
         assert row[9] == 4 or "forced_eos_token_id" not in forced
+
+
+def test_a_narrow_beam_leaves_a_forced_end_its_place():
+    """Hypotheses that no longer have room take no place in the beam."""
+    model = search_model("sinusoidal")
+    options = {"forced_eos_token_id": 4, "max_new_tokens": 3}
+    narrow, wide = (
+        constrained(model, search_sources(model), [[7], [20]], num_beams=beams, **options) for beams in (2, 20)
+    )
+    assert narrow.sequences.tolist() == wide.sequences.tolist()
 
 
 def text_of(row, special):

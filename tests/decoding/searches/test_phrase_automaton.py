@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from metaphrase.decoding.searches import phrase_automaton
 from metaphrase.decoding.searches.phrase_automaton import START, PhraseAutomaton
 
 VOCAB = 5
@@ -32,6 +33,15 @@ def follow(automaton, text):
     return states, met
 
 
+def fewest(text, constraints):
+    """Return by trial how many more tokens meet all constraints."""
+    for count in range(9):
+        for more in itertools.product(range(1, VOCAB), repeat=count):
+            if all(is_met((*text, *more), phrases) for phrases in constraints):
+                return count
+    raise AssertionError(f"{constraints} need more tokens behind {text}")
+
+
 @pytest.mark.parametrize("constraints", CASES, ids=str)
 def test_met_is_what_a_text_contains(constraints):
     automaton = PhraseAutomaton(constraints, VOCAB)
@@ -43,13 +53,31 @@ def test_met_is_what_a_text_contains(constraints):
 
 
 @pytest.mark.parametrize("constraints", CASES, ids=str)
-def test_some_token_always_leads_on(constraints):
+def test_missing_is_exact(constraints):
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for text in [(), (1,), (0, 2), (1, 1), (4,), (1, 2), (3, 3), (2, 1, 2)]:
+        assert automaton.num_missing(*follow(automaton, text)).item() == fewest(text, constraints), text
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_with_many_constraints_missing_is_enough_and_can_always_be_lowered(constraints, monkeypatch):
+    exact = PhraseAutomaton(constraints, VOCAB)
+    monkeypatch.setattr(phrase_automaton, "MOST_EXACT_CONSTRAINTS", 0)
     automaton = PhraseAutomaton(constraints, VOCAB)
     for length in range(5):
         for text in itertools.product(range(VOCAB), repeat=length):
             states, met = follow(automaton, text)
-            progress = automaton.progress(states, met).item()
-            assert (progress == automaton.most_progress) == bool(met.all())
-            if not met.all():
+            missing = automaton.num_missing(states, met).item()
+            assert exact.num_missing(states, met).item() <= missing <= automaton.num_tokens
+            assert (missing == 0) == bool(met.all())
+            if missing:
                 behind = automaton.read(states, met[:, None], automaton.alphabet)
-                assert automaton.progress(*behind).max() > progress
+                assert automaton.num_missing(*behind).min() < missing
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_each_phrase_leads_on_token_by_token(constraints):
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for phrase in (phrase for phrases in constraints for phrase in phrases if START not in phrase):
+        values = [automaton.progress(*follow(automaton, phrase[:count])).item() for count in range(len(phrase) + 1)]
+        assert values[0] == 0 and values == sorted(set(values)) and values[-1] <= automaton.most_progress
