@@ -155,6 +155,12 @@ def test_refused_overrides(words, message):
         load_recipe(None, words)
 
 
+def test_unknown_key_of_a_mapping_of_transformers_is_named():
+    recipe = Recipe(output_dir="run", accelerator_config={"no_such": 1})
+    with pytest.raises(ValueError, match="AcceleratorConfig.*'no_such'"):
+        recipe.training_arguments()
+
+
 def test_values_reach_the_training_arguments(tmp_path):
     recipe = load_recipe(None, ["--learning_rate", "1e-3", "--use_cpu", "--warmup_steps", "7"])
     with pytest.raises(ValueError, match="`output_dir`"):
