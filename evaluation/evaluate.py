@@ -246,7 +246,7 @@ class ValidationSample:
             labels: Only their lengths are read, because the references are the original texts.
         """
         texts = self.tokenizers.decode_targets(decoded)
-        # As a generator does, which skips empty sources.
+        # Leave empty sources empty: a generator skips them.
         texts = [text if source.strip() else "" for text, source in zip(texts, self.sources, strict=True)]
         self.exact = sum(map(str.__eq__, texts, self.references)) / len(texts)
         eos, rows = self.tokenizers.target.eos_token_id, zip(decoded, labels, strict=True)

@@ -1,4 +1,4 @@
-"""What all APIs share before their endpoints: keys, largest bodies, errors in the form of each API, access log and metrics."""
+"""Guards in front of all APIs: keys, largest bodies, errors in the form of each API, access log and metrics."""
 
 import asyncio
 import logging

@@ -220,7 +220,7 @@ def recipe_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-# What verbs read from their options
+# Options that several verbs read
 
 
 def chosen_models(arguments: argparse.Namespace) -> list[str]:
