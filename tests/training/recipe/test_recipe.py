@@ -157,7 +157,7 @@ def test_refused_overrides(words, message):
 
 def test_unknown_key_of_a_mapping_of_transformers_is_named():
     recipe = Recipe(output_dir="run", accelerator_config={"no_such": 1})
-    with pytest.raises(ValueError, match="AcceleratorConfig.*'no_such'"):
+    with pytest.raises(ValueError, match=r"AcceleratorConfig.*'no_such'"):
         recipe.training_arguments()
 
 
