@@ -58,3 +58,25 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     assert (account["train"]["documents"], account["train"]["invalid_documents"]) == (61, 1)
     tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
     assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
+
+
+def test_another_place_in_a_stream_is_pointed_out(data, tmp_path, caplog):
+    fields = STREAM | {"max_steps": 2, "save_steps": 1, "eval_strategy": "no", "test_file": None}
+    fields |= {"max_source_length": 90, "max_target_length": 90}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    fields |= {"max_tokens_per_batch": 240, "pairs_in_buffer": 30, "max_steps": 3, "resume_from_checkpoint": "true"}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    said = "max_tokens_per_batch 200, now 240; pairs_in_buffer 25, now 30."
+    assert f"another position in the data: before, it had {said}" in caplog.text
+
+
+def test_an_existing_tokenizer_gets_no_tokens_of_an_objective(data, tmp_path):
+    tokenizer = TokenizerPair.train(["one two"], ["one two"], kind="byte")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    fields = {"objective": "span_corruption", "train_text_file": "train.de", "tokenizer_kind": None, "vocab_size": None}
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file")) | {"eval_strategy": "no"}
+    experiment = Experiment(
+        make_recipe(data, tmp_path / "run", **fields, tokenizer_name_or_path=tmp_path / "tokenizer")
+    )
+    with pytest.raises(ValueError, match="must have <extra_id_0> and further ones for `objective` span_corruption"):
+        experiment.train()

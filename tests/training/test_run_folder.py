@@ -166,3 +166,15 @@ def test_faults_of_the_data_may_be_passed_over_from_now_on_but_not_the_reverse(d
     train(data, tmp_path / "run", **lenient)
     with pytest.raises(ValueError, match=r"`invalid_utf8` must stay .* got 'error', and 'skip'"):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
+
+
+def test_a_run_whose_recipe_newer_rules_refuse_can_go_on(data, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "max_tokens_per_batch": 300}
+    train(data, tmp_path / "run", **fields)
+    with (tmp_path / "run" / "recipe.yaml").open("a", encoding="utf-8") as file:
+        file.write("train_sampling_strategy: sequential\n")
+    fields |= {"max_steps": 2, "resume_from_checkpoint": "true"}
+    with pytest.raises(ValueError, match="`train_sampling_strategy` must not be sequential"):
+        make_recipe(data, tmp_path / "run", **fields, train_sampling_strategy="sequential")
+    train(data, tmp_path / "run", **fields)
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()

@@ -1,6 +1,7 @@
 """How checkpoints are written, replaced and deleted: none has its name before it is whole."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -124,3 +125,17 @@ def test_a_run_in_float16_goes_on_in_another_precision(run):
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
     assert not (run / "checkpoint-4" / "scaler.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("free", "kind", "message"), [(4096, OSError, "No space left on device"), (2**30, RuntimeError, "pos 1")]
+)
+def test_a_full_disk_is_called_so(free, kind, message, run, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 0")
+
+    monkeypatch.setattr(torch, "save", fail)
+    usage = type(shutil.disk_usage(run))(2**30, 2**30 - free, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(kind, match=message):
+        make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)

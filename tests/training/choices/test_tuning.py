@@ -180,3 +180,9 @@ def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):
     best = load_recipe(folder / "recipe.yaml")
     assert best.tokenizer_kind == "char" and best.output_dir == "runs/pairs_tune/best" and best.time_budget is None
     assert (folder / "trials.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_slow_trial_ends_by_the_clock_and_leaves_no_checkpoint(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 0.0})
+    [trial] = search(data, tmp_path / "run", 1).study.trials
+    assert list(trial.intermediate_values) == [1] and not list((tmp_path / "run").rglob("checkpoint-*"))
