@@ -1,5 +1,6 @@
 """What a resumed run takes from its checkpoint."""
 
+import json
 import logging
 import os
 import random
@@ -12,6 +13,7 @@ import pytest
 import torch
 from small_runs import PAIRS, MetaphraseTrainer, is_whole, make_trainer, names
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
@@ -262,3 +264,33 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
         make_trainer(tmp_path).train()
         make_trainer(tmp_path, max_steps=5).train(resume_from_checkpoint=True)
     assert [record for record in caplog.records if record.name.startswith("metaphrase")] == []
+
+
+class Counter(TrainerCallback, ExportableState):
+    def __init__(self, step=1):
+        self.step = step
+        self.total = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.total += self.step
+
+    def state(self):
+        return {"args": {"step": self.step}, "attributes": {"total": self.total}}
+
+
+class Newcomer(Counter):
+    pass
+
+
+def test_callbacks_get_back_what_they_keep_and_stay_what_they_are(tmp_path, caplog):
+    first, second = Counter(1), Counter(10)
+    make_trainer(tmp_path, callbacks=[first, second], max_steps=2).train()
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert len(state["stateful_callbacks"]["Counter"]) == 2
+    first, second, newcomer = Counter(1), Counter(100), Newcomer()
+    trainer = make_trainer(tmp_path, callbacks=[first, second, newcomer])
+    order = list(trainer.callback_handler.callbacks)
+    trainer.train(resume_from_checkpoint=True)
+    assert (first.total, second.total, newcomer.total) == (3, 120, 1)
+    assert trainer.callback_handler.callbacks == order
+    assert "Counter goes on with other settings: {'step': 100}, before {'step': 10}" in caplog.text
