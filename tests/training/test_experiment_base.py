@@ -86,7 +86,7 @@ def test_frozen_parts_stay(base, data, tmp_path):
             {"freeze": ["encoder.layers", "decoder.layers.0-9"]},
             "got 'decoder.layers.0-9', and there is no 'decoder.layers.1'",
         ),
-        ({"freeze": ["'*'"]}, r"`freeze` must leave something to train, got \*"),
+        ({"freeze": ["*"]}, r"`freeze` must leave something to train, got \*"),
         ({"lora_rank": 4, "lora_target_modules": ["q_porj"]}, "`lora_target_modules` must name .* got 'q_porj'"),
         (
             {"lora_rank": 4, "lora_target_modules": ["lm_head"]},
