@@ -6,6 +6,8 @@ python benchmarks/memory.py --write        # writes the tables into docs/memory.
 import argparse
 from pathlib import Path
 
+from transformers import TrainingArguments
+
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.planning.batches import BatchShape
 from metaphrase.training.planning.estimate import meta_model
@@ -22,7 +24,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 # Names of the tables in the page.
 SHARED, SINGLE = "shared", "single"
 
-OPTIMIZER = "adamw_torch_fused"
+ARGUMENTS = TrainingArguments("unused", optim="adamw_torch_fused", use_cpu=True)
 SHARED_PRESETS = ("t5-3b", "t5-11b")
 DEVICES = (8, 16, 64)
 SINGLE_PRESETS = (
@@ -60,7 +62,7 @@ def shared_table() -> str:
     rows = []
     for preset in SHARED_PRESETS:
         model = meta_model(MetaphraseConfig.from_preset(preset))
-        optimizer, _ = optimizer_bytes(model, OPTIMIZER)
+        optimizer, _ = optimizer_bytes(model, ARGUMENTS)
         activations = estimate_activations(model.config, batch_of(*SHARED_BATCH), precision, is_checkpointed=True)
         count = ParameterCounts.of(model).total
         for devices in DEVICES:
@@ -79,7 +81,7 @@ def single_table() -> str:
     rows = []
     for preset in SINGLE_PRESETS:
         model = meta_model(MetaphraseConfig.from_preset(preset))
-        optimizer, _ = optimizer_bytes(model, OPTIMIZER)
+        optimizer, _ = optimizer_bytes(model, ARGUMENTS)
         row = [preset, f"{ParameterCounts.of(model).total / 1e6:,.0f} M"]
         for compute_bytes in (4, 2):
             precision = Precision(compute_bytes=compute_bytes, on_accelerator=True)

@@ -25,11 +25,10 @@ from metaphrase.hub_card.card import with_interval
 from metaphrase.inference.progress import has_bar
 from metaphrase.scripts.__main__ import run
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
-from metaphrase.training.choices.completion import complete, complete_optimizer, is_completable
-from metaphrase.training.choices.rules import Choice
+from metaphrase.training.choices.completion import complete
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
-from metaphrase.training.experiment import Experiment
+from metaphrase.training.planning.estimate import dry_run
 from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
 from metaphrase.training.run_folder import holds_run, with_fields_of_run
 
@@ -114,7 +113,7 @@ def naming_checkpoint(folder: Path) -> Iterator[None]:
         raise KeyboardInterrupt(hint) from None
 
 
-def wrapped(choices: Sequence[Choice]) -> str:
+def wrapped(choices: Sequence[str]) -> str:
     """Return the choices in lines that fit the terminal, or 120 columns."""
     options = {
         "initial_indent": "  ",
@@ -123,7 +122,7 @@ def wrapped(choices: Sequence[Choice]) -> str:
         "break_long_words": False,
     }
     width = shutil.get_terminal_size((120, 24)).columns
-    return "\n".join(textwrap.fill(str(choice), width, **options) for choice in choices)
+    return "\n".join(textwrap.fill(choice, width, **options) for choice in choices)
 
 
 def next_steps(folder: Path, objective: str = "pairs") -> str:
@@ -163,19 +162,11 @@ def main(arguments: argparse.Namespace) -> None:
     limit_bars(recipe)
     keep_freed_memory()
     keep_few_kernels()
-    if is_completable(recipe):
-        experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
-        origin = "the pairs and this machine"
-    else:
-        recipe, choices = complete_optimizer(recipe)
-        experiment, origin = Experiment(recipe, is_dry_run=arguments.dry_run), "the network"
-    if choices and experiment.arguments.process_index == 0:
-        logger.info("Chosen from %s, to be saved in recipe.yaml:\n%s", origin, wrapped(choices))
+    experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
     is_main_process = experiment.arguments.process_index == 0
+    if choices and is_main_process:
+        logger.info("Chosen, to be saved in recipe.yaml:\n%s", wrapped(choices))
     if arguments.dry_run:
-        # Imported here because training needs no estimates.
-        from metaphrase.training.planning.estimate import dry_run
-
         estimate = dry_run(experiment)
         if is_main_process:
             print(estimate)

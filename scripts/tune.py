@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> None:
         tuning.run()
     except KeyboardInterrupt:
         raise KeyboardInterrupt("The same command with --resume goes on with the search.") from None
-    log_names = [name for name, values in tuning.space.items() if values.is_log]
+    log_names = [name for name, values in tuning.space.items() if getattr(values, "log", False)]
     draw_trials(tuning.rows, tuning.best_rows[0], tuning.metric, tuning.folder / "trials.png", log_names)
     rows = [{name: str(value) for name, value in row.items()} for row in tuning.best_rows[:_SHOWN_ROWS]]
     rows.insert(0, {name: name for name in rows[0]})

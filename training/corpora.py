@@ -64,11 +64,10 @@ class PairCorpus:
         Raises:
             ValueError: If the recipe names no training pairs, or gives limits above `longest`.
         """
-        self.recipe, self.arguments, self.longest = recipe, arguments, longest
+        self.recipe, self.arguments, self.longest = _fit_limits(recipe, longest), arguments, longest
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
-        self.recipe = _fit_limits(self.recipe, longest)
 
     def _check(self) -> None:
         if self.recipe.pairs_options("train") is None:
@@ -82,13 +81,18 @@ class PairCorpus:
         """Seed of all random choices in the data."""
         return data_seed(self.arguments)
 
-    def load(self) -> None:
-        """Read all splits."""
-        recipe = self.recipe
+    def read(self) -> None:
+        """Read all splits that the recipe names."""
         for split in SPLITS:
-            options = recipe.pairs_options(split)
+            options = self.recipe.pairs_options(split)
             if options is not None:
                 self.splits[split] = self._read(split, options)
+
+    def load(self) -> None:
+        """Read all splits, unless they are read, and take validation and test pairs out of training."""
+        recipe = self.recipe
+        if not self.splits:
+            self.read()
         if recipe.num_validation or recipe.num_test:
             train, seed = self.splits["train"], self.arguments.seed
             self.splits.update(split_pairs(train, recipe.num_validation, recipe.num_test, seed))
@@ -157,21 +161,13 @@ class PairCorpus:
         return encoded
 
     def _check_scored(self, split: str) -> None:
-        """Check the lengths of scored pairs before training. The limits of training do not apply to these pairs."""
-        recipe, report = self.recipe, self.reports[split]
-        if recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
+        """Refuse scored pairs that the model cannot read. The limits of training do not apply to these pairs."""
+        report = self.reports[split]
+        if self.recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
             raise ValueError(
                 f"The {split} pairs must be within the {self.longest} tokens of `max_position_embeddings`, since all are scored, "
                 f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
                 "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
-            )
-        longest = (report.source_lengths.longest, report.target_lengths.longest)
-        limits = (recipe.max_source_length, recipe.max_target_length)
-        if longest[0] > limits[0] or longest[1] > limits[1]:
-            logger.warning(
-                "%s%s: pairs of up to %d source and %d target tokens are scored too, beyond `max_source_length` %d and "
-                "`max_target_length` %d, which are limits of training.",
-                *(self.label, split, *longest, *limits),
             )
 
     @property
@@ -209,7 +205,13 @@ class StreamedPairCorpus(PairCorpus):
 
     def _check(self) -> None:
         super()._check()
-        self.recipe = _fit_budget(self.recipe, self.longest)
+        recipe = self.recipe
+        if recipe.max_source_length + recipe.max_target_length > recipe.max_tokens_per_batch:
+            raise ValueError(
+                "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
+                f"streamed, since a pair of these lengths may come at any time, got {recipe.max_tokens_per_batch}, "
+                f"{recipe.max_source_length} and {recipe.max_target_length}."
+            )
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
         return TextStream(**options) if split == "train" else super()._read(split, options)
@@ -285,31 +287,6 @@ class TextCorpus(PairCorpus):
         return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
 
 
-def _fit_budget(recipe: Recipe, longest: int | None) -> Recipe:
-    """Return the recipe of a stream with length limits that fit the token budget, for any pair that may come.
-
-    Call it before `_fit_limits`, which turns defaults into given values.
-    """
-    budget = recipe.max_tokens_per_batch
-    defaults = [name for name in _TRAINING_LIMITS if not recipe.is_set(name)]
-    lengths = {name: getattr(recipe, name) for name in _TRAINING_LIMITS}
-    if longest is not None:
-        lengths |= {name: min(lengths[name], longest) for name in defaults}
-    if sum(lengths.values()) <= budget:
-        return recipe
-    room = budget - sum(length for name, length in lengths.items() if name not in defaults)
-    if not defaults or room < 2 * len(defaults):
-        raise ValueError(
-            "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
-            f"streamed, since a pair of these lengths may come at any time, got {budget}, {lengths['max_source_length']} and "
-            f"{lengths['max_target_length']}."
-        )
-    lowered = {name: min(lengths[name], room // len(defaults)) for name in defaults}
-    for name, limit in lowered.items():
-        logger.info("`%s` is lowered from %d to %d, so that each pair fits into a batch.", name, lengths[name], limit)
-    return recipe.replace(**lowered)
-
-
 def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
     """Return the recipe with default length limits lowered to what the model can read."""
     if longest is None:
@@ -334,7 +311,25 @@ class _PartedCorpus(PairCorpus):
         parts: A corpus for each name.
     """
 
-    parts: dict[str, PairCorpus]
+    kind = "Task"
+
+    def _check(self) -> None:
+        recipe = self.recipe
+        # A task has a prefix and columns of its own.
+        names = () if recipe.tasks else ("source_prefix", "source_column", "target_column")
+        self.parts: dict[str, PairCorpus] = {}
+        for name, part in (recipe.tasks or recipe.datasets).items():
+            with self._naming(name):
+                self.parts[name] = PairCorpus(part_recipe(recipe, part, *names), self.arguments, self.longest)
+            self.parts[name].label = f"{name}, "
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Put the name of the part before an error."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self.kind} {name!r}: {error}") from error
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         sides = [corpus.sides() for corpus in self.parts.values()]
@@ -358,18 +353,9 @@ class TaskCorpus(_PartedCorpus):
     Source: Raffel et al. 2020, section 2.4, arXiv 1910.10683.
     """
 
-    def _check(self) -> None:
-        recipe = self.recipe
-        self.weights = {name: float(fields.get("weight", 1.0)) for name, fields in recipe.tasks.items()}
-        self.parts = {}
-        for name in recipe.tasks:
-            with _named(name):
-                self.parts[name] = PairCorpus(part_recipe(recipe, recipe.tasks[name]), self.arguments, self.longest)
-            self.parts[name].label = f"{name}, "
-
     def load(self) -> None:
         for name, corpus in self.parts.items():
-            with _named(name):
+            with self._naming(name):
                 corpus.load()
         for split in SPLITS:
             parts = {name: corpus.splits[split] for name, corpus in self.parts.items() if split in corpus.splits}
@@ -384,7 +370,7 @@ class TaskCorpus(_PartedCorpus):
         self._check_prefixes(tokenizers)
         encoded = {}
         for name, corpus in self.parts.items():
-            with _named(name):
+            with self._naming(name):
                 encoded[name] = corpus._encode_plain(tokenizers)
             self.reports |= {f"{name}/{split}": report for split, report in corpus.reports.items()}
         parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
@@ -412,8 +398,8 @@ class TaskCorpus(_PartedCorpus):
 
     def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
         recipe, sizes = self.recipe, [len(part) for part in parts.values()]
-        options = (recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
-        rates = mixing_rates(sizes, list(self.weights.values()), *options)
+        weights = [float(fields.get("weight", 1.0)) for fields in recipe.tasks.values()]
+        rates = mixing_rates(sizes, weights, recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
         rows = mixed_rows(sizes, rates, self.seed)
         for name, size, rate, chosen in zip(parts, sizes, rates, rows, strict=True):
             times = len(chosen) / size
@@ -426,31 +412,26 @@ class TaskCorpus(_PartedCorpus):
 class StagedCorpus(_PartedCorpus):
     """Pairs of several data sets, which stages of training read by shares. Validation and test are those of the recipe."""
 
-    def _check(self) -> None:
-        recipe, shared = self.recipe, ("source_prefix", "source_column", "target_column")
-        self.stages = parse_stages(recipe.stages, list(recipe.datasets))
-        self.parts = {}
-        for name, part in recipe.datasets.items():
-            with _named(name, "Data set"):
-                self.parts[name] = PairCorpus(part_recipe(recipe, part, *shared), self.arguments, self.longest)
-            self.parts[name].label = f"{name}, "
+    kind = "Data set"
 
     def load(self) -> None:
         super().load()
         for name, corpus in self.parts.items():
-            with _named(name, "Data set"):
+            with self._naming(name):
                 corpus.load()
         self.splits["train"] = datasets.concatenate_datasets([part.splits["train"] for part in self.parts.values()])
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         encoded = super().encode(tokenizers)
         sizes = {name: corpus.sizes()["num_train"] for name, corpus in self.parts.items()}
-        return encoded | {"train": StagedPairs(encoded["train"], sizes, self.stages)}
+        return encoded | {
+            "train": StagedPairs(encoded["train"], sizes, parse_stages(self.recipe.stages, list(self.recipe.datasets)))
+        }
 
     def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         encoded = []
         for name, corpus in self.parts.items():
-            with _named(name, "Data set"):
+            with self._naming(name):
                 encoded.append(corpus._encode("train", tokenizers))
             self.reports[f"{name}/train"] = corpus.reports["train"]
         scored = {split: self._encode(split, tokenizers) for split in SPLITS[1:] if split in self.splits}
@@ -459,6 +440,17 @@ class StagedCorpus(_PartedCorpus):
     def sizes(self) -> dict[str, int]:
         sizes = {f"num_{split}": self.reports[split].kept for split in self.splits if split != "train"}
         return {"num_train": sum(corpus.sizes()["num_train"] for corpus in self.parts.values()), **sizes}
+
+
+def open_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None) -> PairCorpus:
+    """Return the corpus of a recipe (see `PairCorpus`)."""
+    if recipe.tasks or recipe.stages:
+        kind = TaskCorpus if recipe.tasks else StagedCorpus
+    elif recipe.objective != "pairs":
+        kind = TextCorpus
+    else:
+        kind = StreamedPairCorpus if recipe.streaming else PairCorpus
+    return kind(recipe, arguments, longest)
 
 
 def part_recipe(recipe: Recipe, part: Mapping[str, Any], *names: str) -> Recipe:
@@ -472,15 +464,6 @@ def part_recipe(recipe: Recipe, part: Mapping[str, Any], *names: str) -> Recipe:
     fields = {field: getattr(recipe, field) for field in (*shared, *names) if recipe.is_set(field)}
     part_fields = {field: value for field, value in part.items() if field != "weight"}
     return Recipe.from_mapping(fields | part_fields, "this part of the recipe")
-
-
-@contextlib.contextmanager
-def _named(name: str, kind: str = "Task") -> Iterator[None]:
-    """Put the name of the part before an error."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{kind} {name!r}: {error}") from error
 
 
 def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:

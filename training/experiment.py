@@ -1,18 +1,17 @@
 """Run of a recipe, from raw pairs to a folder with a trained and scored model."""
 
 import contextlib
+import copy
 import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
 import torch
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
-from transformers.integrations import get_reporting_integration_callbacks
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
@@ -45,7 +44,7 @@ from metaphrase.training.callbacks import (
     without_weight_bars,
 )
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
-from metaphrase.training.corpora import PairCorpus, StagedCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
+from metaphrase.training.corpora import open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.finishing import (
@@ -72,21 +71,22 @@ from metaphrase.training.run_folder import (
     check_writable,
     checkpoint_to_resume,
     only_writer,
-    with_fields_of_run,
 )
 from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
 
 logger = logging.getLogger(__name__)
 
 
-def _check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are not installed, which a Trainer would notice after reading the data."""
-    for name in names:
-        for callback in get_reporting_integration_callbacks([name]):
-            try:
-                callback()
-            except (RuntimeError, ImportError) as error:
-                raise ValueError(f"`report_to` must name what is installed, got {name}: {error}") from error
+def _training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
+    # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
+    extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
+    arguments = recipe.training_arguments(**extra)
+    # The arguments are saved with each checkpoint.
+    arguments.hub_token = None
+    if recipe.objective != "pairs":
+        # There are no references to compare decoded text with.
+        arguments.predict_with_generate, arguments.prediction_loss_only = False, True
+    return arguments
 
 
 class Experiment:
@@ -108,14 +108,11 @@ class Experiment:
             ValueError: If the recipe has no training pairs or names an unknown score, or its folder holds a run or a model
                 already and is not to be resumed.
         """
-        self.is_begun = False
         self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None
         check_processes()
-        # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
-        extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
-        if recipe.use_cpu or "use_cpu" in extra:
+        if recipe.use_cpu or not torch.accelerator.is_available():
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
-        self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
+        self.arguments = _training_arguments(recipe)
         self.deadline = math.inf
         if recipe.time_budget is not None:
             self.deadline = (time.time() if started is None else started) + parse_seconds(recipe.time_budget)
@@ -124,42 +121,38 @@ class Experiment:
                     "`time_budget` must be left out with several processes, whose clocks differ. Give `max_steps`."
                 )
         check_optimizer(self.arguments)
-        # The arguments are saved with each checkpoint.
-        self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)
         check_writable(self.folder)
         for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
             if getattr(recipe, name) is not None:
                 refuse_missing_folder(getattr(recipe, name), name)
-        _check_trackers(self.arguments.report_to)
-        if recipe.objective != "pairs":
-            # There are no references to compare decoded text with.
-            self.arguments.predict_with_generate, self.arguments.prediction_loss_only = False, True
-        metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
-        check_metrics(metrics, recipe.bleu_tokenize)
-        self.scores = TaskScores(metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
-        if recipe.streaming:
-            recipe = with_fields_of_run(recipe, self.folder, ("max_source_length", "max_target_length"))
-        if recipe.tasks or recipe.stages:
-            corpus_class = TaskCorpus if recipe.tasks else StagedCorpus
-        elif recipe.objective != "pairs":
-            corpus_class = TextCorpus
-        else:
-            corpus_class = StreamedPairCorpus if recipe.streaming else PairCorpus
-        self.corpus = corpus_class(recipe, self.arguments, longest_sequence(recipe))
+        self.corpus = open_corpus(recipe, self.arguments, longest_sequence(recipe))
         # Its length limits are those that the model can read.
-        self.recipe = recipe = self.corpus.recipe
-        check_evaluated(recipe)
+        self._set_recipe(self.corpus.recipe)
         check_parts_of_model(recipe)
         self.interrupt = EndOnInterrupt()
         self.is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
+    def _set_recipe(self, recipe: Recipe) -> None:
+        check_evaluated(recipe)
+        self.recipe = self.corpus.recipe = recipe
+        metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
+        check_metrics(metrics, recipe.bleu_tokenize)
+        self.scores = TaskScores(metrics, recipe.bleu_tokenize)
+
+    def with_recipe(self, recipe: Recipe) -> "Experiment":
+        """Return an experiment with other choices on the same data. What is read and encoded is not read again."""
+        other = copy.copy(self)
+        other.arguments, other.corpus = _training_arguments(recipe), copy.copy(self.corpus)
+        other._set_recipe(recipe)
+        return other
+
     def __repr__(self) -> str:
         state = f"resumes from {self.checkpoint}" if self.checkpoint else "starts from the beginning"
-        return f"Experiment({str(self.folder)!r}, {'begun' if self.is_begun else state}, {self.recipe!r})"
+        return f"Experiment({str(self.folder)!r}, {state}, {self.recipe!r})"
 
     def train(self) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`.
@@ -168,9 +161,6 @@ class Experiment:
             ValueError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or another
                 run writes to the folder.
         """
-        if self.is_begun:
-            raise ValueError("An experiment must be carried out once, got another call of `train`: make a new one.")
-        self.is_begun = True
         lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
         with lock, without_weight_bars():
             return self._train()
@@ -198,7 +188,12 @@ class Experiment:
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
             trainer.add_callback(beginning)
-        with self._ending_on_interrupt(trainer):
+        listening = contextlib.nullcontext()
+        # Several processes would each end after another update. Workers end at once.
+        if self.arguments.world_size == 1 and not self.arguments.dataloader_num_workers:
+            trainer.add_callback(self.interrupt)
+            listening = self.interrupt.listening()
+        with listening:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         average_run(recipe, trainer, self.folder)
         model = save_final(trainer, tokenizers, self.folder)
@@ -215,13 +210,6 @@ class Experiment:
         trainer.accelerator.wait_for_everyone()
         return result
 
-    def _ending_on_interrupt(self, trainer: MetaphraseTrainer) -> contextlib.AbstractContextManager[None]:
-        if self.arguments.world_size > 1 or self.arguments.dataloader_num_workers:
-            # Each process gets the signal, and would end after another update. Workers end at once.
-            return contextlib.nullcontext()
-        trainer.add_callback(self.interrupt)
-        return self.interrupt.listening()
-
     @property
     def is_interrupted(self) -> bool:
         """True if Ctrl-C has ended the training early."""
@@ -237,11 +225,6 @@ class Experiment:
             if self.arguments.process_index == 0:
                 warn(data_alerts(self.corpus, tokenizers, encoded["train"]))
         return self._prepared
-
-    def take_data(self, other: "Experiment") -> None:
-        """Take over what another experiment with the same data and tokenizers has prepared."""
-        self._prepared = other.prepare()
-        self.corpus.splits, self.corpus.reports = other.corpus.splits, other.corpus.reports
 
     def check_scored(self, tokenizers: TokenizerPair) -> None:
         """Refuse references that the metrics cannot score."""

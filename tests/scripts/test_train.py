@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from small_runs import SMALL
@@ -139,17 +140,16 @@ def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_p
     (tmp_path / "runs" / "demo" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "demo.yaml").write_text("learning_rate: 0.5\n", encoding="utf-8")
 
-    class Experiment:
-        def __init__(self, recipe, is_dry_run):
-            assert is_dry_run
-            read.append(recipe)
-            self.arguments = recipe.training_arguments(use_cpu=True)
+    def record(recipe, is_dry_run, started):
+        assert is_dry_run
+        read.append(recipe)
+        return SimpleNamespace(arguments=recipe.training_arguments(use_cpu=True)), []
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "Experiment", Experiment)
+    monkeypatch.setattr(train, "complete", record)
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(train, "keep_few_kernels", lambda: None)
-    monkeypatch.setattr("metaphrase.training.planning.estimate.dry_run", lambda experiment: "estimated")
+    monkeypatch.setattr(train, "dry_run", lambda experiment: "estimated")
     execute(train, order)
     [recipe] = read
     assert (recipe.learning_rate, recipe.seed, recipe.resume_from_checkpoint) == (0.5, 7, True)
@@ -188,6 +188,6 @@ def test_resume_without_a_run_chooses_fields_as_a_new_run(words, tmp_path, caplo
         caplog.clear()
         with caplog.at_level("INFO"):
             assert run("train", [*words, "--output_dir", str(tmp_path / folder), *options]) == 0
-        chosen += [record.getMessage() for record in caplog.records if record.getMessage().startswith("Chosen from")]
+        chosen += [record.getMessage() for record in caplog.records if record.getMessage().startswith("Chosen, to be")]
     assert "second holds nothing to resume from: the run starts from the beginning." in caplog.text
     assert len(chosen) == 2 and chosen[0] == chosen[1]

@@ -27,7 +27,6 @@ DESIGNS = {
     "alibi": {"position_embedding_type": "alibi", "activation_function": "gelu"},
     "grouped and normed": {"num_key_value_heads": 2, "qk_norm": True},
     "every dropout": {**_DROPOUTS, "position_embedding_type": "none"},
-    "every dropout, plain": {**_CLASSIC, **_DROPOUTS, "activation_function": "relu"},
     "no final norm": {"final_norm": False, "gated_mlp": False},
     "two vocabularies": {"share_embeddings": False, "decoder_vocab_size": 77, "logits_bias": True},
     "wide": {"encoder_ffn_dim": 512, "decoder_ffn_dim": 384, "head_dim": 32},

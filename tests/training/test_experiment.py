@@ -202,13 +202,6 @@ def test_a_run_holds_no_token_of_the_hub_and_no_file_that_could_run_code(data, t
     assert not any(b"hf_verysecret" in path.read_bytes() for path in files)
 
 
-def test_an_experiment_is_carried_out_once(data, tmp_path):
-    experiment = Experiment(make_recipe(data, tmp_path, **ONE_STEP))
-    experiment.train()
-    with pytest.raises(ValueError, match="must be carried out once"):
-        experiment.train()
-
-
 def test_what_was_decoded_is_kept_when_it_cannot_be_scored(data, tmp_path, monkeypatch):
     fields = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
     monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)

@@ -11,6 +11,7 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
 STREAM = {"streaming": "true", "max_tokens_per_batch": 200, "pairs_in_buffer": 25, "per_device_train_batch_size": None}
+STREAM |= {"max_source_length": 90, "max_target_length": 90}
 
 
 def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):
@@ -62,7 +63,6 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
 
 def test_another_place_in_a_stream_is_pointed_out(data, tmp_path, caplog):
     fields = STREAM | {"max_steps": 2, "save_steps": 1, "eval_strategy": "no", "test_file": None}
-    fields |= {"max_source_length": 90, "max_target_length": 90}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     fields |= {"max_tokens_per_batch": 240, "pairs_in_buffer": 30, "max_steps": 3, "resume_from_checkpoint": "true"}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()

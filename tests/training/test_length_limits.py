@@ -1,7 +1,6 @@
 """Length limits: what is too long for a model is found before it is trained, and what is scored is scored whole."""
 
 import json
-import logging
 
 import pytest
 from small_experiments import read_log
@@ -16,8 +15,6 @@ from metaphrase.training.recipe.recipe import Recipe
 SHORT = [("a cat", "eine Katze"), ("the dog", "der Hund"), ("a dog", "ein Hund"), ("the cat", "die Katze")]
 LONG = ("the dog and the cat and a cat", "der Hund und die Katze und eine Katze und noch eine")
 LEARNED = {"position_embedding_type": "learned", "max_position_embeddings": 20}
-# Of bytes, each with the end of sequence.
-LONG_TOKENS = [len(text.encode()) + 1 for text in LONG]
 
 
 @pytest.fixture
@@ -39,10 +36,6 @@ def make(tmp_path):
     return experiment
 
 
-STREAM = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
-STREAM |= {"per_device_train_batch_size": None}
-
-
 def report_of(make, split):
     return json.loads((make.folder / "run" / "data_report.json").read_text(encoding="utf-8"))[split]
 
@@ -51,11 +44,8 @@ def last_evaluation(make):
     return read_log(make.folder / "run")[-1]
 
 
-def test_a_validation_pair_beyond_the_budget_of_training_is_evaluated(make, caplog):
-    with caplog.at_level(logging.WARNING):
-        result = make(validation_file="scored.tsv", max_tokens_per_batch=40).train()
-    source, target = LONG_TOKENS
-    assert f"validation: pairs of up to {source} source and {target} target tokens are scored too" in caplog.text
+def test_a_validation_pair_beyond_the_budget_of_training_is_evaluated(make):
+    result = make(validation_file="scored.tsv", max_tokens_per_batch=40).train()
     assert result["num_examples"] == 3
     assert last_evaluation(make)["eval_loss"] == pytest.approx(result["loss"], rel=1e-4)
     assert last_evaluation(make)["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
@@ -124,34 +114,8 @@ def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path
     assert longest_sequence(Recipe(model_name_or_path=str(tmp_path))) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, (20, 20)),
-        ({"max_source_length": 30}, (30, 10)),
-        ({"max_target_length": 8}, (32, 8)),
-        ({"max_source_length": 30, "max_target_length": 20}, None),
-        ({"max_source_length": 39}, None),
-    ],
-)
-def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make, given, expected):
-    fields = STREAM | {"max_tokens_per_batch": 40} | given
-    if expected is None:
-        with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* streamed, .*, got 40, "):
-            make(**fields)
-        return
-    recipe = make(**fields).recipe
-    assert (recipe.max_source_length, recipe.max_target_length) == expected
-
-
-def test_a_stream_keeps_its_lengths_when_it_goes_on_with_another_budget(make):
-    fields = STREAM | {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    make(**fields, max_tokens_per_batch=40).train()
-    fields |= {"resume_from_checkpoint": "true", "max_steps": 2}
-    again = make(**fields, max_tokens_per_batch=50)
-    assert (again.recipe.max_source_length, again.recipe.max_target_length) == (20, 20)
-    again.train()
-    with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* got 30, 20 and 20"):
-        make(**fields, max_tokens_per_batch=30)
-    with pytest.raises(ValueError, match=r"`max_source_length` must stay as it was .* got 22, and 20"):
-        make(**fields | {"max_source_length": 22}, max_tokens_per_batch=50)
+def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make):
+    fields = {"streaming": True, "eval_strategy": "no", "per_device_train_batch_size": None}
+    make(**fields, max_tokens_per_batch=40)
+    with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* streamed, .*, got 39, 20 and 20"):
+        make(**fields, max_tokens_per_batch=39)

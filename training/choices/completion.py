@@ -1,6 +1,7 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
 import functools
+import importlib.util
 import logging
 import time
 from typing import Any
@@ -9,29 +10,30 @@ import datasets
 import numpy as np
 import torch
 
-from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
+from metaphrase.data.pairs import SIDES, possible_validation, split_pairs
 from metaphrase.data.profile import CorpusProfile
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.storage.loading import free_main_memory
-from metaphrase.training.choices.finetuning import choose_finetuning, choose_limits
+from metaphrase.training.choices.finetuning import LORA_RANK, choose_finetuning, choose_limits
 from metaphrase.training.choices.rules import (
     BATCH_SIZES,
     SIZES,
     STRATEGIES,
-    Choice,
-    OpenRecipe,
-    Pace,
     Size,
+    StepCost,
     TokenProfile,
+    choose_batches,
     choose_from_text,
     choose_from_tokens,
     choose_optimizer,
+    describe_choices,
     tokens_of_batch,
     tokens_per_update,
+    with_network,
 )
 from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning.estimate import dry_run
+from metaphrase.training.planning.estimate import RunEstimate, dry_run
 from metaphrase.training.recipe.checks import VALIDATION_FIELDS
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -42,131 +44,169 @@ _UPDATES_SHARE = 0.8
 # Memory of a process relative to its tensors: see the note of `estimate_run`.
 _HEAP = 1.8
 _TOKENS_PER_BATCH = 4096
+# Pairs whose tokens are counted for the limits of length.
+_SAMPLE_PAIRS = 2000
 # In hours.
 _LONG_RUN = 24
 
 
-def is_completable(recipe: Recipe) -> bool:
-    """Return True if open fields of a recipe can be chosen: those of a network that learns from pairs of text."""
-    is_special = recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs"
-    return not (is_special or recipe.resume_from_checkpoint)
-
-
-def complete_optimizer(recipe: Recipe) -> tuple[Recipe, list[Choice]]:
-    """Fill the open fields that depend on the network alone, where `is_completable` is false.
-
-    Streams, tasks, stages and plain texts are not read beforehand. A base model and a resumed run keep what they have.
-    """
-    if recipe.is_set("model_name_or_path") or recipe.resume_from_checkpoint:
-        return recipe, []
-    filled = OpenRecipe(recipe)
-    if filled.is_open(*BATCH_SIZES):
-        check_beside_budget(recipe, None)
-        filled.choose("usual for Transformers", max_tokens_per_batch=_TOKENS_PER_BATCH)
-    choose_optimizer(filled, warmup_steps=0.1)
-    return _with_reasons(filled), filled.choices
-
-
-def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[Choice]]:
+def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[str]]:
     """Fill the open fields of a recipe. Fields that are given stay.
 
+    Streams, tasks, stages and plain texts are not read beforehand, so the network alone decides. A resumed run keeps what it has.
+
     Args:
-        recipe: A recipe for which `is_completable` is true.
+        recipe: The recipe.
         is_dry_run: True if nothing will be written.
         started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
 
     Returns:
-        The experiment, whose data are read and encoded, and the choices with their reasons.
+        The experiment, and a line for each choice with its reason.
 
     Raises:
         ValueError: If the pairs cannot be read, or fields contradict each other.
     """
     started = time.time() if started is None else started
-    filled = OpenRecipe(recipe)
-    if filled.is_open(*BATCH_SIZES):
-        check_beside_budget(recipe, None)
-    choose_dataset(filled)
-    first = Experiment(_before_evaluation(filled), is_dry_run)
-    with first.arguments.main_process_first(desc="reading the corpus"):
-        first.corpus.load()
-    train = first.corpus.splits["train"]
-    profile, is_base = CorpusProfile.of(train), recipe.model_name_or_path is not None
-    if is_base or recipe.tokenizer_name_or_path is not None:
-        choose_limits(filled, first, profile)
-    choose_from_text(filled, profile)
-    if not recipe.is_set("num_validation") and filled.recipe.num_validation:
-        # Pairs with the same source stay together.
-        size = possible_validation(train, filled.recipe.num_validation, recipe.num_test, recipe.seed)
-        filled.correct(num_validation=size)
-    if filled.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
-        filled.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
-    experiment = Experiment(_before_evaluation(filled), is_dry_run, started)
-    with experiment.arguments.main_process_first(desc="encoding the corpus"):
-        _, encoded = experiment.prepare()
-    lengths = np.stack([np.asarray(encoded["train"][side][:]) for side in LENGTH_COLUMNS], axis=1)
-    tokens = TokenProfile(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
-
-    measured = functools.cache(lambda size: _measure(experiment, size, tokens))
-
-    def pace_of(size: Size) -> Pace:
-        # A given network has one speed.
-        return measured(size if filled.is_open("preset") else SIZES[0])
-
-    seconds = None
-    if recipe.time_budget is not None:
-        if not is_base:
-            pace_of(SIZES[1])
-        # Reading long files may have used up all the time.
-        seconds = _UPDATES_SHARE * max(0.0, experiment.deadline - time.time())
-    if is_base:
-        hours = choose_finetuning(filled, experiment, tokens, seconds, free_memory() / _HEAP) / 3600
+    if recipe.resume_from_checkpoint:
+        experiment = Experiment(recipe, is_dry_run, started)
+    elif recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs":
+        experiment = Experiment(_from_network(recipe), is_dry_run, started)
     else:
-        hours = choose_from_tokens(filled, tokens, pace_of, seconds) / 3600
-    if seconds is None and hours > _LONG_RUN:
+        experiment = _from_pairs(recipe, is_dry_run, started)
+    return experiment, describe_choices(recipe, experiment.recipe)
+
+
+def _from_network(recipe: Recipe) -> Recipe:
+    """Return the recipe with the open fields that depend on the network alone. A base model keeps what it has."""
+    if recipe.model_name_or_path is not None:
+        return recipe
+    if recipe.is_open(*BATCH_SIZES):
+        check_beside_budget(recipe, None)
+        recipe = recipe.choose("usual for Transformers", max_tokens_per_batch=_TOKENS_PER_BATCH)
+    return choose_optimizer(recipe, warmup_steps=0.1).checked()
+
+
+def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
+    """Return an experiment, whose data are read and encoded, with all open fields filled."""
+    before, is_base = recipe, recipe.model_name_or_path is not None
+    if recipe.is_open(*BATCH_SIZES):
+        check_beside_budget(recipe, None)
+    recipe = choose_dataset(recipe)
+    experiment = Experiment(_before_evaluation(recipe), is_dry_run, started)
+    with experiment.arguments.main_process_first(desc="reading the corpus"):
+        experiment.corpus.read()
+    train = experiment.corpus.splits["train"]
+    if recipe.num_test:
+        train = split_pairs(train, 0, recipe.num_test, recipe.seed)["train"]
+    profile = CorpusProfile.of(train)
+    if is_base or recipe.tokenizer_name_or_path is not None:
+        tokenizers = experiment.make_tokenizers()
+        sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
+        encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
+        lengths = {side: np.array([len(ids) for ids in encode(sample[side][:])]) for side, encode in encoders}
+        recipe = choose_limits(recipe, lengths, profile, experiment.corpus.longest)
+    recipe = choose_from_text(recipe, profile)
+    if before.is_open("num_validation") and recipe.num_validation:
+        # Pairs with the same source stay together.
+        size = possible_validation(train, recipe.num_validation, recipe.num_test, recipe.seed)
+        recipe = recipe.replace(num_validation=size)
+    if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
+        recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
+    experiment = experiment.with_recipe(_before_evaluation(recipe))
+    with experiment.arguments.main_process_first(desc="encoding the corpus"):
+        tokenizers, encoded = experiment.prepare()
+    tokens = TokenProfile.of(encoded["train"])
+
+    @functools.cache
+    def measured(size: Size) -> StepCost:
+        sized = experiment.with_recipe(with_network(experiment.recipe, "", size))
+        timed, batches, _ = _split_step(sized, tokens)
+        return StepCost(_step_seconds(dry_run(timed)), batches)
+
+    def cost_of(size: Size) -> StepCost:
+        # A given network has one speed.
+        return measured(size if recipe.is_open("preset") else SIZES[0])
+
+    def time_left() -> float | None:
+        # Reading long files may have used up all the time.
+        return None if recipe.time_budget is None else _UPDATES_SHARE * max(0.0, experiment.deadline - time.time())
+
+    if is_base:
+        recipe = _with_batches_of_base(recipe, experiment, tokens)
+        with torch.device("meta"):
+            model = experiment.make_model(tokenizers, with_weights=False)
+        seconds = _step_seconds(dry_run(experiment.with_recipe(_before_evaluation(recipe))))
+        facts = model.config, model.generation_config.num_beams or 1, seconds
+        recipe, total = choose_finetuning(recipe, tokens, *facts, time_left())
+    else:
+        if recipe.time_budget is not None:
+            cost_of(SIZES[1])
+        recipe, total = choose_from_tokens(recipe, tokens, cost_of, time_left())
+    if recipe.time_budget is None and total > _LONG_RUN * 3600:
         logger.warning(
             "This run takes about %.1f hours on this machine. To get the best model of a shorter time, give it: "
             "--time_budget 8h.",
-            hours,
+            total / 3600,
         )
-    final = Experiment(_with_reasons(filled), is_dry_run, started)
-    final.take_data(experiment)
-    return final, filled.choices
+    return experiment.with_recipe(recipe.checked())
 
 
-def _before_evaluation(filled: OpenRecipe) -> Recipe:
+def _before_evaluation(recipe: Recipe) -> Recipe:
     """Return the recipe without fields of evaluation that need other fields, which are chosen after the pairs are read."""
     fields: dict[str, Any] = {}
-    if filled.is_open(*VALIDATION_FIELDS):
+    if recipe.is_open(*VALIDATION_FIELDS):
         fields = {"eval_strategy": "no", "choose_decoding": False}
-    if any(filled.is_open(name) for name in STRATEGIES) or fields:
+    if any(recipe.is_open(name) for name in STRATEGIES) or fields:
         fields["load_best_model_at_end"] = False
-    return filled.recipe.replace(**fields)
+    return recipe.replace(**fields)
 
 
-def _with_reasons(filled: OpenRecipe) -> Recipe:
-    reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
-    return filled.recipe.replace(reasons={**filled.recipe.reasons, **reasons}).checked()
+def _split_step(experiment: Experiment, tokens: TokenProfile, **fields: Any) -> tuple[Experiment, int, float]:
+    """Split an optimizer step into batches, as large as memory holds.
 
-
-def _measure(experiment: Experiment, size: Size, tokens: TokenProfile) -> Pace:
-    """Time a few batches of a network, as large as memory holds."""
-    budget, batches = tokens_per_update(experiment.recipe, tokens), experiment.recipe.gradient_accumulation_steps
+    Returns:
+        The experiment with these batches, their number, and the bytes that it lacks; 0 or less if memory holds it.
+    """
+    recipe = experiment.recipe.replace(**fields)
+    budget, batches = tokens_per_update(recipe, tokens), recipe.gradient_accumulation_steps
+    is_given = not recipe.is_open(*BATCH_SIZES, "gradient_accumulation_steps")
     while True:
-        sized = OpenRecipe(experiment.recipe)
-        is_given = not sized.is_open(*BATCH_SIZES, "gradient_accumulation_steps")
-        is_smallest = is_given or budget // (2 * batches) < tokens.longest
-        if sized.is_open("preset"):
-            sized.choose_network("", size.with_width_of(sized.recipe.model).fields)
-        sized.choose("", max_tokens_per_batch=tokens_of_batch(tokens, budget, batches))
-        timed = Experiment(sized.recipe, is_dry_run=True)
-        timed.take_data(experiment)
-        if is_smallest or _HEAP * dry_run(timed, devices=1).peak <= free_memory():
-            break
+        size = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
+        split = (
+            recipe.choose("", **size, gradient_accumulation_steps=batches) if recipe.is_open(*BATCH_SIZES) else recipe
+        )
+        trial = experiment.with_recipe(split)
+        lacking = _HEAP * dry_run(trial, devices=1).peak - free_memory()
+        if lacking <= 0 or is_given or budget // (2 * batches) < tokens.longest:
+            return trial, batches, lacking
         batches *= 2
-    estimate = dry_run(timed)
-    seconds = 3600 * (estimate.hours or 0.0) / estimate.data.steps
-    # An update of the trial has one batch, unless the recipe says how many.
-    return Pace(seconds if is_given else batches * seconds, batches)
+
+
+def _with_batches_of_base(recipe: Recipe, experiment: Experiment, tokens: TokenProfile) -> Recipe:
+    """Return the recipe with batches that memory holds, and with an adapter if memory holds no batch of all weights."""
+    _, batches, lacking = _split_step(experiment, tokens)
+    can_adapt = importlib.util.find_spec("peft") and recipe.is_open(
+        "lora_rank", "freeze", "average_best", "average_last"
+    )
+    if lacking > 0 and can_adapt:
+        adapted = _split_step(experiment, tokens, lora_rank=LORA_RANK)
+        if adapted[2] <= 0:
+            needed = (lacking + free_memory()) / _HEAP / 2**30
+            recipe = recipe.choose(f"training all weights takes {needed:.1f} GiB of memory", lora_rank=LORA_RANK)
+            _, batches, lacking = adapted
+    if lacking > 0:
+        logger.warning(
+            "Training takes about %.1f GiB, and %.1f GiB are free. Install metaphrase[lora] for `lora_rank`, or choose a "
+            "smaller model.",
+            *(size / _HEAP / 2**30 for size in (lacking + free_memory(), free_memory())),
+        )
+    if recipe.is_open(*BATCH_SIZES):
+        recipe = choose_batches(recipe, tokens, tokens_per_update(recipe, tokens), batches)
+    return recipe
+
+
+def _step_seconds(estimate: RunEstimate) -> float:
+    return 3600 * (estimate.hours or 0.0) / estimate.data.steps
 
 
 def free_memory() -> int:
@@ -183,16 +223,16 @@ _VALIDATION_NAMES = ("validation", "valid", "dev", "val")
 _VALIDATION = ("dataset_validation_split", "num_validation")
 
 
-def choose_dataset(recipe: OpenRecipe) -> None:
+def choose_dataset(recipe: Recipe) -> Recipe:
     """Choose the splits and columns of `dataset_name`, if the recipe has it.
 
     Raises:
         FileNotFoundError: If there is no such data set.
         ValueError: If a configuration must be given, or the columns do not tell source and target.
     """
-    name, config = recipe.recipe.dataset_name, recipe.recipe.dataset_config_name
+    name, config = recipe.dataset_name, recipe.dataset_config_name
     if name is None:
-        return
+        return recipe
     try:
         splits = list(datasets.load_dataset(name, config))
     except (FileNotFoundError, ConnectionError) as error:
@@ -202,14 +242,15 @@ def choose_dataset(recipe: OpenRecipe) -> None:
     reason = f"{name} has the splits {', '.join(splits)}"
     validation = next((split for split in _VALIDATION_NAMES if split in splits), None)
     if validation is not None and recipe.is_open(*_VALIDATION):
-        recipe.choose(reason, dataset_validation_split=validation)
+        recipe = recipe.choose(reason, dataset_validation_split=validation)
     if "test" in splits and recipe.is_open("dataset_test_split", "num_test"):
-        recipe.choose(reason, dataset_test_split="test")
+        recipe = recipe.choose(reason, dataset_test_split="test")
     if recipe.is_open("source_column", "target_column"):
         # The split may be a part, such as `train[:10%]`.
-        row = next(iter(datasets.load_dataset(name, config, split=recipe.recipe.dataset_train_split)), {})
+        row = next(iter(datasets.load_dataset(name, config, split=recipe.dataset_train_split)), {})
         source, target = find_columns(row, name, config)
-        recipe.choose(f"{name} has the columns {', '.join(row)}", source_column=source, target_column=target)
+        recipe = recipe.choose(f"{name} has the columns {', '.join(row)}", source_column=source, target_column=target)
+    return recipe
 
 
 def find_columns(row: dict, name: str, config: str | None) -> tuple[str, str]:

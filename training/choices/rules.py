@@ -1,13 +1,17 @@
 """Rules that fill the open fields of a recipe, from tokens, from texts and from the speed of the machine, each with its reason.
 
-docs/choices.md shows the measurements on 17 tasks of 500 to 117,000 pairs that the rules follow from.
+Each rule takes a recipe and facts, and returns the recipe with the fields that it chose. docs/choices.md shows the measurements
+on 17 tasks of 500 to 117,000 pairs that the rules follow from.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from metaphrase.data.pairs import LENGTH_COLUMNS
 from metaphrase.data.profile import CorpusProfile, SideProfile
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization.tokenizer_settings import KINDS_THAT_FILL_A_VOCABULARY
@@ -30,75 +34,34 @@ _AVERAGED = 3
 _DECODED_TOKENS = 10_000
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Values for open fields, and the reason in one line."""
-
-    values: dict[str, Any]
-    reason: str
-
-    def __str__(self) -> str:
-        values = dict(self.values)
-        if model := values.pop("model", None):
-            values["preset"] = f"{values['preset']} with {_joined(_of_both_stacks(model))}"
-        return f"{_joined(values)} ({self.reason})"
+def describe_choices(before: Recipe, after: Recipe) -> list[str]:
+    """Return a line for each choice: the fields that `after` has beyond `before`, and the reason."""
+    groups: list[list[str]] = []
+    for name in after.set_names:
+        if before.is_open(name) and name != "model":
+            groups += [[]] if name in after.reasons or not groups else []
+            groups[-1].append(name)
+    return [
+        f"{', '.join(_shown(before, after, name) for name in group)} ({after.reasons[group[0]]})" for group in groups
+    ]
 
 
-def _joined(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
-
-
-def _of_both_stacks(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a network, those with equal values in encoder and decoder once: `encoder/decoder_layers`."""
-    fields = dict(model)
-    for name in model:
-        other = name.replace("encoder_", "decoder_")
-        if name.startswith("encoder_") and fields[name] == fields.get(other):
-            fields[f"encoder/{other}"] = fields.pop(name)
-            fields.pop(other)
-    return fields
-
-
-def _shown(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class OpenRecipe:
-    """A recipe whose open fields are filled step by step.
-
-    Attributes:
-        recipe: The recipe so far. Fields that were given stay as they are.
-        choices: The choices so far.
-    """
-
-    def __init__(self, recipe: Recipe):
-        self.recipe = recipe
-        self.choices: list[Choice] = []
-
-    def is_open(self, *names: str) -> bool:
-        """Return True if none of these fields is set."""
-        return not any(self.recipe.is_set(name) for name in names)
-
-    def choose(self, reason: str, **values: Any) -> None:
-        """Set those of the fields that are open."""
-        values = {name: value for name, value in values.items() if self.is_open(name)}
-        if values:
-            self.recipe = self.recipe.replace(**values)
-            self.choices.append(Choice(values, reason))
-
-    def choose_network(self, reason: str, fields: Mapping[str, Any]) -> None:
-        """Set the preset and those fields of the network that are open."""
-        model = {name: value for name, value in fields.items() if name not in self.recipe.model}
-        self.recipe = self.recipe.replace(preset=_PRESET, model={**model, **self.recipe.model})
-        self.choices.append(Choice({"preset": _PRESET, "model": model}, reason))
-
-    def correct(self, **values: Any) -> None:
-        """Replace values that were chosen."""
-        self.recipe = self.recipe.replace(**values)
-        self.choices = [
-            replace(choice, values={name: values.get(name, value) for name, value in choice.values.items()})
-            for choice in self.choices
-        ]
+def _shown(before: Recipe, after: Recipe, name: str) -> str:
+    value = getattr(after, name)
+    if name == "preset":
+        # Fields with equal values in encoder and decoder are shown once: `encoder/decoder_layers`.
+        model = {key: size for key, size in after.model.items() if key not in before.model}
+        for key in [key for key in model if key.startswith("encoder_")]:
+            other = key.replace("encoder_", "decoder_")
+            if model[key] == model.get(other):
+                model[f"encoder/{other}"] = model.pop(key)
+                del model[other]
+        value = f"{value} with {', '.join(f'{key} {size}' for key, size in model.items())}"
+    if isinstance(value, list):
+        value = " ".join(value)
+    elif isinstance(value, float):
+        value = f"{value:g}"
+    return f"{name} {str(value).lower() if isinstance(value, bool) else value}"
 
 
 # Choices from tokens and from the speed of the machine
@@ -112,6 +75,12 @@ class TokenProfile:
     source: int
     target: int
     longest: int
+
+    @classmethod
+    def of(cls, encoded: Any) -> "TokenProfile":
+        """Count the tokens of encoded training pairs."""
+        lengths = np.stack([np.asarray(encoded[side][:]) for side in LENGTH_COLUMNS], axis=1)
+        return cls(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
 
     @property
     def both(self) -> int:
@@ -127,70 +96,69 @@ class Size:
     layers: int
     max_target_tokens: float
 
-    @property
-    def fields(self) -> dict[str, int]:
-        """Return the fields of `MetaphraseConfig`."""
+    def fields(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of `MetaphraseConfig`, for the width that `model` gives, if it gives one."""
+        width = model.get("hidden_size", self.width)
+        # The configuration refuses a width that is none.
+        width = width if isinstance(width, int) and width > 0 else self.width
         # Rotary positions take pairs of dimensions.
-        heads = next((h for h in range(max(4, self.width // 64), 1, -1) if self.width % (2 * h) == 0), 1)
-        fields = {"layers": self.layers, "ffn_dim": round(2.5 * self.width), "attention_heads": heads}
+        heads = next((h for h in range(max(4, width // 64), 1, -1) if width % (2 * h) == 0), 1)
+        fields = {"layers": self.layers, "ffn_dim": round(2.5 * width), "attention_heads": heads}
         stacks = {f"{stack}_{name}": value for stack in ("encoder", "decoder") for name, value in fields.items()}
-        return {"hidden_size": self.width, **stacks}
-
-    def with_width_of(self, model: Mapping[str, Any]) -> "Size":
-        """Return this size with the width that the fields of a network give, if they give one."""
-        width = model.get("hidden_size")
-        # The configuration refuses any other value.
-        return replace(self, width=width) if isinstance(width, int) and width > 0 else self
+        return {"hidden_size": width, **stacks}
 
 
 SIZES = (Size(128, 2, 60_000), Size(256, 3, 2_000_000), Size(384, 4, 10_000_000), Size(512, 6, math.inf))
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Speed of a network on this machine.
+class StepCost:
+    """Cost of an optimizer step on this machine.
 
     Attributes:
-        seconds: Time of an update; 0 if it is unknown.
-        batches: Number of batches that an update is split into, so that one fits into memory.
+        seconds: Duration; 0 if it is unknown.
+        batches: Number of batches that the step is split into, so that one fits into memory.
     """
 
     seconds: float
     batches: int = 1
 
 
+def with_network(recipe: Recipe, reason: str, size: Size, **fields: Any) -> Recipe:
+    """Return the recipe with a network, if its preset is open. Fields of the network that are given stay."""
+    if not recipe.is_open("preset"):
+        return recipe
+    model = {**size.fields(recipe.model), **fields, **recipe.model}
+    return recipe.choose(reason, preset=_PRESET).replace(model=model)
+
+
 def choose_from_tokens(
-    recipe: OpenRecipe, tokens: TokenProfile, pace_of: Callable[[Size], Pace], seconds: float | None
-) -> float:
+    recipe: Recipe, tokens: TokenProfile, cost_of: Callable[[Size], StepCost], seconds: float | None
+) -> tuple[Recipe, float]:
     """Choose network, batches, optimizer, length of the run, and evaluation.
 
     Args:
         recipe: The recipe, with the choices from text.
         tokens: Tokens of one epoch.
-        pace_of: Returns the speed of a network with this budget, on this machine.
+        cost_of: Returns the cost of an optimizer step of a network, on this machine.
         seconds: Time for training; None if there is no limit.
 
     Returns:
-        Seconds of all updates; 0 if the speed is unknown.
+        The recipe, and the seconds of all steps; 0 if the speed is unknown.
     """
-    budget = tokens_per_update(recipe.recipe, tokens)
+    budget = tokens_per_update(recipe, tokens)
     wanted = useful_updates(tokens, budget)
 
     def possible(size: Size) -> float:
-        pace = 0.0 if seconds is None else pace_of(size).seconds
-        return seconds / pace if pace else math.inf
+        cost = 0.0 if seconds is None else cost_of(size).seconds
+        return seconds / cost if cost else math.inf
 
     size = choose_size(tokens, wanted, possible)
-    pace, in_time = pace_of(size), possible(size)
+    cost, in_time = cost_of(size), possible(size)
     most = _MOST_UPDATES * wanted
     updates = wanted if in_time == math.inf else max(wanted, min(most, int(in_time)))
     if recipe.is_open(*BATCH_SIZES):
-        batch = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, pace.batches)}
-        if pace.batches > 1:
-            batch["gradient_accumulation_steps"] = pace.batches
-        is_split = recipe.is_open("gradient_accumulation_steps") and pace.batches > 1
-        held = ", and memory holds no more in one batch" if is_split else ""
-        recipe.choose(f"an epoch has {tokens.both:,} tokens{held}", **batch)
+        recipe = choose_batches(recipe, tokens, budget, cost.batches)
     if recipe.is_open("max_steps", "num_train_epochs"):
         share, epochs = min(1, in_time / wanted), updates * budget / tokens.both
         ending = " fit into the time" if wanted < updates < most else ", after which little is gained"
@@ -198,94 +166,95 @@ def choose_from_tokens(
         if share < 1:
             shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
             reason = f"{reason}; {shown} of them fit into the time"
-        elif pace.seconds:
-            reason = f"{reason}; about {duration(updates * pace.seconds)} on this machine"
-        recipe.choose(reason, max_steps=updates)
+        elif cost.seconds:
+            reason = f"{reason}; about {duration(updates * cost.seconds)} on this machine"
+        recipe = recipe.choose(reason, max_steps=updates)
     else:
-        epochs = math.ceil(recipe.recipe.num_train_epochs * tokens.both / budget)
-        updates = recipe.recipe.max_steps if recipe.recipe.max_steps > 0 else epochs
+        epochs = math.ceil(recipe.num_train_epochs * tokens.both / budget)
+        updates = recipe.max_steps if recipe.max_steps > 0 else epochs
     # The time may end before the last update.
     reached = max(1, int(min(updates, in_time)))
-    if recipe.is_open("preset"):
-        is_sampled = recipe.recipe.subword_sampling is not None
-        rate = dropout(reached * budget / tokens.both, is_sampled)
-        is_largest = tokens.target <= size.max_target_tokens
-        reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
-        fields = {**size.with_width_of(recipe.recipe.model).fields, "dropout": rate}
-        recipe.choose_network(f"{reason} {tokens.target:,} target tokens", fields)
-    choose_optimizer(recipe, updates // 10)
-    choose_evaluation(recipe, tokens, reached)
-    return updates * pace.seconds
+    is_largest = tokens.target <= size.max_target_tokens
+    reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
+    rate = dropout(reached * budget / tokens.both, recipe.subword_sampling is not None)
+    recipe = with_network(recipe, f"{reason} {tokens.target:,} target tokens", size, dropout=rate)
+    recipe = choose_optimizer(recipe, updates // 10)
+    return choose_evaluation(recipe, tokens, reached), updates * cost.seconds
 
 
-def choose_optimizer(recipe: OpenRecipe, warmup_steps: float) -> None:
+def choose_batches(recipe: Recipe, tokens: TokenProfile, budget: int, batches: int) -> Recipe:
+    """Choose a token budget by which an optimizer step has this number of batches."""
+    fields = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
+    if batches > 1:
+        fields["gradient_accumulation_steps"] = batches
+    is_split = batches > 1 and recipe.is_open("gradient_accumulation_steps")
+    held = ", and memory holds no more in one batch" if is_split else ""
+    return recipe.choose(f"an epoch has {tokens.both:,} tokens{held}", **fields)
+
+
+def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
     """Choose the learning rate of a new network, its schedule, and regularization.
 
     Args:
         recipe: The recipe, with its network.
         warmup_steps: Number of updates of the warm-up, or their share of the run if it is below 1.
     """
-    width = MetaphraseConfig.from_preset(recipe.recipe.preset, **recipe.recipe.model).hidden_size
+    width = MetaphraseConfig.from_preset(recipe.preset, **recipe.model).hidden_size
     reason = f"0.002 was the best of three rates at width 256, and this network is {width} wide"
-    recipe.choose(reason, learning_rate=learning_rate(width))
-    recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=warmup_steps)
-    recipe.choose(
-        "usual for Transformers of this size",
-        adam_beta2=0.98,
-        weight_decay=0.01,
-        label_smoothing_factor=0.1,
-        max_grad_norm=1.0,
-    )
+    recipe = recipe.choose(reason, learning_rate=learning_rate(width))
+    recipe = recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=warmup_steps)
+    usual = {"adam_beta2": 0.98, "weight_decay": 0.01, "label_smoothing_factor": 0.1, "max_grad_norm": 1.0}
+    return recipe.choose("usual for Transformers of this size", **usual)
 
 
-def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:
+def choose_evaluation(recipe: Recipe, tokens: TokenProfile, updates: int) -> Recipe:
     """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
-    if not any(getattr(recipe.recipe, name) for name in VALIDATION_FIELDS):
-        recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
-        return
-    strategies = {name: getattr(recipe.recipe, name) for name in STRATEGIES if recipe.recipe.is_set(name)}
+    if not any(getattr(recipe, name) for name in VALIDATION_FIELDS):
+        return recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
+    strategies = {name: getattr(recipe, name) for name in STRATEGIES if recipe.is_set(name)}
     # Checkpoints that are better than all before are saved at any evaluation.
     strategy = next((value for value in strategies.values() if value != "best"), "steps")
     # With two strategies the user decides when to evaluate, and which weights stay.
     if len(strategies) < len(STRATEGIES) and strategy != "no":
         usual = max(1, updates // _EVALUATIONS)
-        names = [name for name in ("eval_steps", "save_steps") if recipe.recipe.is_set(name)]
+        names = [name for name in ("eval_steps", "save_steps") if recipe.is_set(name)]
         # A value below 1 is a share of the run.
-        steps = getattr(recipe.recipe, names[0]) if names else usual
+        steps = getattr(recipe, names[0]) if names else usual
         every = {"eval_steps": steps, "save_steps": steps} if strategy == "steps" else {}
         chosen = {**dict.fromkeys(STRATEGIES, strategy), **every}
-        if decodes(recipe.recipe):
+        if decodes(recipe):
             chosen["max_decoded_samples"] = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
         reason = f"evaluations as often as `{names[0]}` says" if names else f"{_EVALUATIONS} evaluations in the run"
         interval = steps if steps >= 1 else steps * updates
         if strategy == "epoch":
-            reason, interval = "evaluations by epoch", tokens.both / tokens_per_update(recipe.recipe, tokens)
-        recipe.choose(reason, **chosen, logging_steps=max(1, usual // 5), per_device_eval_batch_size=64)
-        if strategies.get("save_strategy") == "best" or strategy == "epoch" or saves_evaluated_weights(recipe.recipe):
-            choose_weights(recipe, updates / interval)
+            reason, interval = "evaluations by epoch", tokens.both / tokens_per_update(recipe, tokens)
+        recipe = recipe.choose(reason, **chosen, logging_steps=max(1, usual // 5), per_device_eval_batch_size=64)
+        if strategies.get("save_strategy") == "best" or strategy == "epoch" or saves_evaluated_weights(recipe):
+            recipe = choose_weights(recipe, updates / interval)
     if recipe.is_open("num_beams", "length_penalty"):
-        recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
+        recipe = recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
+    return recipe
 
 
-def choose_weights(recipe: OpenRecipe, num_evaluations: float) -> None:
+def choose_weights(recipe: Recipe, num_evaluations: float) -> Recipe:
     """Choose the weights of the best checkpoints, and an early end after half of the evaluations without a better score."""
     is_chosen = recipe.is_open("load_best_model_at_end")
-    if not recipe.is_open("average_last") or not (is_chosen or recipe.recipe.load_best_model_at_end):
-        return
+    if not recipe.is_open("average_last") or not (is_chosen or recipe.load_best_model_at_end):
+        return recipe
     # An error rate tells weights apart that are exactly right equally often.
-    metrics = recipe.recipe.metrics or ["bleu"] if decodes(recipe.recipe) else ["loss"]
+    metrics = recipe.metrics or ["bleu"] if decodes(recipe) else ["loss"]
     metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
-    is_kept = recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED
+    is_kept = recipe.is_open("save_total_limit") or (recipe.save_total_limit or _AVERAGED) >= _AVERAGED
     # A checkpoint of an adapter holds no weights to average.
     if is_kept and is_chosen and recipe.is_open("lora_rank"):
         checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
     else:
         checkpoints = {"load_best_model_at_end": True}
-    recipe.choose(
-        "the mean of the best weights is rarely worse than the best", metric_for_best_model=metric, **checkpoints
-    )
+    reason = "the mean of the best weights is rarely worse than the best"
+    recipe = recipe.choose(reason, metric_for_best_model=metric, **checkpoints)
     patience = max(_PATIENCE, round(num_evaluations / 2))
-    recipe.choose(f"a run ends if its score is no better for {patience} evaluations", early_stopping_patience=patience)
+    reason = f"a run ends if its score is no better for {patience} evaluations"
+    return recipe.choose(reason, early_stopping_patience=patience)
 
 
 def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:
@@ -367,35 +336,33 @@ _LONG_WORD = 12
 _EASTERN = "\u0e00"
 
 
-def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
+def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
     """Choose validation pairs, tokenizers, limits of length, and scores."""
+    pairs, source, target = profile.pairs, profile.source, profile.target
     if recipe.is_open(*VALIDATION_FIELDS):
-        pairs = profile.pairs
         size = min(1000, max(pairs // 20, min(50, pairs // 5)))
-        recipe.choose(f"no validation pairs are given, and there are {pairs:,} pairs", num_validation=size)
-    source, target = profile.source, profile.target
+        recipe = recipe.choose(f"no validation pairs are given, and there are {pairs:,} pairs", num_validation=size)
     kinds = side_kind(source, target), side_kind(target, source)
     if recipe.is_open("tokenizer_name_or_path", "model_name_or_path"):
-        choose_tokenizers(recipe, profile, kinds)
+        recipe = choose_tokenizers(recipe, profile, kinds)
     if recipe.is_open("model_name_or_path"):
-        kind = recipe.recipe.tokenizer_kind
-        limits = max_length(source, kind), max_length(target, recipe.recipe.target_tokenizer_kind or kind)
+        kind = recipe.tokenizer_kind
+        limits = max_length(source, kind), max_length(target, recipe.target_tokenizer_kind or kind)
         shown = {"max_source_length": min(_LONGEST, limits[0]), "max_target_length": min(_LONGEST, limits[1])}
-        recipe.choose(
-            "nearly all texts are shorter (99.9 %)" if max(limits) <= _LONGEST else "the longest that is usual", **shown
-        )
+        is_shorter = max(limits) <= _LONGEST
+        reason = "nearly all texts are shorter (99.9 %)" if is_shorter else "the longest that is usual"
+        recipe = recipe.choose(reason, **shown)
         if limits[0] > _LONGEST >= limits[1]:
-            recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
-    scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}.get(
-        kinds[1], ["bleu", "chrf", "exact_match"]
-    )
-    recipe.choose(f"targets are {_TEXT_NAMES[kinds[1]]}", metrics=scores)
-    has_bleu = "bleu" in recipe.recipe.metrics
-    if has_bleu and kinds[1] == "byte_bpe" and (tokenize := bleu_tokenize(target)):
-        recipe.choose("targets have no spaces between words", bleu_tokenize=tokenize)
+            recipe = recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
+    scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}
+    metrics = scores.get(kinds[1], ["bleu", "chrf", "exact_match"])
+    recipe = recipe.choose(f"targets are {_TEXT_NAMES[kinds[1]]}", metrics=metrics)
+    if "bleu" in recipe.metrics and kinds[1] == "byte_bpe" and (tokenize := bleu_tokenize(target)):
+        recipe = recipe.choose("targets have no spaces between words", bleu_tokenize=tokenize)
+    return recipe
 
 
-def choose_tokenizers(recipe: OpenRecipe, profile: CorpusProfile, kinds: tuple[str, str]) -> None:
+def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, str]) -> Recipe:
     """Choose kinds of tokenizers, one vocabulary or two, and its size. Each field that is given stays.
 
     Args:
@@ -403,20 +370,19 @@ def choose_tokenizers(recipe: OpenRecipe, profile: CorpusProfile, kinds: tuple[s
         profile: Profile of the pairs.
         kinds: The kinds that suit sources and targets.
     """
-    settings = recipe.recipe
     # The marks of terms are tokens of one vocabulary, and its pieces serve any text.
-    must_join = settings.joint_vocabulary or "terms" in settings.augmentation
+    must_join = recipe.joint_vocabulary or "terms" in recipe.augmentation
     reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
-    if settings.subword_sampling is not None:
+    if recipe.subword_sampling is not None:
         kinds, reason = ("byte_bpe", "byte_bpe"), "only pieces can be sampled"
     elif must_join and kinds[0] != kinds[1]:
         kinds, reason = ("byte_bpe", "byte_bpe"), "both sides have one vocabulary"
-    if settings.tokenizer_kind is not None:
-        kinds = (settings.tokenizer_kind, settings.target_tokenizer_kind or settings.tokenizer_kind)
+    if recipe.tokenizer_kind is not None:
+        kinds = (recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind)
         reason = "the kind is given"
-    elif settings.target_tokenizer_kind is not None:
-        kinds = (kinds[0], settings.target_tokenizer_kind)
-    has_own_target = settings.target_tokenizer_kind is not None or settings.target_vocab_size is not None
+    elif recipe.target_tokenizer_kind is not None:
+        kinds = (kinds[0], recipe.target_tokenizer_kind)
+    has_own_target = recipe.target_tokenizer_kind is not None or recipe.target_vocab_size is not None
     must_separate = has_own_target or kinds[0] != kinds[1]
     has_one_script = kinds[0] != "word" and profile.shared_characters >= _SHARED_SCRIPT
     values: dict[str, Any] = {"tokenizer_kind": kinds[0]}
@@ -426,10 +392,11 @@ def choose_tokenizers(recipe: OpenRecipe, profile: CorpusProfile, kinds: tuple[s
     if any(kind in KINDS_THAT_FILL_A_VOCABULARY for kind in kinds):
         values["vocab_size"] = vocabulary_size(profile)
     shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
-    recipe.choose(f"{reason}; {shared}", **values)
+    recipe = recipe.choose(f"{reason}; {shared}", **values)
     if kinds[0] == "char" and is_spelled_by_syllables(profile):
         letters = f"{len(profile.source.alphabet):,} characters consist of {profile.source.num_letters} letters"
-        recipe.choose(f"the sources' {letters}", normalization="nfd")
+        recipe = recipe.choose(f"the sources' {letters}", normalization="nfd")
+    return recipe
 
 
 def side_kind(side: SideProfile, other: SideProfile) -> str:

@@ -1,32 +1,34 @@
-"""Search for better values of a recipe's fields: short trials by transformers' hyper-parameter search, within a time budget."""
+"""Search for better values of a recipe's fields by optuna: short trials within a time budget."""
 
 import csv
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import TimeBudget, parse_seconds
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
-from metaphrase.training.choices.completion import complete, complete_optimizer, is_completable
+from metaphrase.training.choices.completion import complete
 from metaphrase.training.choices.rules import learning_rate
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.estimate import dry_run
+from metaphrase.training.recipe.checks import decodes
 from metaphrase.training.recipe.fields import group_of
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import checkpoint_to_resume, only_writer
 
-if TYPE_CHECKING:
+try:
     import optuna
+except ImportError:
+    optuna = None
 
 logger = logging.getLogger(__name__)
 
@@ -49,40 +51,21 @@ _TRIAL_FIELDS |= {"load_best_model_at_end": False, "eval_on_start": False}
 _TRIAL_FIELDS |= dict.fromkeys(("average_last", "average_best", "early_stopping_patience", "time_budget"))
 
 
-class _SearchTrainer(Trainer):
-    """Trainer whose `hyperparameter_search` gives each trial a trainer of its own.
+class _TrialScores(TrainerCallback):
+    """Callback that reports each score to optuna, which may end the trial, and evaluates after the last update."""
 
-    A trial may change the network, the batches or a callback, and a Trainer takes these once.
-    """
-
-    def __init__(self, experiment: Experiment, make_trainer: Callable[["optuna.Trial"], Trainer]):
-        validation = experiment.prepare()[1]["validation"]
-        super().__init__(args=experiment.arguments, model_init=_empty_model, eval_dataset=validation)
-        self.make_trainer = make_trainer
-
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        trainer = self.make_trainer(trial)
-        trainer.hp_search_backend, trainer.compute_objective = self.hp_search_backend, self.compute_objective
-        # The trainer has the values of the trial already.
-        trainer.hp_space, trainer.hp_name = lambda _: {}, lambda trial: f"trial-{trial.number}"
-        output = trainer.train(trial=trial)
-        self.objective = trainer.objective
-        return output
-
-
-def _empty_model() -> torch.nn.Module:
-    """Return the model that a Trainer needs to be made."""
-    model = torch.nn.Identity()
-    model.config = PreTrainedConfig()
-    return model
-
-
-class _TrialEnd(TrainerCallback):
-    """Callback that evaluates after the last update, for the score of the trial, and saves nothing."""
+    def __init__(self, trial: "optuna.Trial", metric: str):
+        self.trial, self.metric, self.score = trial, metric, math.nan
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate |= state.global_step >= state.max_steps
         control.should_save = False
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.score = metrics[f"eval_{self.metric}"]
+        self.trial.report(self.score, state.global_step)
+        if self.trial.should_prune():
+            raise optuna.TrialPruned
 
 
 class Tuning:
@@ -90,7 +73,8 @@ class Tuning:
 
     Attributes:
         metric: The metric that trials are compared by.
-        space: The range of each searched field.
+        space: optuna's distribution of each searched field.
+        start: The recipe's values of these fields.
         study: optuna's study.
     """
 
@@ -100,29 +84,34 @@ class Tuning:
         Args:
             recipe: The recipe to start from, with `output_dir` and `time_budget`.
             max_trials: Maximum number of trials, with those before a resumption; None for all that fit into the time.
-            is_resumed: True to resume the search of the folder, if it has begun.
+            is_resumed: True to resume the search of the folder, if it has begun. Fields that the recipe leaves open are then
+                those of the search.
             started: Beginning of the time budget, in seconds of `time.time()`.
 
         Raises:
             ImportError: If optuna is not installed.
             ValueError: If the recipe cannot be searched, or the folder holds something else.
         """
-        _import_optuna()
+        if optuna is None:
+            raise ImportError("`metaphrase tune` needs optuna: pip install metaphrase[tune].")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
             raise ValueError("`streaming`, `tasks`, `stages` and `objective` must be left out of a recipe to tune.")
-        if max_trials is not None and max_trials < 1:
-            raise ValueError(f"`trials` must be at least 1, got {max_trials}.")
-        self.folder, self.max_trials, self.started = Path(recipe.output_dir), max_trials, started
+        self.folder, self.started = Path(recipe.output_dir), started
+        self.max_trials = math.inf if max_trials is None else max_trials
         self.deadline = started + parse_seconds(recipe.time_budget) - _WRITING_SECONDS
         self.is_resumed = (self.folder / STUDY_NAME).is_file()
         if not self.is_resumed:
             checkpoint_to_resume(recipe, self.folder)
         elif is_resumed:
-            recipe = _as_started(recipe, self.folder / START_NAME)
+            before = saved_recipe(self.folder / START_NAME)
+            recipe = recipe.replace(
+                **{name: getattr(before, name) for name in before.set_names if recipe.is_open(name)}
+            )
         else:
             raise ValueError(f"`output_dir` must not hold another search, got {self.folder}. Pass --resume to go on.")
-        self.recipe, self.num_logged = recipe, 0
-        if not is_completable(recipe) or "max_tokens_per_batch" not in recipe.search:
+        self.recipe = recipe
+        if recipe.search and "max_tokens_per_batch" not in recipe.search:
             # The start of this field may be open.
             search_space(recipe)
 
@@ -134,82 +123,57 @@ class Tuning:
         """
         with only_writer(self.folder):
             self._prepare()
-            options = self._open_study()
-            trials = None if self.max_trials is None else self.max_trials - len(self._trials("COMPLETE", "PRUNED"))
-            try:
-                if trials is None or trials > 0:
-                    _SearchTrainer(self.experiment, self._make_trainer).hyperparameter_search(
-                        # `_make_trainer` sets the values.
-                        lambda trial: {},
-                        lambda metrics: metrics[f"eval_{self.metric}"],
-                        n_trials=trials,
-                        catch=(ValueError, torch.OutOfMemoryError),
-                        load_if_exists=True,
-                        **options,
-                    )
-            finally:
+            while self._has_time():
+                self._run_trial(self.study.ask(self.space))
                 self._write()
-            if not self._trials("COMPLETE"):
+                logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.rows[-1].items()))
+            if not self.best_rows:
                 raise ValueError(
                     f"`time_budget` must hold a trial that ends with a score, got none in {len(self.rows)}."
                 )
 
     def _prepare(self) -> None:
-        """Complete the recipe, and read and encode the pairs."""
-        if is_completable(self.recipe) and not self.is_resumed:
-            self.experiment, choices = complete(self.recipe, is_dry_run=True, started=self.started)
+        """Complete the recipe, read and encode the pairs, and make or load the study."""
+        if self.is_resumed:
+            self.experiment = Experiment(self.recipe, is_dry_run=True)
         else:
-            recipe, choices = complete_optimizer(self.recipe)
-            self.experiment = Experiment(recipe, is_dry_run=True)
-        for choice in choices:
-            logger.info("%s", choice)
+            self.experiment, choices = complete(self.recipe, is_dry_run=True, started=self.started)
+            for choice in choices:
+                logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
         tokenizers, encoded = self.experiment.prepare()
         if not encoded.get("validation"):
             raise ValueError("`validation_file` or `num_validation` must be given to compare trials, got neither.")
         self.experiment.check_scored(tokenizers)
-        self.space = search_space(recipe)
-        decodes = recipe.predict_with_generate and not recipe.prediction_loss_only
-        metric = recipe.metric_for_best_model or ((recipe.metrics or [DEFAULT_METRIC])[0] if decodes else "loss")
-        self.metric = metric.removeprefix("eval_")
+        self.space, self.start = search_space(recipe)
+        score = (recipe.metrics or [DEFAULT_METRIC])[0] if decodes(recipe) else "loss"
+        self.metric = (recipe.metric_for_best_model or score).removeprefix("eval_")
+        self.study = optuna.create_study(
+            storage=f"sqlite:///{(self.folder / STUDY_NAME).absolute()}",
+            study_name="tune",
+            load_if_exists=True,
+            direction="minimize" if is_better_lower(self.metric) else "maximize",
+        )
         if not self.is_resumed:
             recipe.save(self.folder / START_NAME)
-
-    def _open_study(self) -> dict[str, Any]:
-        """Make or load the study, and return arguments of `optuna.create_study`."""
-        optuna = _import_optuna()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        storage = optuna.storages.RDBStorage(f"sqlite:///{(self.folder / STUDY_NAME).absolute()}")
-        direction = "minimize" if is_better_lower(self.metric) else "maximize"
-        options = {"study_name": "tune", "storage": storage, "direction": direction}
-        self.study = study = optuna.create_study(load_if_exists=True, **options)
-        for trial in self._trials("RUNNING"):
-            # Its process was killed.
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        if "plan" not in study.user_attrs:
-            study.set_user_attr("plan", self._plan())
+            self.study.set_user_attr("plan", self._plan())
         # Trials after a resumption are as long as before.
-        self.share, self.seconds, updates = (study.user_attrs["plan"][key] for key in ("share", "seconds", "updates"))
+        self.share, self.seconds, updates = (
+            self.study.user_attrs["plan"][key] for key in ("share", "seconds", "updates")
+        )
         logger.info("A trial has %s updates, %.0f %% of those of the recipe.", f"{updates:,}", 100 * self.share)
         if updates < _MIN_UPDATES and self.share < 1:
             logger.warning("Trials of %d updates show little. Raise `time_budget`.", updates)
-        first = {"recipe": {name: item.start for name, item in self.space.items()}}
-        if not self.recipe.search:
-            first["rule"] = {**first["recipe"], "learning_rate": usual_rate(self.recipe)}
-        for origin, values in first.items():
-            trials = [trial for trial in study.trials if trial.user_attrs.get("origin") == origin]
-            if all(trial.state.name == "FAIL" for trial in trials) and (
-                origin == "recipe" or values != first["recipe"]
-            ):
-                study.enqueue_trial(values, user_attrs={"origin": origin})
-        sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=self.recipe.seed + len(study.trials))
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=updates // 3)
-        return {**options, "sampler": sampler, "pruner": pruner}
+        usual = self.start if recipe.search else {**self.start, "learning_rate": usual_rate(recipe)}
+        for values in (self.start, usual):
+            self.study.enqueue_trial(values, skip_if_exists=True)
+        self.study.sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=recipe.seed + len(self.study.trials))
+        self.study.pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=updates // 3)
 
     def _plan(self) -> dict[str, float]:
         """Return the share of the recipe's updates that a trial has, their number, and the seconds that bound a trial."""
         estimate = dry_run(self.experiment)
-        seconds = (self.deadline - time.time()) / (self.max_trials or _TRIALS)
+        seconds = (self.deadline - time.time()) / min(self.max_trials, _TRIALS)
         if seconds <= 0:
             raise ValueError("`time_budget` must leave time for trials after the pairs are read, got too little.")
         # The rate of a large network is not measured. Then the seconds alone bound a trial.
@@ -217,30 +181,39 @@ class Tuning:
         share = min(1.0, seconds / needed) if needed else 1.0
         return {"share": share, "updates": round(share * estimate.data.steps), "seconds": seconds}
 
+    def _has_time(self) -> bool:
+        """Return True if another trial would not be cut by the end of the time, or fail as those before."""
+        complete, failed = self._trials("COMPLETE"), self._trials("FAIL")
+        longest = max((trial.duration.total_seconds() for trial in complete), default=self.seconds)
+        is_cut = time.time() + (1 - _MAX_CUT) * longest > self.deadline
+        num_trials = len(self._trials("COMPLETE", "PRUNED"))
+        return not is_cut and num_trials < self.max_trials and len(failed) - len(complete) <= _MAX_FAILURES
+
+    def _run_trial(self, trial: "optuna.Trial") -> None:
+        trainer = self._make_trainer(trial)
+        scores = _TrialScores(trial, self.metric)
+        trainer.add_callback(scores)
+        try:
+            trainer.train()
+        except optuna.TrialPruned:
+            self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            logger.warning("Trial %d fails: %s", trial.number, error)
+            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            # A loss that is no number fails.
+            self.study.tell(trial, scores.score, skip_if_finished=True)
+
     def _make_trainer(self, trial: "optuna.Trial") -> Trainer:
-        """Return the trainer of a trial, after the results of earlier trials are written."""
-        self._write()
-        complete = self._trials("COMPLETE")
-        longest = max((done.duration.total_seconds() for done in complete), default=self.seconds)
-        if (
-            time.time() + (2 - _MAX_CUT) * longest > self.deadline
-            or len(self._trials("FAIL")) - len(complete) > _MAX_FAILURES
-        ):
-            # Another trial after this one would be cut, or fail.
-            trial.study.stop()
-        for name, item in self.space.items():
-            item.suggest(name, trial)
-        recipe = self._trial_recipe(rounded(trial.params, self.space))
         # Trackers would take all trials for one run.
-        recipe = recipe.replace(run_name=f"{self.folder.name}-trial-{trial.number}")
-        experiment = Experiment(recipe, is_dry_run=True)
-        experiment.take_data(self.experiment)
+        name = f"{self.folder.name}-trial-{trial.number}"
+        recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
+        experiment = self.experiment.with_recipe(recipe)
         tokenizers, encoded = experiment.prepare()
         set_seed(experiment.arguments.seed)
         trainer = experiment.make_trainer(experiment.make_model(tokenizers), tokenizers, encoded)
         deadline = min(self.deadline, time.time() + self.seconds)
         trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
-        trainer.add_callback(_TrialEnd())
         for printer in (PrinterCallback, ProgressCallback, TrainingAlerts):
             trainer.remove_callback(printer)
         return trainer
@@ -249,14 +222,12 @@ class Tuning:
         """Return the recipe of a trial: shorter, and without checkpoints."""
         recipe = with_values(self.recipe, values)
         fields = {**_TRIAL_FIELDS, "max_decoded_samples": recipe.max_decoded_samples or _DECODED_SAMPLES}
-        length = "max_steps" if recipe.max_steps > 0 else "num_train_epochs"
-        for name in (length, "warmup_steps", "r_drop_start_step"):
-            value = self.share * getattr(recipe, name)
+        if recipe.max_steps <= 0:
+            fields["num_train_epochs"] = self.share * recipe.num_train_epochs
+        for name in ("max_steps", "warmup_steps", "r_drop_start_step"):
             # A value of `warmup_steps` below 1 is a share already.
-            if name == "num_train_epochs":
-                fields[name] = value
-            elif getattr(recipe, name) >= 1:
-                fields[name] = max(1, round(value))
+            if getattr(recipe, name) >= 1:
+                fields[name] = max(1, round(self.share * getattr(recipe, name)))
         return recipe.replace(**fields)
 
     # Results
@@ -264,16 +235,20 @@ class Tuning:
     def _trials(self, *states: str) -> list["optuna.trial.FrozenTrial"]:
         return [trial for trial in self.study.trials if trial.state.name in states]
 
+    def _rounded(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a trial as they are used: with three digits, but for the recipe's own."""
+        is_new = {name: isinstance(value, float) and value != self.start[name] for name, value in values.items()}
+        return {name: float(f"{value:.3g}") if is_new[name] else value for name, value in values.items()}
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Trial, state, score, seconds and values of each trial that has ended. The score of a pruned trial is its last one."""
         rows = []
         for trial in self._trials("COMPLETE", "PRUNED", "FAIL"):
-            score = trial.value if trial.value is not None else trial.intermediate_values.get(trial.last_step)
-            score = None if score is None else float(f"{score:.5g}")
-            seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
+            score = None if trial.value is None else float(f"{trial.value:.5g}")
+            seconds = round(trial.duration.total_seconds(), 1)
             row = {"trial": trial.number, "state": trial.state.name.lower(), self.metric: score, "seconds": seconds}
-            rows.append(row | dict.fromkeys(self.space) | rounded(trial.params, self.space))
+            rows.append(row | self._rounded(trial.params))
         return rows
 
     @property
@@ -284,50 +259,21 @@ class Tuning:
 
     def _write(self) -> None:
         """Write the table, and the best recipe, if there is one."""
-        rows = self.rows
-        for row in rows[self.num_logged :]:
-            logger.info("%s", ", ".join(f"{name} {value}" for name, value in row.items()))
-        self.num_logged = len(rows)
-        if not (best_rows := self.best_rows):
-            return
+        rows, best_rows = self.rows, self.best_rows
         with (self.folder / TABLE_NAME).open("w", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, rows[0], delimiter="\t", lineterminator="\n")
             table.writeheader()
             table.writerows(rows)
-        best, path = best_rows[0], self.folder / RECIPE_NAME
-        values = {name: best[name] for name, item in self.space.items() if best[name] != item.start}
-        changed = {name.partition(".")[0]: f"{name} was {self.space[name].start}" for name in values}
+        if not best_rows:
+            return
+        best = best_rows[0]
+        values = {name: best[name] for name, value in self.start.items() if best[name] != value}
+        changed = {name.partition(".")[0]: f"{name} was {self.start[name]}" for name in values}
         recipe = with_values(self.recipe, {**values, "output_dir": str(self.folder / BEST_NAME)})
         head = f"# Trial {best['trial']}, the best of {len(rows)}: {self.metric} {best[self.metric]:.4g} on validation pairs"
         head += f" after {100 * self.share:.0f} % of the updates.\n"
-        recipe.replace(reasons={**recipe.reasons, **changed}).save(path, head)
+        recipe.replace(reasons={**recipe.reasons, **changed}).save(self.folder / RECIPE_NAME, head)
 
-
-def _import_optuna():
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError("`metaphrase tune` needs optuna: pip install metaphrase[tune].") from error
-    return optuna
-
-
-def _as_started(recipe: Recipe, path: Path) -> Recipe:
-    """Return the recipe that a search has started from, with all that was chosen.
-
-    Raises:
-        ValueError: If a field differs from before.
-    """
-    before = saved_recipe(path)
-    saved = before.to_dict()
-    for name, value in recipe.to_dict().items():
-        if value != saved.get(name):
-            raise ValueError(f"`{name}` must stay as it was in {path} when a search is resumed, got {value!r}.")
-    names = [name for name in before.set_names if not recipe.is_set(name)]
-    return recipe.replace(**{name: getattr(before, name) for name in names})
-
-
-if TYPE_CHECKING:
-    import optuna
 
 # Data are encoded once, and all trials are scored in one way.
 _FIXED_GROUPS = ("data", "tasks", "stages", "tokenizer", "evaluation", "search")
@@ -338,83 +284,47 @@ _FIXED_PREFIXES = ("eval_", "save_", "logging_", "per_device_eval_", "generation
 _RATE_FACTOR = math.sqrt(30)
 
 
-@dataclass(frozen=True)
-class SearchRange:
-    """Values of one field: some listed ones, or the numbers from `low` to `high`. `start` is the recipe's value."""
-
-    start: Any
-    values: tuple[Any, ...] = ()
-    low: float = 0
-    high: float = 0
-    is_log: bool = False
-
-    @classmethod
-    def parse(cls, name: str, declared: Any, start: Any) -> "SearchRange":
-        """Read a declared range, and extend it to hold the recipe's value.
-
-        Raises:
-            ValueError: If it is no range.
-        """
-        match declared:
-            case [_, *_] if all(isinstance(value, str | int | float | None) for value in (start, *declared)):
-                return cls(start, values=tuple(declared) if start in declared else (start, *declared))
-            case {"low": int() | float() as low, "high": int() | float() as high, **rest} if low <= high:
-                pass
-            case _:
-                low, high, rest = 0, 0, {"": True}
-        is_log = rest.pop("log", False)
-        if rest or not isinstance(is_log, bool):
-            raise ValueError(
-                f"`search.{name}` must be a list of values or {{low: 1e-4, high: 1e-2, log: true}}, got {declared!r}."
-            )
-        if isinstance(start, bool) or not isinstance(start, int | float):
-            raise ValueError(f"`{name}` must be a number to be searched between two numbers, got {start!r}.")
-        low, high = (
-            type(start)(bound) if isinstance(start, float) else bound for bound in (min(low, start), max(high, start))
-        )
-        if is_log and low <= 0:
-            raise ValueError(f"`{name}` and `search.{name}` must be above 0 with log, got {low}.")
-        return cls(start, (), low, high, is_log)
-
-    def suggest(self, name: str, trial: "optuna.Trial") -> None:
-        """Let a trial choose its value."""
-        if self.values:
-            trial.suggest_categorical(name, self.values)
-        else:
-            is_whole = isinstance(self.low, int) and isinstance(self.high, int)
-            (trial.suggest_int if is_whole else trial.suggest_float)(name, self.low, self.high, log=self.is_log)
-
-    def corner(self, index: int) -> Any:
-        """Return the listed value of an index, or the low number at 0 and the high one elsewhere."""
-        return self.values[index % len(self.values)] if self.values else self.high if index else self.low
-
-
-def search_space(recipe: Recipe) -> dict[str, SearchRange]:
-    """Return the ranges that a recipe declares, or default ones.
+def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDistribution"], dict[str, Any]]:
+    """Return the distributions that a recipe declares, or default ones, and the recipe's values, which belong to them.
 
     Raises:
         ValueError: If a field does not exist, cannot be searched, or would have a wrong value.
     """
     declared = recipe.search or _default_search(recipe)
-    space = {name: SearchRange.parse(name, value, _value(recipe, name)) for name, value in declared.items()}
-    for index in range(max(2, *(len(item.values) for item in space.values()))):
-        corner = {name: item.corner(index) for name, item in space.items()}
+    start = {name: _value(recipe, name) for name in declared}
+    space = {name: _distribution(name, value, start[name]) for name, value in declared.items()}
+    # All values that are listed, and all bounds, must be those of a recipe.
+    corners = {name: getattr(item, "choices", None) or (item.low, item.high) for name, item in space.items()}
+    for index in range(max(map(len, corners.values()))):
+        corner = {name: values[index % len(values)] for name, values in corners.items()}
         fields = {name: getattr(recipe, name) for name in recipe.set_names} | _fields(recipe, corner)
         checked = Recipe.from_mapping(fields, "`search`")
         if checked.model_name_or_path is None:
             _config(checked)
-    return space
+    return space, start
+
+
+def _distribution(name: str, declared: Any, start: Any) -> "optuna.distributions.BaseDistribution":
+    try:
+        if isinstance(declared, list):
+            return optuna.distributions.CategoricalDistribution(declared if start in declared else [start, *declared])
+        bounds = {"log": False, **declared}
+        if bounds["low"] > bounds["high"]:
+            raise ValueError("`low` must be at most `high`")
+        bounds |= {"low": min(bounds["low"], start), "high": max(bounds["high"], start)}
+        is_whole = all(isinstance(number, int) for number in (bounds["low"], bounds["high"], start))
+        kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
+        return kind(**bounds)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"`search.{name}` must be a list of values or {{low: 1e-4, high: 1e-2, log: true}} for a number, got "
+            f"{declared!r} and `{name}` {start!r}: {error}"
+        ) from error
 
 
 def usual_rate(recipe: Recipe) -> float:
     """Return the learning rate of the rules for a new network, and that of the recipe for a model to fine-tune."""
     return recipe.learning_rate if recipe.model_name_or_path else learning_rate(_config(recipe).hidden_size)
-
-
-def rounded(values: Mapping[str, Any], space: Mapping[str, SearchRange]) -> dict[str, Any]:
-    """Return the values of a trial as they are used: with three digits, but for the recipe's own."""
-    is_new = {name: isinstance(value, float) and value != space[name].start for name, value in values.items()}
-    return {name: float(f"{value:.3g}") if is_new[name] else value for name, value in values.items()}
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

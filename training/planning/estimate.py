@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -46,9 +46,9 @@ class RunEstimate:
 
     Attributes:
         largest_batch: The batch that needs most memory.
-        activations: Bytes of that batch; None for a model of another family.
+        activations: Bytes of that batch.
         is_checkpointed: True if layers are computed again in the backward pass.
-        peak: Maximum bytes of a step, without activations if they are unknown.
+        peak: Maximum bytes of a step.
         other_peak: `peak` for the opposite of `is_checkpointed`.
         flops_per_step: Mean operations per optimizer step, all devices together.
         hours: Duration of the run; None without a rate.
@@ -60,10 +60,10 @@ class RunEstimate:
     sharding: Sharding
     state: StateMemory
     largest_batch: BatchShape
-    activations: ActivationEstimate | None
+    activations: ActivationEstimate
     is_checkpointed: bool
     peak: int
-    other_peak: int | None
+    other_peak: int
     data: DataEstimate
     flops_per_step: int
     hours: float | None
@@ -111,8 +111,6 @@ class RunEstimate:
             *((f"  {name}", _format_bytes(size)) for name, size in sizes.items() if size),
             ("  largest batch", f"{batch.pairs:,} pairs, {tokens}"),
         ]
-        if self.activations is None:
-            return [*rows, ("  together", f"{_format_bytes(self.peak)}, and activations")]
         kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
         return [
             *rows,
@@ -159,7 +157,7 @@ def estimate_run(
         r_drop_start_step: Steps before R-Drop begins; None without R-Drop.
         devices: Number of devices to plan for; those of this run by default.
         on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
-        flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
+        flops_per_second: Rate of one device, stated or measured.
         staged: The training pairs, if they have stages.
 
     Raises:
@@ -191,13 +189,12 @@ def estimate_run(
     if r_drop_start_step is not None:
         flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
         shapes = [shape.repeated(2) for shape in shapes]
-    optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
+    optimizer, remark = optimizer_bytes(model, arguments)
     accumulates = arguments.gradient_accumulation_steps > 1
     state = estimate_states(model, optimizer, precision, sharding, accumulates)
-    is_known = model.config.model_type == MetaphraseConfig.model_type
 
-    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate | None:
-        return estimate_activations(model.config, shape, precision, is_checkpointed) if is_known else None
+    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate:
+        return estimate_activations(model.config, shape, precision, is_checkpointed)
 
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
@@ -219,8 +216,8 @@ def estimate_run(
         (remark, remark),
         (not on_accelerator, _NOTE_ON_PROCESS),
         (not on_accelerator and sharding.engine == "fsdp", _NOTE_ON_FSDP),
-        (not is_known, f"Activations are known for Metaphrase models alone, not for {family}."),
-        (is_known and is_frozen, "Some weights are frozen: activations are counted as if all were trained."),
+        (family != MetaphraseConfig.model_type, f"The activations of {family} follow a formula for Transformers."),
+        (is_frozen, "Some weights are frozen: activations are counted as if all were trained."),
         (hours is None, "No time is given, because no rate of the device was measured or stated."),
     )
     return RunEstimate(
@@ -232,7 +229,7 @@ def estimate_run(
         activations=activations(largest),
         is_checkpointed=is_checkpointed,
         peak=state.peak(activations(largest)),
-        other_peak=state.peak(activations(largest, not is_checkpointed)) if is_known else None,
+        other_peak=state.peak(activations(largest, not is_checkpointed)),
         data=data,
         flops_per_step=flops_per_step,
         hours=hours,
@@ -293,62 +290,40 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
 
 
 def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, lengths: np.ndarray) -> float:
-    """Return the FLOP per second of the first batches of an epoch, formed as the trainer does."""
+    """Return the median FLOP per second of real training steps by AdamW with a learning rate of 0.
+
+    The batches are the first of an epoch, formed as the trainer does. The first one warms up.
+    """
     budget, arguments = experiment.recipe.max_tokens_per_batch, experiment.arguments
     is_packed = budget is not None and getattr(model, "supports_packing", False)
-    multiple = experiment.pad_to_multiple_of
+    multiple = 1 if is_packed else experiment.pad_to_multiple_of
     collate = PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, multiple)
-    planned = plan_batches(lengths, arguments, budget, 1, 1 if is_packed else multiple)
-    batches = []
+    planned = plan_batches(lengths, arguments, budget, 1, multiple)
+    if arguments.gradient_checkpointing:
+        getattr(model, f"{CHECKPOINTING}_enable")()
+    model.to(arguments.device).train()
+    # The optimizer of a Trainer by default.
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
+    kind, rates, total = arguments.device.type, [], 0.0
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.
         pairs = [train[index] for index in planned[number % len(planned)]]
         batch = collate([{name: pair[name] for name in ("input_ids", "labels")} for pair in pairs])
-        batches.append(
-            {
-                name: value.to(arguments.device) if isinstance(value, torch.Tensor) else value
-                for name, value in with_decoder_inputs(model, batch).items()
-            }
-        )
-    if arguments.gradient_checkpointing:
-        getattr(model, f"{CHECKPOINTING}_enable")()
-    model.to(arguments.device)
-    return measure_flops_per_second(model, batches, arguments.gradient_checkpointing, arguments.bf16)
-
-
-def measure_flops_per_second(
-    model: PreTrainedModel,
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    is_checkpointed: bool = False,
-    bf16: bool = False,
-) -> float:
-    """Return the median rate of real training steps by AdamW with a learning rate of 0, for `estimate_run`.
-
-    Args:
-        model: Model on its training device.
-        batches: At least two batches on that device, with labels, as the trainer will form them. The first one warms up,
-            and after `TIMED_SECONDS` the rest is left out.
-        is_checkpointed: True if the model computes layers again in the backward pass.
-        bf16: True to compute under autocast to bfloat16.
-    """
-    model.train()
-    kind, rates = model.device.type, []
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # The optimizer of a Trainer by default.
-    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
-    total = 0.0
-    for batch in batches:
-        if len(rates) > 3 and total > TIMED_SECONDS:
-            break
+        batch = with_decoder_inputs(model, batch)
+        batch = {name: value.to(kind) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         start = _now(kind)
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=bf16):
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=arguments.bf16):
             loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds = _now(kind) - start
         total += seconds
-        rates.append(training_flops(model, [BatchShape.of_tensors(batch)], is_checkpointed) / seconds)
+        shape = BatchShape.of_tensors(batch)
+        rates.append(training_flops(model, [shape], arguments.gradient_checkpointing) / seconds)
+        if len(rates) > 3 and total > TIMED_SECONDS:
+            break
     return statistics.median(rates[1:])
 
 

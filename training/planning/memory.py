@@ -7,13 +7,12 @@ it is made. Weights, gradients and optimizer may be shared among devices, and ar
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
@@ -38,10 +37,6 @@ class Precision:
     compute_bytes: int = FLOAT32_BYTES
     stream_bytes: int = FLOAT32_BYTES
     on_accelerator: bool = False
-
-    @property
-    def casts(self) -> bool:
-        return self.stream_bytes != self.compute_bytes
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,8 @@ class ActivationEstimate:
 
 
 @lru_cache
-def kept_by_activation(name: str) -> tuple[int, bool]:
-    """Return how many tensors of its input's size an activation function keeps, and True if its output is kept too.
+def kept_by_activation(name: str) -> int:
+    """Return how many tensors of its input's size an activation function keeps, beside its output.
 
     The function is applied to a few numbers, so that the answer holds for all functions of transformers.
     """
@@ -92,180 +87,17 @@ def kept_by_activation(name: str) -> tuple[int, bool]:
         # The product has a storage of its own, like the output of a projection.
         output = ACT2FN[name](states * 1.0)
     full = {pointer for pointer, tensor in saved.items() if tensor.numel() >= states.numel()}
-    pointer = output.untyped_storage().data_ptr()
-    return len(full - {pointer}), pointer in full
-
-
-class _Side(NamedTuple):
-    """Sizes of the encoder with its sources, or of the decoder with its targets."""
-
-    name: str
-    tokens: int
-    layers: int
-    heads: int
-    inner: int
-
-
-@dataclass(frozen=True)
-class _Counter:
-    """Bytes kept by each part of a network for one batch."""
-
-    config: MetaphraseConfig
-    shape: BatchShape
-    precision: Precision
-
-    @cached_property
-    def sides(self) -> tuple[_Side, _Side]:
-        return tuple(
-            _Side(
-                side,
-                getattr(self.shape, f"{side}_tokens"),
-                *(getattr(self.config, f"{stack}_{name}") for name in ("layers", "attention_heads", "ffn_dim")),
-            )
-            for side, stack in (("source", "encoder"), ("target", "decoder"))
-        )
-
-    def _norm(self, width: int, rows: int = 1) -> int:
-        """Return the bytes of a norm per token: input and statistics, in float32. Its output counts where it is read."""
-        is_rms = self.config.norm_type == "rmsnorm"
-        # Without a fused kernel, RMSNorm also keeps the normed states before the weight.
-        tensors = 2 if is_rms and not self.precision.on_accelerator else 1
-        return FLOAT32_BYTES * rows * (tensors * width + (1 if is_rms else 2))
-
-    def _dropout(self) -> int:
-        return MASK_BYTES * self.config.hidden_size if self.config.dropout else 0
-
-    def _is_written_out(self, is_self: bool) -> bool:
-        """Return True if `sdpa` uses plain products in float32: a CPU's kernel has no dropout and no trained bias."""
-        config = self.config
-        if self.precision.on_accelerator or self.shape.is_packed or config._attn_implementation not in (None, "sdpa"):
-            return False
-        return config.attention_dropout > 0 or (is_self and config.position_embedding_type == "relative")
-
-    def _attention(self, heads: int, is_self: bool) -> tuple[int, int]:
-        """Return the bytes of an attention per query token and per key token, without the scores."""
-        config, element, is_packed = self.config, self.precision.compute_bytes, self.shape.is_packed
-        head_dim, key_heads = config.get_head_dim(heads), config.num_key_value_heads or heads
-        is_written_out = self._is_written_out(is_self)
-        kernel_element = FLOAT32_BYTES if is_written_out else element
-        # Input of the projections, query, and input of the output projection.
-        query = element * (config.hidden_size + heads * head_dim) + kernel_element * heads * head_dim
-        # Only kernels for padded rows share keys among query heads.
-        key = kernel_element * 2 * (heads if is_packed or is_written_out else key_heads) * head_dim
-        if not is_written_out:
-            query += FLOAT32_BYTES * heads  # the logarithm of the sum of each softmax
-        # Some outputs are kept in the kernel's order, and once more by token.
-        if config.qk_norm:
-            query += self._norm(head_dim, heads)
-            key += self._norm(head_dim, key_heads)
-            query += element * heads * head_dim * (not is_packed and not is_written_out)
-        if is_packed and self.precision.on_accelerator:
-            has_bias = config.position_embedding_type in ("relative", "alibi")
-            # The grid kernel: others have no dropout, or no float32.
-            is_grid = config.attention_dropout > 0 or (element == FLOAT32_BYTES and not has_bias)
-            query += element * heads * head_dim * is_grid
-        return query, key
-
-    def _scores(self, heads: int, queries: str, keys: str) -> int:
-        """Return the bytes of all attention scores between two sides, `source` or `target`."""
-        config, shape, element = self.config, self.shape, self.precision.compute_bytes
-        is_self, is_eager = queries == keys, config._attn_implementation == "eager"
-        scores = heads * getattr(shape, f"{keys if is_self else 'cross'}_scores")
-        if shape.is_packed and is_eager:
-            # In the reference for packed rows, every token attends to every other.
-            scores = heads * getattr(shape, f"{queries}_tokens") * getattr(shape, f"{keys}_tokens")
-        drops = config.attention_dropout > 0
-        if is_eager:
-            cast = element if self.precision.casts else 0
-            return scores * (FLOAT32_BYTES + cast + (MASK_BYTES + element) * drops)
-        if self.precision.on_accelerator:
-            return 0
-        if shape.is_packed:
-            entry = element if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
-            # Larger scores are computed again.
-            return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
-        return scores * FLOAT32_BYTES * (1 + 2 * drops) if self._is_written_out(is_self) else 0
-
-    def _feed_forward(self, inner: int) -> int:
-        """Return the bytes of a feed-forward per token."""
-        config = self.config
-        inputs, keeps_output = kept_by_activation(config.activation_function)
-        drops = config.activation_dropout > 0
-        # One more tensor enters the last projection: the activation's output, if there is neither gate nor dropout.
-        tensors = inputs + 1
-        if config.gated_mlp:
-            tensors += 2  # both factors of the gate
-        elif drops and keeps_output:
-            tensors += 1
-        element = self.precision.compute_bytes
-        return element * (config.hidden_size + tensors * inner) + MASK_BYTES * inner * drops
-
-    def layer(self, side: _Side) -> int:
-        is_decoder = side.name == "target"
-        query, key = self._attention(side.heads, is_self=True)
-        sublayers = (3 if is_decoder else 2) * (self._norm(self.config.hidden_size) + self._dropout())
-        size = side.tokens * (sublayers + query + key + self._feed_forward(side.inner))
-        size += self._scores(side.heads, side.name, side.name)
-        if is_decoder:
-            query, key = self._attention(side.heads, is_self=False)
-            size += side.tokens * query + self.shape.source_tokens * key + self._scores(side.heads, "target", "source")
-        return size
-
-    def embeddings(self, side: _Side) -> int:
-        """Return the bytes from ids to the first layer: ids, norm, dropout and rotary tables."""
-        config = self.config
-        token = INDEX_BYTES + self._dropout() + (self._norm(config.hidden_size) if config.embedding_norm else 0)
-        if config.position_embedding_type == "rotary":
-            token += 2 * self.precision.stream_bytes * config.get_head_dim(side.heads)
-        return side.tokens * token
-
-    def position_bias(self, side: _Side) -> int:
-        """Return the bytes of masks with a position bias, one for the stack, or one per layer with a bias of its own."""
-        config, shape = self.config, self.shape
-        if config.position_embedding_type not in ("relative", "alibi") or self.precision.on_accelerator:
-            return 0
-        is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
-        # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
-        rows = shape.pairs if side.name == "source" and shape.is_packed else 1
-        return (1 if is_shared else side.layers) * rows * side.heads * shape.width(side.name) ** 2 * FLOAT32_BYTES
-
-    def outputs(self) -> int:
-        """Return the bytes of the final norms and of the encoder output, which all cross-attentions read."""
-        norms = self._norm(self.config.hidden_size) if self.config.final_norm else 0
-        output = self.precision.compute_bytes * self.config.hidden_size
-        return self.shape.tokens * norms + self.shape.source_tokens * output
-
-    def loss(self) -> tuple[int, int]:
-        """Return the bytes that output projection and loss keep, and their workspace.
-
-        Logits exist in chunks alone, and their gradients are made in the forward pass.
-        """
-        vocabulary, tokens = self.config.decoder_vocab_size, self.shape.target_tokens
-        hidden, element = self.config.hidden_size, self.precision.compute_bytes
-        weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + self.config.logits_bias)
-        # Logits and probabilities of a chunk; later a scaled copy of the gradients.
-        workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
-        return tokens * element * hidden + weight_gradient, workspace
-
-    def backward_workspace(self) -> int:
-        """Return the bytes of gradients, beside those of weights, that the backward pass of one layer holds at a time."""
-        config, precision = self.config, self.precision
-        # Output, query, key and value; in a CPU's grid too, where those of one product are freed together.
-        tensors = 7 if self.shape.is_packed and not precision.on_accelerator else 4
-        largest = max(
-            side.tokens * max(tensors * side.heads * config.get_head_dim(side.heads), 2 * side.inner)
-            for side in self.sides
-        )
-        return precision.compute_bytes * largest + 2 * precision.stream_bytes * config.hidden_size * self.shape.tokens
+    return len(full - {output.untyped_storage().data_ptr()})
 
 
 def estimate_activations(
-    config: MetaphraseConfig, shape: BatchShape, precision: Precision, is_checkpointed: bool = False
+    config: PreTrainedConfig, shape: BatchShape, precision: Precision, is_checkpointed: bool = False
 ) -> ActivationEstimate:
     """Estimate the bytes of one forward and backward pass, without weights and their gradients.
 
     Source: counting by part is the method of Korthikanti et al. 2022, section 4, arXiv 2205.05198. With checkpoints a layer keeps
-    its input alone and is computed again (Chen et al. 2016, section 3, arXiv 1604.06174).
+    its input alone and is computed again (Chen et al. 2016, section 3, arXiv 1604.06174). The layers of other families follow
+    equation 1 of the former, and their logits, softmax and gradient are in float32.
 
     Args:
         config: Configuration of a model with all weights trained. Frozen weights keep less.
@@ -273,42 +105,117 @@ def estimate_activations(
         precision: Precision of the step.
         is_checkpointed: True if layers are computed again in the backward pass (`gradient_checkpointing`).
     """
-    counter = _Counter(config, shape, precision)
-    encoder, decoder = counter.sides
-    layers = stored = counter.layer(encoder), counter.layer(decoder)
-    if is_checkpointed:
-        stored = [precision.stream_bytes * config.hidden_size * side.tokens for side in counter.sides]
-    loss, loss_workspace = counter.loss()
-    terms = {
-        "embeddings": sum(map(counter.embeddings, counter.sides)),
-        "position bias": sum(map(counter.position_bias, counter.sides)),
-        "encoder layers": encoder.layers * stored[0],
-        "decoder layers": decoder.layers * stored[1],
-        "outputs": counter.outputs(),
-        "loss": loss,
-    }
-    workspace = counter.backward_workspace() + (max(layers) if is_checkpointed else 0)
-    return ActivationEstimate(terms, loss_workspace, workspace, is_checkpointed)
+    hidden, element = config.hidden_size, precision.compute_bytes
+    inputs = [precision.stream_bytes * hidden * tokens for tokens in (shape.source_tokens, shape.target_tokens)]
+    if config.model_type != MetaphraseConfig.model_type:
+        heads, both = config.num_attention_heads, shape.longest_source + shape.longest_target
+        layers = (
+            element * shape.source_tokens * (34 * hidden + 5 * heads * shape.longest_source) // 2,
+            # The decoder has a second attention, to all of the source.
+            element * shape.target_tokens * (45 * hidden + 5 * heads * both) // 2,
+        )
+        depths = (config.num_hidden_layers,) * 2
+        terms, loss_workspace, workspace = {}, 0, 0
+        loss = 3 * FLOAT32_BYTES * shape.target_tokens * getattr(config, "vocab_size", 0)
+    else:
+        layers = _layer(config, shape, precision, "source"), _layer(config, shape, precision, "target")
+        depths = config.encoder_layers, config.decoder_layers
+        terms = _outside_layers(config, shape, precision)
+        # Logits exist in chunks alone, and their gradients are made in the forward pass.
+        vocabulary, tokens = config.decoder_vocab_size, shape.target_tokens
+        weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + config.logits_bias)
+        loss = tokens * element * hidden + weight_gradient
+        # Logits and probabilities of a chunk; later a scaled copy of the gradients.
+        loss_workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
+        workspace = _backward_workspace(config, shape, precision)
+    stored = inputs if is_checkpointed else layers
+    names = ("encoder layers", "decoder layers")
+    terms |= {name: depth * size for name, depth, size in zip(names, depths, stored, strict=True)} | {"loss": loss}
+    return ActivationEstimate(terms, loss_workspace, workspace + max(layers) * is_checkpointed, is_checkpointed)
 
 
-# Float32 numbers, and 8-bit numbers with a scale per block, that an optimizer keeps for each weight.
-FULL_STATES = {
-    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), 3),
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), 2),
-    **dict.fromkeys(("adamw_anyprecision", "paged_adamw_32bit", "stable_adamw"), 2),
-    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam"), 2),
-    **dict.fromkeys(("adagrad", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit"), 1),
-    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "schedule_free_sgd"), 1),
-    **dict.fromkeys(("sgd", "lomo"), 0),
-}
-BYTE_STATES = {
-    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), 3),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), 2),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
-}
-# bitsandbytes keeps small weights and embeddings in float32.
-_BLOCK, _MIN_BYTE_ENTRIES = 256, 4096
-_ASSUMED = "adamw_torch"
+def _norm(config: MetaphraseConfig, precision: Precision, width: int) -> int:
+    """Return the bytes of a norm per token: input and statistics, in float32. Its output counts where it is read."""
+    is_rms = config.norm_type == "rmsnorm"
+    # Without a fused kernel, RMSNorm also keeps the normed states before the weight.
+    tensors = 2 if is_rms and not precision.on_accelerator else 1
+    return FLOAT32_BYTES * (tensors * width + (1 if is_rms else 2))
+
+
+def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str) -> int:
+    """Return the bytes that a layer keeps, of the encoder (`source`) or of the decoder (`target`)."""
+    stack = "encoder" if side == "source" else "decoder"
+    heads, inner = (getattr(config, f"{stack}_{name}") for name in ("attention_heads", "ffn_dim"))
+    tokens, element, hidden = getattr(shape, f"{side}_tokens"), precision.compute_bytes, config.hidden_size
+    head_dim, key_heads = config.get_head_dim(heads), config.num_key_value_heads or heads
+    # Input of the projections, query, input of the output projection, and the logarithm of the sum of each softmax.
+    query = element * (hidden + 2 * heads * head_dim) + FLOAT32_BYTES * heads
+    # Only kernels for padded rows share keys among query heads.
+    key = element * 2 * (heads if shape.is_packed else key_heads) * head_dim
+    if config.qk_norm:
+        query += heads * (_norm(config, precision, head_dim) + element * head_dim * (not shape.is_packed))
+        key += key_heads * _norm(config, precision, head_dim)
+    # Both factors of a gate, and what enters the last projection.
+    tensors = kept_by_activation(config.activation_function) + 1 + 2 * config.gated_mlp
+    feed_forward = element * (hidden + tensors * inner) + MASK_BYTES * inner * (config.activation_dropout > 0)
+    sublayer = _norm(config, precision, hidden) + MASK_BYTES * hidden * (config.dropout > 0)
+    size = tokens * (2 * sublayer + query + key + feed_forward) + _scores(config, shape, precision, heads, side, side)
+    if side == "target":
+        size += tokens * (sublayer + query) + shape.source_tokens * key
+        size += _scores(config, shape, precision, heads, "target", "source")
+    return size
+
+
+def _scores(
+    config: MetaphraseConfig, shape: BatchShape, precision: Precision, heads: int, queries: str, keys: str
+) -> int:
+    """Return the bytes of all attention scores between two sides. An accelerator's kernels keep none."""
+    is_self, drops = queries == keys, config.attention_dropout > 0
+    scores = heads * (getattr(shape, f"{keys}_scores") if is_self else shape.cross_scores)
+    if precision.on_accelerator:
+        return 0
+    if shape.is_packed:
+        entry = precision.compute_bytes if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
+        # Larger scores are computed again.
+        return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
+    # A CPU's kernel for padded rows has no dropout and no trained bias: then plain products in float32 are used.
+    is_plain = drops or (is_self and config.position_embedding_type == "relative")
+    return scores * FLOAT32_BYTES * (1 + 2 * drops) * is_plain
+
+
+def _outside_layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> dict[str, int]:
+    """Return the bytes that embeddings, position biases, final norms and the encoder output keep."""
+    norm, embeddings, bias = _norm(config, precision, config.hidden_size), 0, 0
+    for side, stack in (("source", "encoder"), ("target", "decoder")):
+        heads, layers = (getattr(config, f"{stack}_{name}") for name in ("attention_heads", "layers"))
+        token = INDEX_BYTES + MASK_BYTES * config.hidden_size * (config.dropout > 0) + norm * config.embedding_norm
+        if config.position_embedding_type == "rotary":
+            token += 2 * precision.stream_bytes * config.get_head_dim(heads)
+        embeddings += token * getattr(shape, f"{side}_tokens")
+        if config.position_embedding_type in ("relative", "alibi") and not precision.on_accelerator:
+            is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
+            # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
+            rows = shape.pairs if side == "source" and shape.is_packed else 1
+            bias += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
+    # All cross-attentions read the encoder output.
+    outputs = (
+        shape.tokens * norm * config.final_norm + shape.source_tokens * precision.compute_bytes * config.hidden_size
+    )
+    return {"embeddings": embeddings, "position bias": bias, "outputs": outputs}
+
+
+def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
+    """Return the bytes of gradients, beside those of weights, that the backward pass of one layer holds at a time."""
+    # Output, query, key and value; in a CPU's grid too, where those of one product are freed together.
+    tensors = 7 if shape.is_packed and not precision.on_accelerator else 4
+    sides = (
+        (shape.source_tokens, config.encoder_attention_heads, config.encoder_ffn_dim),
+        (shape.target_tokens, config.decoder_attention_heads, config.decoder_ffn_dim),
+    )
+    largest = max(
+        tokens * max(tensors * heads * config.get_head_dim(heads), 2 * inner) for tokens, heads, inner in sides
+    )
+    return precision.compute_bytes * largest + 2 * precision.stream_bytes * config.hidden_size * shape.tokens
 
 
 @dataclass(frozen=True)
@@ -400,41 +307,34 @@ def _zero_settings(arguments: TrainingArguments) -> dict | None:
     return dict(DeepSpeedPlugin().deepspeed_config.get("zero_optimization", {}))
 
 
-def optimizer_bytes(model: PreTrainedModel, optim: str, optim_args: str | None = None) -> tuple[int, str | None]:
-    """Return the bytes of an optimizer's state for all trained weights, and a remark if another optimizer was assumed.
+_ASSUMED_BYTES = 8
 
-    Args:
-        model: The model.
-        optim: Name of the optimizer in the training arguments.
-        optim_args: Its options there, `name=value,...`. Momentum is one more number per weight.
+
+def optimizer_bytes(model: PreTrainedModel, arguments: TrainingArguments) -> tuple[int, str | None]:
+    """Return the bytes of an optimizer's state for all trained weights, and a remark if they are assumed.
+
+    The optimizer takes a step with one matrix, whose state is counted. 8-bit optimizers need an accelerator, and are counted with
+    two bytes.
     """
-    optim = getattr(optim, "value", optim)
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if optim in ("adafactor", "adalomo"):
-        return sum(_factored_bytes(weight.shape) for weight in weights), None
-    if optim in BYTE_STATES:
-        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        sizes = [(weight.numel(), id(weight) in embeddings) for weight in weights]
-        total = sum(
-            FLOAT32_BYTES * size
-            if is_embedding or size < _MIN_BYTE_ENTRIES
-            else size + FLOAT32_BYTES * -(-size // _BLOCK)
-            for size, is_embedding in sizes
+    name = getattr(arguments.optim, "value", arguments.optim)
+    entries = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if "8bit" in name:
+        return 2 * entries, None
+    matrix = nn.Parameter(torch.zeros(256, 256))
+    matrix.grad = torch.zeros_like(matrix)
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        optimizer = kind([matrix], **options)
+        optimizer.step()
+    except (ValueError, ImportError, TypeError, RuntimeError) as error:
+        # Its package is not here, or it takes other arguments.
+        remark = (
+            f"The state of the optimizer {name} is counted as that of AdamW, because it cannot be made here: {error}"
         )
-        return BYTE_STATES[optim] * total, None
-    remark = None
-    if optim not in FULL_STATES:
-        remark = f"The state of the optimizer {optim} is not known: it is counted as that of {_ASSUMED}."
-    states = FULL_STATES.get(optim, FULL_STATES[_ASSUMED])
-    options = dict(option.split("=") for option in (optim_args or "").replace(" ", "").split(",") if "=" in option)
-    states += optim in ("sgd", "rmsprop") and float(options.get("momentum", 0)) > 0
-    return states * FLOAT32_BYTES * sum(weight.numel() for weight in weights), remark
-
-
-def _factored_bytes(shape: torch.Size) -> int:
-    """Return the bytes of Adafactor's means of rows and columns (Shazeer and Stern 2018, section 3, arXiv 1804.04235)."""
-    entries = shape.numel()
-    return FLOAT32_BYTES * (entries // shape[-1] + entries // shape[-2] if len(shape) > 1 else entries)
+        return _ASSUMED_BYTES * entries, remark
+    states = (value for state in optimizer.state.values() for value in state.values())
+    sizes = [value.numel() * value.element_size() for value in states if torch.is_tensor(value) and value.dim()]
+    return entries * sum(sizes) // matrix.numel(), None
 
 
 def unit_sizes(model: PreTrainedModel) -> tuple[int, int]:
@@ -467,11 +367,9 @@ class StateMemory:
     optimizer: int
     gradients_persist: bool
 
-    def peak(self, activations: ActivationEstimate | None) -> int:
-        """Return the maximum bytes at a time, with activations if they are known."""
+    def peak(self, activations: ActivationEstimate) -> int:
+        """Return the maximum bytes at a time."""
         fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer
-        if activations is None:
-            return fixed + self.gradients + self.cast_weights
         return fixed + activations.peak(self.gradients, self.gradients_persist, self.cast_weights)
 
 
@@ -534,7 +432,7 @@ def _traffic(model: PreTrainedModel, precision: Precision, sharding: Sharding, t
 
 def _cast_bytes(model: PreTrainedModel, precision: Precision) -> int:
     """Return the bytes of weights that autocast converts: all projections but the last, which the loss converts itself."""
-    if not precision.casts:
+    if precision.compute_bytes == precision.stream_bytes:
         return 0
     head = model.get_output_embeddings()
     projections = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)

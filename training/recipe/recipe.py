@@ -119,9 +119,18 @@ class Recipe(AllFields):
         """
         return Recipe(**{name: getattr(self, name) for name in (*self.set_names, "set_names", "reasons")})
 
+    def choose(self, reason: str, **values: Any) -> "Recipe":
+        """Return a copy with values for those of the fields that are open, and the reason above the first of them."""
+        values = {name: value for name, value in values.items() if self.is_open(name)}
+        return self.replace(**values, reasons={**self.reasons, **dict.fromkeys([*values][:1], reason)})
+
     def is_set(self, name: str) -> bool:
-        """Return True if a field was given."""
+        """Return True if a field was given or chosen."""
         return name in self.set_names
+
+    def is_open(self, *names: str) -> bool:
+        """Return True if none of these fields was given or chosen."""
+        return not any(map(self.is_set, names))
 
     def is_changed(self, name: str) -> bool:
         """Return True if a field differs from its default."""

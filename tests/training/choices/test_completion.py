@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pronunciations import PRONUNCIATIONS
+from tiny_generator import save_generator, tiny_generator
 from verbs import execute
 
 from metaphrase.inference import Generator
@@ -14,7 +15,7 @@ from metaphrase.scripts import tokenize, train
 from metaphrase.scripts.__main__ import run
 from metaphrase.training.choices import completion
 from metaphrase.training.choices.completion import choose_dataset, find_columns
-from metaphrase.training.choices.rules import OpenRecipe, learning_rate
+from metaphrase.training.choices.rules import learning_rate
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
@@ -49,8 +50,6 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     assert len(Generator.from_pretrained(run).generate(["bada"])) == 1
     # A resumed run takes over the choices, and their reasons stay.
     written = (run / "recipe.yaml").read_text(encoding="utf-8")
-    execute(train, ["pairs.tsv", "--resume", "--disable_tqdm"])
-    assert (run / "recipe.yaml").read_text(encoding="utf-8") == written
     execute(train, ["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 4
@@ -68,24 +67,21 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     ],
     ids=["three pairs", "two sources", "groups of ten"],
 )
-def test_pairs_of_one_source_stay_together(lines, size, folder, caplog):
+def test_pairs_of_one_source_stay_together(lines, size, folder):
     (folder / "few.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    caplog.set_level("INFO")
-    execute(train, ["few.tsv", *SMALL, "--disable_tqdm"])
-    assert load_recipe(folder / "runs" / "few" / "recipe.yaml").num_validation == size
-    assert f"num_validation {size} (" in caplog.text
-    assert (folder / "runs" / "few" / "model.safetensors").is_file()
+    experiment, choices = completed(*SMALL, "--train_file", "few.tsv")
+    assert experiment.recipe.num_validation == size and choices[0].startswith(f"num_validation {size} (")
+    sources = [set(experiment.corpus.splits[split]["source"][:]) for split in experiment.corpus.splits]
+    assert len(set().union(*sources)) == sum(map(len, sources))
 
 
 def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
     monkeypatch.setattr(completion, "free_memory", lambda: 0)
-    execute(train, ["pairs.tsv", *SMALL, "--disable_tqdm"])
-    recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
+    recipe = completed(*SMALL)[0].recipe
     budget = recipe.max_tokens_per_batch * recipe.gradient_accumulation_steps
     assert recipe.gradient_accumulation_steps > 1 and budget == 1024
     # Batches that were given stay.
-    execute(train, ["pairs.tsv", *SMALL, "--max_tokens_per_batch", "512", "--output_dir", "given", "--disable_tqdm"])
-    recipe = load_recipe(folder / "given" / "recipe.yaml")
+    recipe = completed(*SMALL, "--max_tokens_per_batch", "512")[0].recipe
     assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 1)
 
 
@@ -96,13 +92,12 @@ def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch, w
     configs, measure = [], completion.dry_run
 
     def record(experiment, **options):
-        tokenizers, _ = experiment.prepare()
-        configs.append(experiment.make_model(tokenizers).config)
+        configs.append(experiment.make_model(experiment.prepare()[0]).config)
         return measure(experiment, **options)
 
     monkeypatch.setattr(completion, "dry_run", record)
     experiment, _ = completed("--time_budget", "1h", *words)
-    final = experiment.make_model(*experiment.prepare()[:1]).config
+    final = experiment.make_model(experiment.prepare()[0]).config
     names = ("hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
     shapes = {tuple(getattr(config, name) for name in names) for config in configs}
     # With an open number of layers, two networks are compared.
@@ -119,46 +114,33 @@ def test_a_tokenizer_that_exists_leaves_the_rest_to_be_chosen(folder):
     assert longest < recipe.max_target_length < 1.2 * longest + 24
 
 
-def test_a_new_network_gets_its_learning_rate_when_pairs_are_not_read_beforehand(folder, caplog):
-    words = ["pairs.tsv", *SMALL, "--streaming", "--max_tokens_per_batch", "256", "--disable_tqdm"]
-    with caplog.at_level("INFO"):
-        execute(train, words)
-    assert "Chosen from the network" in caplog.text
-    recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
+def test_the_network_decides_when_pairs_are_not_read_beforehand(folder, tmp_path):
+    words = [*SMALL, "--streaming", "--max_source_length", "60", "--max_target_length", "60"]
+    experiment, choices = completed(*words, "--max_tokens_per_batch", "256")
+    recipe = experiment.recipe
     assert recipe.learning_rate == learning_rate(16) and recipe.max_tokens_per_batch == 256
     assert (recipe.lr_scheduler_type, recipe.warmup_steps) == ("cosine", 0.1)
-    text = (folder / "runs" / "pairs" / "recipe.yaml").read_text(encoding="utf-8")
-    assert "# 0.002 was the best of three rates" in text
+    assert "(0.002 was the best of three rates" in choices[0] and not experiment.corpus.splits
     # Values that were given stay, and a model that learned before keeps its own.
-    given = completion.complete_optimizer(load_recipe(None, ["--learning_rate", "0.5"]))
-    assert (given[0].learning_rate, given[0].max_tokens_per_batch) == (0.5, 4096)
-    base = load_recipe(None, ["--model_name_or_path", "runs/pairs"])
-    assert completion.complete_optimizer(base) == (base, [])
+    tasks = ["--tasks.only", "{train_file: pairs.tsv}", "--train_file", "null"]
+    given = completed(*tasks, "--learning_rate", "0.5")[0].recipe
+    assert (given.learning_rate, given.max_tokens_per_batch) == (0.5, 4096)
+    base = str(save_generator(tiny_generator(), tmp_path / "base"))
+    assert completed(*tasks, "--model_name_or_path", base)[1] == []
 
 
-def test_pairs_to_evaluate_on_are_chosen_for_fields_that_need_them(folder):
-    recipe = completed(*SMALL, "--eval_strategy", "steps", "--eval_steps", "2", "--choose_decoding")[0].recipe
+def test_fields_of_evaluation_and_batches_are_chosen_beside_given_ones(folder):
+    words = ["--eval_strategy", "steps", "--eval_steps", "2", "--choose_decoding", "--gradient_accumulation_steps", "4"]
+    recipe = completed(*SMALL, *words)[0].recipe
     assert (recipe.num_validation, recipe.eval_steps, recipe.average_best) == (50, 2, 3) and recipe.choose_decoding
-
-
-def test_a_width_that_no_network_has_is_refused(folder):
-    with pytest.raises(ValueError, match="`hidden_size` must be a multiple"):
-        completed("--model.hidden_size", "7")
+    assert recipe.max_tokens_per_batch == 256
 
 
 @pytest.mark.parametrize("words", [["--neftune_noise_alpha", "5"], ["--train_sampling_strategy", "sequential"]])
 def test_fields_that_need_batches_of_pairs_are_refused_at_once(words):
     # The file is never read.
-    words = ["--train_file", "missing.tsv", "--output_dir", "run", *words]
-    with pytest.raises(ValueError, match=f"`{words[4][2:]}` .* got .*no `per_device_train_batch_size`"):
-        completion.complete(load_recipe(None, words), is_dry_run=True)
-
-
-def test_an_update_has_as_many_batches_as_the_recipe_says(folder):
-    words = ["--train_file", "pairs.tsv", "--output_dir", "run", "--gradient_accumulation_steps", "4", *SMALL]
-    experiment, choices = completion.complete(load_recipe(None, words), is_dry_run=True)
-    assert experiment.recipe.max_tokens_per_batch == 256
-    assert "max_tokens_per_batch 256 (an epoch has" in " ".join(map(str, choices))
+    with pytest.raises(ValueError, match=f"`{words[0][2:]}` .* got .*no `per_device_train_batch_size`"):
+        completed("--train_file", "missing.tsv", *words)
 
 
 def test_two_parallel_files_are_pairs_too(folder, capsys):
@@ -203,9 +185,7 @@ def write(folder, ending, source, target, splits):
 
 
 def chosen(name, **fields):
-    recipe = OpenRecipe(Recipe().replace(dataset_name=name, **fields))
-    choose_dataset(recipe)
-    return recipe.recipe
+    return choose_dataset(Recipe().replace(dataset_name=name, **fields))
 
 
 @pytest.mark.parametrize(
@@ -241,15 +221,13 @@ def test_a_configuration_decides_the_direction_of_translations():
         find_columns(dict.fromkeys(("text", "article", "summary")), "news", None)
 
 
-def test_a_folder_in_place_of_a_recipe_becomes_a_model(tmp_path, monkeypatch):
+def test_a_folder_in_place_of_a_recipe_is_trained_on(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "corpus", "csv", "text", "summary", ("train", "test"))
-    assert run("train", ["corpus", *SMALL, "--num_validation", "4", "--disable_tqdm"]) == 0
-    folder = tmp_path / "runs" / "corpus"
-    recipe = load_recipe(folder / "recipe.yaml")
-    assert (recipe.dataset_name, recipe.source_column, recipe.target_column) == ("corpus", "text", "summary")
-    assert "# corpus has the columns id, text, summary" in (folder / "recipe.yaml").read_text(encoding="utf-8")
-    assert json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["data"]["split"] == "test"
+    with caplog.at_level("INFO"):
+        assert run("train", ["corpus", *SMALL, "--num_validation", "4", "--dry_run"]) == 0
+    assert "source_column text, target_column summary (corpus has the columns id, text, summary)" in caplog.text
+    assert "dataset_test_split test (" in caplog.text
 
 
 def test_a_name_is_a_recipe_before_it_is_a_folder(tmp_path, monkeypatch):

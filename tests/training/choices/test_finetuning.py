@@ -1,21 +1,22 @@
 """Tests of the choices for fine-tuning: rates by family and size, batches by memory, limits by the model's positions."""
 
+import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from other_families import other_model
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+from transformers import T5Config
 from verbs import execute
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.scripts import train
-from metaphrase.training.choices import completion, finetuning
+from metaphrase.training.choices import completion
 from metaphrase.training.choices.completion import complete
-from metaphrase.training.choices.finetuning import RULES, finetuning_updates
-from metaphrase.training.choices.rules import TokenProfile
+from metaphrase.training.choices.finetuning import RULES, choose_finetuning, finetuning_updates
+from metaphrase.training.choices.rules import TokenProfile, describe_choices
 from metaphrase.training.model_setup import longest_sequence
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
@@ -44,7 +45,7 @@ def completed(folder, base, **fields):
     fields |= {"train_file": "pairs.tsv", "output_dir": "run", "use_cpu": True, "model_name_or_path": base}
     recipe = Recipe.from_mapping(fields, "the test")
     experiment, choices = complete(recipe, is_dry_run=True)
-    return experiment.recipe, " ".join(map(str, choices))
+    return experiment.recipe, " ".join(choices)
 
 
 def test_a_base_is_fine_tuned_without_a_recipe_and_resumed(folder):
@@ -99,48 +100,49 @@ def test_texts_beyond_the_positions_are_truncated(folder):
 
 
 def test_memory_decides_on_batches_and_adapters(folder, monkeypatch, caplog):
+    pytest.importorskip("peft")
     base = save_base("bart", folder / "base")
-    peaks, peak_memory = [], finetuning.peak_memory
+    peaks, estimate = [], completion.dry_run
 
-    def recorded_peak(*arguments):
-        peaks.append(peak_memory(*arguments))
-        return peaks[-1]
+    def recorded(experiment, **options):
+        peaks.append(estimate(experiment, devices=1).peak)
+        return estimate(experiment, devices=1)
 
-    monkeypatch.setattr(finetuning, "peak_memory", recorded_peak)
+    monkeypatch.setattr(completion, "dry_run", recorded)
     full, _ = completed(folder, base)
-    assert full.max_tokens_per_batch == 1024 and full.lora_rank is None and len(peaks) == 1
+    assert full.max_tokens_per_batch == 1024 and full.lora_rank is None
     monkeypatch.setattr(completion, "free_memory", lambda: completion._HEAP * (peaks[0] - 1))
     small, text = completed(folder, base)
     assert small.max_tokens_per_batch < 1024 and small.lora_rank is None
-    assert small.max_tokens_per_batch * small.gradient_accumulation_steps == 1024 and peaks[-1] < 0.8 * peaks[0]
+    assert small.max_tokens_per_batch * small.gradient_accumulation_steps == 1024 and peaks[-1] < peaks[0]
     assert "memory holds no more in one batch" in text
 
-    def needed(estimate, config):
-        return 2**30 if estimate.parameters.trainable == estimate.parameters.total else 2**20
+    def needed(experiment, **options):
+        found = estimate(experiment, devices=1)
+        is_whole = found.parameters.trainable == found.parameters.total
+        return dataclasses.replace(found, peak=2**30 if is_whole else 2**20)
 
     monkeypatch.setattr(completion, "free_memory", lambda: 2**29)
-    monkeypatch.setattr(finetuning, "peak_memory", needed)
+    monkeypatch.setattr(completion, "dry_run", needed)
     adapted, text = completed(folder, base)
     assert adapted.lora_rank == 16 and "training all weights takes 1.0 GiB" in text
     assert adapted.load_best_model_at_end and adapted.average_best is None
     assert adapted.learning_rate == min(1e-3, 10 * full.learning_rate)
-    monkeypatch.setattr(finetuning, "peak_memory", lambda estimate, config: 2**40)
+    monkeypatch.setattr(completion, "free_memory", lambda: 0)
     completed(folder, base)
-    assert "Training takes about 1024.0 GiB" in caplog.text
+    assert "Training takes about 1.0 GiB" in caplog.text
 
 
-def test_time_shortens_the_run(folder, monkeypatch):
-    base = save_base("t5", folder / "base")
-    unlimited, _ = completed(folder, base)
-    slow = SimpleNamespace(hours=1.0, data=SimpleNamespace(steps=10))
-    estimate = finetuning._estimate
-    monkeypatch.setattr(
-        finetuning, "_estimate", lambda *args, devices=1, **fields: estimate(*args, **fields) if devices else slow
-    )
-    recipe, text = completed(folder, base, time_budget="1h")
-    assert 1 <= recipe.max_steps < 10 < unlimited.max_steps and "% of them fit into the time" in text
-    recipe, text = completed(folder, base, time_budget="0.001s")
-    assert recipe.max_steps == 1 and "; 0 % of them fit into the time" in text
+@pytest.mark.parametrize("seconds", [None, 1000.0, 0.001])
+def test_time_shortens_the_run(seconds):
+    tokens, before = TokenProfile(1000, 15_000, 15_000, 60), Recipe(train_file="pairs.tsv")
+    usual = finetuning_updates(tokens, 1024)
+    recipe, total = choose_finetuning(before, tokens, T5Config(), 1, 10.0, seconds)
+    updates = usual if seconds is None else max(1, int(seconds / 10))
+    text = " ".join(describe_choices(before, recipe))
+    assert recipe.max_steps == updates and total == 10 * updates
+    assert ("of them fit into the time" in text) is (seconds is not None)
+    assert recipe.warmup_steps == updates // 10 and recipe.lr_scheduler_type == "cosine"
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.choices.rules import (
     SIZES,
-    OpenRecipe,
-    Pace,
+    StepCost,
     TokenProfile,
     choose_from_text,
     choose_from_tokens,
     choose_size,
+    describe_choices,
     dropout,
     learning_rate,
     tokens_per_batch,
@@ -40,9 +40,7 @@ def profile(pairs):
 
 
 def chosen_from_text(pairs, **fields):
-    recipe = OpenRecipe(Recipe(train_file="pairs.tsv", **fields))
-    choose_from_text(recipe, profile(pairs))
-    return recipe.recipe
+    return choose_from_text(Recipe(train_file="pairs.tsv", **fields), profile(pairs))
 
 
 @pytest.mark.parametrize(
@@ -140,11 +138,11 @@ def test_size_follows_from_target_tokens(task):
     assert updates * tokens_per_batch(tokens) < 150 * tokens.both
 
 
-def chosen_from_tokens(task="8,000 pronunciations", pace_of=lambda size: Pace(1.0), seconds=None, **fields):
+def chosen_from_tokens(task="8,000 pronunciations", cost_of=lambda size: StepCost(1.0), seconds=None, **fields):
     # A value that equals its default counts as given.
-    recipe = OpenRecipe(Recipe.from_mapping({"train_file": "pairs.tsv", **fields}, "the test"))
-    choose_from_tokens(recipe, TASKS[task][0], pace_of, seconds)
-    return recipe.recipe, " ".join(map(str, recipe.choices))
+    before = Recipe.from_mapping({"train_file": "pairs.tsv", **fields}, "the test")
+    recipe, _ = choose_from_tokens(before, TASKS[task][0], cost_of, seconds)
+    return recipe.checked(), " ".join(describe_choices(before, recipe))
 
 
 def test_much_text_is_read_three_times():
@@ -153,7 +151,7 @@ def test_much_text_is_read_three_times():
 
 
 def test_little_time_means_a_small_network():
-    recipe, reasons = chosen_from_tokens("29,000 sentences", lambda size: Pace(size.width**2 / 1e5), 300.0)
+    recipe, reasons = chosen_from_tokens("29,000 sentences", lambda size: StepCost(size.width**2 / 1e5), 300.0)
     assert recipe.model["hidden_size"] == 128
     assert "the time allows no larger network for" in reasons and "% of them fit into the time" in reasons
     unlimited, _ = chosen_from_tokens("29,000 sentences")
@@ -216,8 +214,6 @@ def test_one_given_field_leaves_the_others_to_be_chosen(fields, expected):
     chosen = chosen_from_tokens(num_validation=50, metrics=["bleu", "chrf"], **fields)[0]
     assert {name: getattr(chosen, name) for name in expected} == expected
     assert {name: getattr(chosen, name) for name in fields} == fields
-    # The recipe can be used.
-    chosen.replace()
 
 
 GREEK = [
@@ -244,8 +240,7 @@ def test_one_given_field_of_the_tokenizers_leaves_the_others_to_be_chosen(pairs,
     recipe = chosen_from_text(pairs, **fields)
     names = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size")
     assert tuple(getattr(recipe, name) for name in names) == expected
-    # The recipe can be used.
-    recipe.replace()
+    recipe.checked()
 
 
 @pytest.mark.parametrize(
@@ -265,15 +260,15 @@ def test_one_given_field_of_the_network_leaves_the_others_to_be_chosen(model, ex
 
 
 def test_every_choice_is_a_field_that_a_saved_recipe_holds(tmp_path):
-    recipe = OpenRecipe(Recipe(train_file="pairs.tsv"))
-    choose_from_text(recipe, profile(PRONUNCIATIONS))
-    choose_from_tokens(recipe, TASKS["8,000 pronunciations"][0], lambda size: Pace(1.0), None)
-    recipe.recipe.save(tmp_path / "recipe.yaml")
+    given = Recipe(train_file="pairs.tsv")
+    recipe = choose_from_text(given, profile(PRONUNCIATIONS))
+    recipe, _ = choose_from_tokens(recipe, TASKS["8,000 pronunciations"][0], lambda size: StepCost(1.0), None)
+    recipe.save(tmp_path / "recipe.yaml")
     again = load_recipe(tmp_path / "recipe.yaml")
-    assert again == recipe.recipe and all(choice.reason for choice in recipe.choices)
+    assert again == recipe and all(line.endswith(")") for line in describe_choices(given, recipe))
     # Nothing is left to choose.
-    choose_from_tokens(second := OpenRecipe(again), TASKS["29,000 sentences"][0], lambda size: Pace(1.0), None)
-    assert not second.choices
+    second, _ = choose_from_tokens(again, TASKS["29,000 sentences"][0], lambda size: StepCost(1.0), None)
+    assert second == again and not describe_choices(again, second)
 
 
 def test_rates_and_dropout_fall_as_they_should():
