@@ -14,13 +14,13 @@ from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading
 try:
     import uvicorn
 
-    from metaphrase.serving.app import Server, make_app
+    from metaphrase.serving.app import make_app
     from metaphrase.serving.batcher import Batcher
     from metaphrase.serving.limits import Limits
     from metaphrase.serving.models import ServedModel
     from metaphrase.serving.service import Service
 except ModuleNotFoundError as error:
-    if error.name not in ("uvicorn", "fastapi", "prometheus_client", "python_multipart"):
+    if error.name not in ("uvicorn", "fastapi", "prometheus_client"):
         raise
     raise ImportError(f"`metaphrase serve` needs {error.name}. Install it: pip install 'metaphrase[serve]'") from error
 
@@ -34,13 +34,13 @@ def main(arguments: argparse.Namespace) -> None:
     limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}
     keys = read_keys(arguments.api_keys)
-    batcher = Batcher(limits.max_wait_milliseconds / 1000, num_batches)
+    batcher = Batcher(num_batches)
     models = load_models(arguments, batcher)
     service = Service(models, batcher, limits=limits, api_keys=keys, glossaries=glossaries)
     for model in models:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
         logger.info("Model %s: %s%s.", model.name, model.task, f", {languages}" if model.source_languages else "")
-    config = uvicorn.Config(
+    uvicorn.run(
         make_app(service, arguments.cors_origins),
         host=arguments.host,
         port=arguments.port,
@@ -51,7 +51,6 @@ def main(arguments: argparse.Namespace) -> None:
         # Longer than a refused client waits before it comes back.
         timeout_keep_alive=75,
     )
-    Server(config, service).run()
 
 
 def divide_threads(device: str | None) -> int:

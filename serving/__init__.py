@@ -1,1 +1,1 @@
-"""HTTP server for models: the APIs of Hugging Face, LibreTranslate, DeepL, OpenAI and the Open Inference Protocol."""
+"""HTTP server for models: the APIs of Hugging Face, LibreTranslate, DeepL and OpenAI."""

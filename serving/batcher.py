@@ -1,21 +1,18 @@
 """Batcher: threads that decode the sentences of all requests, in batches of similar length."""
 
-import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.generator import EncodedTexts, Plan
 from metaphrase.modeling.pipeline_support import batches_by_length
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # Weight of the newest batch in the mean time of a token.
@@ -42,8 +39,8 @@ class Ticket:
     seed: int | None = None
     is_cancelled: bool = False
 
-    def check(self) -> None:
-        """Check that the client still waits for the answer.
+    def check(self) -> float:
+        """Return the seconds that are left.
 
         Raises:
             CancelledRequest: If the client has gone.
@@ -51,8 +48,9 @@ class Ticket:
         """
         if self.is_cancelled:
             raise CancelledRequest("The client closed the connection.")
-        if time.monotonic() > self.deadline:
-            raise TimeoutError("The request took longer than the server allows.")
+        if (seconds := self.deadline - time.monotonic()) < 0:
+            raise TimeoutError
+        return seconds
 
 
 class BatchFacts(NamedTuple):
@@ -94,15 +92,6 @@ class _Search:
     future: Future = field(default_factory=Future)
 
 
-@dataclass(eq=False)
-class _Call:
-    """A function that needs the models for itself, such as an alignment."""
-
-    ticket: Ticket
-    function: Callable[[], Any]
-    future: Future = field(default_factory=Future)
-
-
 # A search, and the index of one of its sentences.
 _Row = tuple[_Search, int]
 
@@ -118,28 +107,18 @@ class Batcher:
         observe: Called after each batch with its facts.
     """
 
-    def __init__(self, max_wait_seconds: float = 0.0, num_threads: int = 1):
-        """Start the threads.
-
-        Args:
-            max_wait_seconds: Longest time that a free engine waits for more sentences.
-            num_threads: Batches that are decoded at once.
-        """
+    def __init__(self, num_threads: int = 1):
+        """Start the threads, each of which decodes one batch at a time."""
         self.observe: Callable[[BatchFacts], None] = lambda facts: None
-        self._max_wait_seconds = max_wait_seconds
         self._seconds_per_token = self._batch_seconds = 0.0
         self._condition = threading.Condition()
         # torch has one stream of random numbers.
         self._random_lock = threading.Lock()
         self._searches: deque[_Search] = deque()
-        self._calls: deque[_Call] = deque()
-        # Sentences of the batch of each thread that decodes.
-        self._batches: list[int] = []
-        self._is_calling = self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"metaphrase-engine-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        # Sentences of each batch that is decoded, and 0 for a call.
+        self._running: list[int] = []
+        self._num_calls, self._is_closed = 0, False
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
@@ -168,12 +147,6 @@ class Batcher:
     ) -> tuple[list[list[Hypothesis]], Counter[str]]:
         """Decode encoded sentences, and wait for the result.
 
-        Args:
-            ticket: The request.
-            plan: Generators and options.
-            encoded: From `plan.encode()`.
-            return_scores: True if hypotheses carry their score.
-
         Returns:
             The hypotheses of each sentence, and the amounts to add to the counters of the caller.
 
@@ -190,103 +163,92 @@ class Batcher:
         key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), return_scores)
         waiting = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         search = _Search(ticket, plan, key, encoded.ids, return_scores, is_random, lengths, waiting)
-        self._wait_for(search, self._searches)
+        with self._condition:
+            if self._is_closed:
+                raise CancelledRequest("The server is shutting down.")
+            self._searches.append(search)
+            self._condition.notify_all()
+        try:
+            search.future.result(ticket.check())
+        except TimeoutError:
+            # Nobody needs the sentences that still wait.
+            ticket.is_cancelled = True
+            raise
         hypotheses = [search.results[index] for index in range(len(lengths))]
         counts["num_unfinished"] += sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
         return hypotheses, counts
 
     def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
-        """Run a function while no thread decodes, and return its result. Errors are those of `search`."""
-        return self._wait_for(_Call(ticket, function), self._calls)
-
-    def _wait_for(self, item: Any, queue: deque) -> Any:
-        item.ticket.check()
+        """Run a function, such as an alignment, while no thread decodes. Errors are those of `search`."""
         with self._condition:
-            if self._is_closed:
-                raise CancelledRequest("The server is shutting down.")
-            queue.append(item)
-            self._condition.notify_all()
+            # No other batch begins until the call ends.
+            self._num_calls += 1
         try:
-            return item.future.result(max(0.0, item.ticket.deadline - time.monotonic()))
-        except TimeoutError:
-            # Nobody needs the sentences that still wait.
-            item.ticket.is_cancelled = True
-            raise
+            with self._condition:
+                if not self._condition.wait_for(lambda: not self._running, ticket.check()):
+                    raise TimeoutError
+                self._running.append(0)
+            try:
+                ticket.check()
+                return function()
+            finally:
+                self._end(0)
+        finally:
+            with self._condition:
+                self._num_calls -= 1
+                self._condition.notify_all()
+
+    def _end(self, num_sentences: int) -> None:
+        with self._condition:
+            self._running.remove(num_sentences)
+            self._condition.notify_all()
 
     def _work(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(self._has_turn)
-                if self._searches and not self._calls:
-                    self._wait_for_more()
-                    if not self._has_turn():
-                        continue
-                if not (self._searches or self._calls):
-                    return
-                call = self._calls.popleft() if self._calls else None
-                self._is_calling = call is not None
-                rows = [] if call else self._take()
-                self._batches.append(len(rows))
-            if call:
-                self._settle(call, call.function)
-            elif rows:
-                self._decode(rows)
-            with self._condition:
-                self._batches.remove(len(rows))
-                self._is_calling = False
-                self._condition.notify_all()
+        while rows := self._take():
+            self._decode(rows)
+            self._end(len(rows))
             # A frame that waits for the next request must not hold the last one.
-            del call, rows
-
-    def _has_turn(self) -> bool:
-        """Return True if a free thread may go on. A call runs alone: no batch is decoded at the same time."""
-        if self._calls or self._is_calling:
-            return not self._batches
-        return bool(self._searches) or self._is_closed
-
-    def _wait_for_more(self) -> None:
-        """Wait until a batch is full, or long enough."""
-        if self._batches:
-            seconds, is_enough = _WAIT_SHARE * self._batch_seconds, self._has_share
-        else:
-            seconds, is_enough = 0.0, self._has_full_batch
-        if seconds := max(seconds, self._max_wait_seconds):
-            self._condition.wait_for(is_enough, seconds)
-
-    def _has_share(self) -> bool:
-        """Return True if a free thread would get its share of all sentences."""
-        waiting = sum(len(search.waiting) for search in self._searches)
-        return self._has_full_batch() or waiting * len(self._threads) >= waiting + sum(self._batches)
-
-    def _has_full_batch(self) -> bool:
-        if self._calls or self._is_calling or self._is_closed or not self._searches:
-            return True
-        return sum(len(search.waiting) for search in self._searches) >= self._searches[0].plan.generators[0].batch_size
-
-    def _settle(self, call: _Call, function: Callable[[], Any]) -> None:
-        try:
-            call.ticket.check()
-            call.future.set_result(function())
-        except Exception as error:
-            call.future.set_exception(error)
+            del rows
 
     def _take(self) -> list[_Row]:
-        """Take the rows of the next batch out of the queue."""
-        for search in list(self._searches):
-            try:
-                search.ticket.check()
-            except (CancelledRequest, TimeoutError) as error:
-                self._fail(search, error)
-        if not self._searches:
-            return []
-        rows = self._choose(self._searches[0])
-        self._searches.rotate(-1)
-        for search in dict.fromkeys(search for search, _ in rows):
-            taken = {index for other, index in rows if other is search}
-            search.waiting = [index for index in search.waiting if index not in taken]
-            if not search.waiting:
-                self._searches.remove(search)
-        return rows
+        """Wait for a turn, and take the next batch out of the queue; an empty one after the end."""
+        with self._condition:
+            while True:
+                self._condition.wait_for(self._has_turn)
+                if self._running:
+                    # Clients that have just been answered may send more.
+                    self._condition.wait_for(self._has_share, _WAIT_SHARE * self._batch_seconds)
+                    if not self._has_turn():
+                        continue
+                for search in list(self._searches):
+                    try:
+                        search.ticket.check()
+                    except (CancelledRequest, TimeoutError) as error:
+                        self._fail(search, error)
+                if self._searches:
+                    break
+                if self._is_closed:
+                    return []
+            rows = self._choose(self._searches[0])
+            self._searches.rotate(-1)
+            for search in {search for search, _ in rows}:
+                taken = {index for other, index in rows if other is search}
+                search.waiting = [index for index in search.waiting if index not in taken]
+                if not search.waiting:
+                    self._searches.remove(search)
+            self._running.append(len(rows))
+            return rows
+
+    def _has_turn(self) -> bool:
+        return not self._num_calls and bool(self._searches or self._is_closed)
+
+    def _has_share(self) -> bool:
+        """Return True if a free thread would get its share of all sentences, or need not wait for more."""
+        if self._is_closed or not self._searches:
+            return True
+        waiting = sum(len(search.waiting) for search in self._searches)
+        has_full_batch = waiting >= self._searches[0].plan.generators[0].batch_size
+        return has_full_batch or waiting * len(self._threads) >= waiting + sum(self._running)
 
     def _choose(self, search: _Search) -> list[_Row]:
         """Return the batch of the longest sentence of a search, with sentences of similar length of all searches."""
@@ -303,7 +265,13 @@ class Batcher:
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))
         try:
-            hypotheses = self._search(rows)
+            if searches[0].is_random:
+                with self._random_lock:
+                    seed = searches[0].ticket.seed
+                    torch.seed() if seed is None else torch.manual_seed(seed)
+                    hypotheses = self._search(rows)
+            else:
+                hypotheses = self._search(rows)
         except Exception as error:
             if len(searches) > 1:
                 # Only the request that caused the error may fail.
@@ -329,14 +297,6 @@ class Batcher:
             search.future.set_exception(error)
 
     def _search(self, rows: list[_Row]) -> list[list[Hypothesis]]:
-        search, _ = rows[0]
-        if not search.is_random:
-            return self._search_batch(rows)
-        with self._random_lock:
-            torch.seed() if search.ticket.seed is None else torch.manual_seed(search.ticket.seed)
-            return self._search_batch(rows)
-
-    def _search_batch(self, rows: list[_Row]) -> list[list[Hypothesis]]:
         search, started = rows[0][0], time.perf_counter()
         ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
         encoded = EncodedTexts(ids, documents=[], counts={})
@@ -344,10 +304,9 @@ class Batcher:
         seconds = time.perf_counter() - started
         num_source_tokens = sum(other.lengths[index] for other, index in rows)
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
-        newest = seconds / num_source_tokens
         with self._condition:
             weight = _NEWEST if self._seconds_per_token else 1.0
-            self._seconds_per_token += weight * (newest - self._seconds_per_token)
+            self._seconds_per_token += weight * (seconds / num_source_tokens - self._seconds_per_token)
             self._batch_seconds = seconds
         largest = search.plan.generators[0].batch_size
         self.observe(BatchFacts(len(rows), largest, num_source_tokens, num_target_tokens, seconds))

@@ -1,10 +1,11 @@
 """Read the body of a request: JSON or a form, checked by a model of its fields."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from pydantic import BaseModel, ValidationError
 
 from metaphrase.storage.hints import explain_error
@@ -17,19 +18,25 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
     """Return the fields of a JSON or form body.
 
     Args:
-        request: The request.
+        request: The request, of an application that has `Limits` as `state.limits`.
         fields: Names, types and defaults.
         lists: Fields that a form may repeat.
 
     Raises:
+        HTTPException: If the body is too large.
         ValueError: If the body cannot be read, or a field is missing or wrong.
     """
-    body = await request.body()
+    body, most = b"", request.app.state.limits.max_body_kilobytes
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > 1024 * most:
+            raise HTTPException(413, f"The body must have at most {most} kB.", {"Connection": "close"})
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     try:
         # curl calls every body a form.
-        if kind in (_FORM, "multipart/form-data") and not body.lstrip().startswith(b"{"):
-            content = await _read_form(request, body, kind, lists)
+        if kind == _FORM and not body.lstrip().startswith(b"{"):
+            pairs = parse_qs(body.decode(), keep_blank_values=True, strict_parsing=bool(body), max_num_fields=1000)
+            content = {name: values if name in lists else values[-1] for name, values in pairs.items()}
         else:
             content = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -39,7 +46,7 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
     return check_fields(content, fields)
 
 
-def check_fields(content: dict[str, Any], fields: type[Fields]) -> Fields:
+def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:
     """Return checked fields.
 
     Raises:
@@ -51,21 +58,7 @@ def check_fields(content: dict[str, Any], fields: type[Fields]) -> Fields:
         raise ValueError(explain_error(error)) from None
 
 
-async def _read_form(request: Request, body: bytes, kind: str, lists: tuple[str, ...]) -> dict[str, Any]:
-    if kind == _FORM:
-        pairs = parse_qs(body.decode("utf-8"), keep_blank_values=True, strict_parsing=bool(body), max_num_fields=1000)
-    else:
-        form = await request.form(max_files=0, max_fields=1000)
-        pairs = {name: form.getlist(name) for name in form}
-    return {name: values if name in lists else values[-1] for name, values in pairs.items()}
-
-
 def schema_of(fields: type[BaseModel], *kinds: str) -> dict[str, Any]:
     """Return the description of a body for the OpenAPI page."""
-    schema = fields.model_json_schema()
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {kind: {"schema": schema} for kind in kinds or ("application/json",)},
-        }
-    }
+    content = {kind: {"schema": fields.model_json_schema()} for kind in kinds or ("application/json",)}
+    return {"requestBody": {"required": True, "content": content}}

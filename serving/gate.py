@@ -1,6 +1,5 @@
-"""Guards in front of all APIs: keys, largest bodies, errors in the form of each API, access log and metrics."""
+"""Guards in front of all APIs: keys, errors in the form of each API, access log and metrics."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -10,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from metaphrase.serving.batcher import BatchFacts, CancelledRequest
 from metaphrase.serving.models import UnknownModelError
@@ -23,7 +23,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # Paths without a key: no text goes there.
 PUBLIC_PATHS = (
-    *("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/ui/settings", "/docs", "/openapi.json"),
+    *("/health", "/ui", "/ui/settings", "/docs", "/openapi.json"),
     # LibreTranslate needs no key there.
     *("/languages", "/frontend/settings"),
 )
@@ -44,47 +44,37 @@ class Metrics:
     """Metrics of one server, in a registry of their own."""
 
     def __init__(self, service: Service):
-        batcher = service.batcher
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "metaphrase_requests", "Answered requests", ("route", "status"), registry=self._registry
-        )
+        batcher, registry = service.batcher, CollectorRegistry()
+        self._registry = registry
+        self._requests = Counter("metaphrase_requests", "Answered requests", ("route", "status"), registry=registry)
         self._seconds = Histogram(
-            "metaphrase_request_seconds", "Time of a request", ("route",), buckets=_SECONDS, registry=self._registry
+            "metaphrase_request_seconds", "Time of a request", ("route",), buckets=_SECONDS, registry=registry
         )
-        self._tokens = Counter(
-            "metaphrase_tokens", "Tokens that the models read or wrote", ("side",), registry=self._registry
-        )
-        self._sentences = Counter("metaphrase_sentences", "Decoded sentences", registry=self._registry)
-        self._batch_seconds = Histogram(
-            "metaphrase_batch_seconds", "Time of a batch", buckets=_SECONDS, registry=self._registry
-        )
-        self._fill = Histogram(
-            "metaphrase_batch_fill",
-            "Share of the largest batch that a batch fills",
-            buckets=_SHARES,
-            registry=self._registry,
-        )
-        gauges = {
-            "metaphrase_sentences_waiting": ("Sentences that wait for the engine", lambda: batcher.num_waiting),
-            "metaphrase_requests_running": ("Requests that wait or run", lambda: service.num_requests),
-            "metaphrase_expected_seconds": ("Time that the waiting sentences will take", batcher.expected_seconds),
-        }
-        for name, (text, function) in gauges.items():
-            Gauge(name, text, registry=self._registry).set_function(function)
-        batcher.observe = self._observe_batch
+        tokens = Counter("metaphrase_tokens", "Tokens that the models read or wrote", ("side",), registry=registry)
+        sentences = Counter("metaphrase_sentences", "Decoded sentences", registry=registry)
+        seconds = Histogram("metaphrase_batch_seconds", "Time of a batch", buckets=_SECONDS, registry=registry)
+        text = "Share of the largest batch that a batch fills"
+        fill = Histogram("metaphrase_batch_fill", text, buckets=_SHARES, registry=registry)
+        for name, text, function in (
+            ("sentences_waiting", "Sentences that wait for the engine", lambda: batcher.num_waiting),
+            ("requests_running", "Requests that wait or run", lambda: service.num_requests),
+            ("expected_seconds", "Time that the waiting sentences will take", batcher.expected_seconds),
+        ):
+            Gauge(f"metaphrase_{name}", text, registry=registry).set_function(function)
 
-    def observe_request(self, route: str, status: int, started: float) -> None:
-        """Count an answered request; `started` is its `time.perf_counter()`."""
+        def observe(facts: BatchFacts) -> None:
+            tokens.labels("source").inc(facts.num_source_tokens)
+            tokens.labels("target").inc(facts.num_target_tokens)
+            sentences.inc(facts.num_sentences)
+            seconds.observe(facts.seconds)
+            fill.observe(facts.num_sentences / facts.largest_batch)
+
+        batcher.observe = observe
+
+    def observe_request(self, route: str, status: int, seconds: float) -> None:
+        """Count an answered request."""
         self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(time.perf_counter() - started)
-
-    def _observe_batch(self, facts: BatchFacts) -> None:
-        self._tokens.labels("source").inc(facts.num_source_tokens)
-        self._tokens.labels("target").inc(facts.num_target_tokens)
-        self._sentences.inc(facts.num_sentences)
-        self._batch_seconds.observe(facts.seconds)
-        self._fill.observe(facts.num_sentences / facts.largest_batch)
+        self._seconds.labels(route).observe(seconds)
 
     def render(self) -> bytes:
         """Return all metrics as Prometheus reads them."""
@@ -124,12 +114,11 @@ APIS = (
     Api(("/v1",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
     Api(
-        ("/v2/translate", "/v2/languages", "/v2/usage", "/v2/glossaries", "/v3"),
+        ("/v2", "/v3"),
         lambda status, message: {"message": message},
         overload=429,
         wrong_key=403,
     ),
-    Api(("/v2",), lambda status, message: {"error": message}, unknown_model=404),
     Api(
         ("/translate", "/detect", "/languages", "/frontend"), lambda status, message: {"error": message}, wrong_key=403
     ),
@@ -162,28 +151,25 @@ def message_of(error: Exception) -> str:
 def handle_errors(app: FastAPI) -> None:
     """Turn the errors of all endpoints into responses. The gate answers the unexpected ones."""
 
-    @app.exception_handler(ValueError)
-    async def refuse(request: Request, error: ValueError) -> Response:
-        path = request.url.path
-        status = find_api(path).unknown_model if isinstance(error, UnknownModelError) else 400
-        return error_response(path, status, str(error))
+    async def answer(request: Request, error: Exception) -> Response:
+        path, headers = request.url.path, None
+        api = find_api(path)
+        if isinstance(error, OverloadError):
+            status, headers = api.overload, {"Retry-After": str(error.retry_after)}
+        elif isinstance(error, HTTPException):
+            return error_response(path, error.status_code, str(error.detail), error.headers)
+        elif isinstance(error, ValueError):
+            status = api.unknown_model if isinstance(error, UnknownModelError) else 400
+        else:
+            status = CLIENT_CLOSED
+        return error_response(path, status, str(error), headers)
 
-    @app.exception_handler(OverloadError)
-    async def refuse_for_now(request: Request, error: OverloadError) -> Response:
-        path = request.url.path
-        return error_response(path, find_api(path).overload, str(error), {"Retry-After": str(error.retry_after)})
-
-    @app.exception_handler(CancelledRequest)
-    async def end(request: Request, error: CancelledRequest) -> Response:
-        return error_response(request.url.path, CLIENT_CLOSED, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def answer(request: Request, error: HTTPException) -> Response:
-        return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
+    for error in (HTTPException, OverloadError, ValueError, CancelledRequest, ClientDisconnect):
+        app.add_exception_handler(error, answer)
 
 
 class Gate:
-    """Refuses requests with a large body, a slow body or a wrong key, and records the others."""
+    """Refuses requests with a wrong key, and records all of them."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service, metrics: Metrics):
         self.app, self.service, self.metrics = app, service, metrics
@@ -198,65 +184,32 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self.service.is_draining:
-                    message = message | {"headers": [*message.get("headers", []), (b"connection", b"close")]}
             await send(message)
 
-        headers = dict(scope["headers"])
+        app = self.app
+        if not self._is_allowed(path, dict(scope["headers"])):
+            wrong_key = find_api(path).wrong_key
+            challenge = {"WWW-Authenticate": "Bearer"} if wrong_key == 401 else None
+            app = error_response(path, wrong_key, WRONG_KEY, challenge)
         try:
-            if not self._is_allowed(path, headers):
-                wrong_key = find_api(path).wrong_key
-                challenge = {"WWW-Authenticate": "Bearer"} if wrong_key == 401 else None
-                await error_response(path, wrong_key, WRONG_KEY, challenge)(scope, receive, record_status)
-                return
-            body = await self._read_body(headers, receive)
-            await self.app(scope, _replay(body, receive), record_status)
-        except HTTPException as error:
-            response = error_response(path, error.status_code, error.detail, {"Connection": "close"})
-            await response(scope, receive, record_status)
+            await app(scope, receive, record_status)
         except Exception as error:
             # The message may hold a client's text, which no log keeps.
             logger.error("%s failed: %s.", route_of(scope), type(error).__name__)
             if status is None:
                 await error_response(path, 500, FAILURE)(scope, receive, record_status)
         finally:
-            route, status = route_of(scope), status or 500
-            self.metrics.observe_request(route, status, started)
-            client = (scope.get("client") or ("-",))[0]
-            milliseconds = 1000 * (time.perf_counter() - started)
-            logger.info(
-                "client=%s method=%s route=%s status=%d ms=%.1f", client, scope["method"], route, status, milliseconds
-            )
+            route, status, seconds = route_of(scope), status or 500, time.perf_counter() - started
+            self.metrics.observe_request(route, status, seconds)
+            client, method = (scope.get("client") or ("-",))[0], scope["method"]
+            logger.info("client=%s method=%s route=%s status=%d ms=%.1f", client, method, route, status, 1000 * seconds)
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if not self.service.needs_key or path in PUBLIC_PATHS:
+        if path in PUBLIC_PATHS:
             return True
         key = read_key(headers.get(b"authorization", b"").decode("latin-1"))
         # Without a header, the endpoint checks the key of the body.
         return self.service.accepts(key) or (key is None and path in BODY_KEY_PATHS)
-
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        limits = self.service.limits
-        most = 1024 * limits.max_body_kilobytes
-        length = headers.get(b"content-length", b"")
-        refused = HTTPException(413, f"The body must have at most {limits.max_body_kilobytes} kB.")
-        if length.isdigit() and int(length) > most:
-            raise refused
-        chunks, size, is_last = [], 0, False
-        try:
-            async with asyncio.timeout(limits.timeout_seconds):
-                while not is_last:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise HTTPException(400, "The client closed the connection.")
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    if size > most:
-                        raise refused
-                    is_last = not message.get("more_body", False)
-        except TimeoutError as error:
-            raise HTTPException(408, f"The body must arrive within {limits.timeout_seconds:g} seconds.") from error
-        return b"".join(chunks)
 
 
 def route_of(scope: Scope) -> str:
@@ -268,17 +221,3 @@ def read_key(header: str) -> str | None:
     """Return the key in a header Authorization."""
     scheme = next((scheme for scheme in _SCHEMES if header.lower().startswith(scheme)), None)
     return None if scheme is None else header[len(scheme) :].strip()
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body first."""
-    is_sent = False
-
-    async def replay() -> MutableMapping[str, Any]:
-        nonlocal is_sent
-        if is_sent:
-            return await receive()
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

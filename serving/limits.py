@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def _limit(default: float, text: str, low: float = 1) -> Any:
-    return field(default=default, metadata={"help": text, "low": low})
+def _limit(default: float, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,9 @@ class Limits:
     max_beams: int = _limit(16, "maximum beams, and targets of a source, that a client may set")
     max_requests: int = _limit(256, "maximum requests at once; further ones are refused with status 503")
     timeout_seconds: float = _limit(60.0, "longest time of a request; one that would take longer is refused at once")
-    # A busy engine collects sentences anyway.
-    max_wait_milliseconds: float = _limit(0.0, "longest time that a free engine waits for more sentences of a batch", 0)
 
     def __post_init__(self):
         for item in fields(self):
-            value, low = getattr(self, item.name), item.metadata["low"]
-            if not low <= value < float("inf"):
-                raise ValueError(f"`{item.name}` must be a finite number of at least {low}, got {value}.")
+            value = getattr(self, item.name)
+            if not 1 <= value < float("inf"):
+                raise ValueError(f"`{item.name}` must be a finite number of at least 1, got {value}.")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import math
 import re
@@ -11,15 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import anyio
-import torch
 from fastapi import Request
 
 from metaphrase.inference import Generator
-from metaphrase.inference.generator import Plan, make_splitter
+from metaphrase.inference.generator import make_splitter
 from metaphrase.inference.texts.documents import Document, keep_whole
 from metaphrase.inference.texts.plan import Links, Sentence, Terms
 from metaphrase.inference.whole_texts import TextDecoder
-from metaphrase.modeling.pipeline_support import resolve_settings
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import QueuedGenerator, ServedModel, ServedModels, base_code, identify_languages
@@ -31,8 +30,6 @@ CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith(
 # A refused client comes back after at most this time.
 _LONGEST_RETRY = 60
 _TAGS = re.compile(r"<[^<>]*>")
-# The end of a character that needs more bytes.
-_INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,6 @@ class Service:
         limits: Limits of requests.
         glossaries: Terms by their id in requests.
         num_requests: Requests that wait or run.
-        is_draining: True while the server ends. Then each answer closes its connection.
     """
 
     def __init__(
@@ -122,7 +118,6 @@ class Service:
         self.batcher = batcher
         self.limits = limits or Limits()
         self.glossaries = dict(glossaries or {})
-        self.is_draining = False
         self._keys = [key.encode() for key in api_keys]
         self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
@@ -134,9 +129,7 @@ class Service:
 
     def accepts(self, key: str | None) -> bool:
         """Return True if a client with this key may use the server. The time does not tell how much of a key is right."""
-        if not self._keys:
-            return True
-        return any(hmac.compare_digest((key or "").encode(), known) for known in self._keys)
+        return not self._keys or any(hmac.compare_digest((key or "").encode(), known) for known in self._keys)
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
@@ -228,7 +221,7 @@ class Service:
 
 
 class _QueuedDecoder(TextDecoder):
-    """Computes alignments in the thread of the models, since they change the kernels of a model for a moment."""
+    """Computes alignments while no thread decodes, since they change the kernels of a model for a moment."""
 
     generator: QueuedGenerator
 
@@ -323,43 +316,12 @@ def cut_at(text: str, stops: Sequence[str] | None) -> str:
     return text[: min(ends)] if ends else text
 
 
-class _PieceStreamer:
-    """Receives each token of one target, and emits the text that it adds."""
-
-    def __init__(self, generator: QueuedGenerator, emit: Callable[[str], None]):
-        self._generator, self._emit = generator, emit
-        self._ids: list[int] = []
-        self._has_start = False
-        self.text = ""
-
-    def put(self, tokens: torch.Tensor) -> None:
-        """Take tokens from `generate()`. The first ones are the decoder's start. An error here ends the search."""
-        self._generator.ticket.check()
-        if not self._has_start:
-            self._has_start = True
-            return
-        self._ids += tokens.flatten().tolist()
-        [text] = self._generator.tokenizers.decode_targets([self._ids])
-        # A tokenizer may rewrite earlier text; then the piece comes with the end.
-        if text.startswith(self.text) and not text.endswith(_INCOMPLETE):
-            self.finish(text)
-
-    def end(self) -> None:
-        """Do nothing: the caller has the whole target."""
-
-    def finish(self, text: str) -> None:
-        """Emit the text behind what was emitted before."""
-        if text.startswith(self.text) and len(text) > len(self.text):
-            self._emit(text[len(self.text) :])
-        self.text = text
-
-
 class TextStream:
-    """The target of one text in pieces.
+    """The target of one text, sentence by sentence.
 
     Attributes:
         query: The request.
-        is_finished: False if the target, or a sentence of it, met the length limit. Known at the end.
+        is_finished: False if a sentence met the length limit. Known at the end.
     """
 
     def __init__(self, service: Service, model: ServedModel, query: Query, seed: int | None = None):
@@ -371,10 +333,7 @@ class TextStream:
         check_query(query, service.limits)
         if len(query.texts) != 1 or query.num_targets != 1:
             raise ValueError("A stream must have one text and one target.")
-        if query.text_format != "text" or query.terms:
-            raise ValueError("Markup and terms must be left out of a stream.")
-        self.is_finished = True
-        self.query = query
+        self.is_finished, self.query = True, query
         self._service, self._model, self._seed = service, model, seed
 
     async def start(self) -> AsyncIterator[str]:
@@ -390,27 +349,20 @@ class TextStream:
         return all_pieces()
 
     async def _pieces(self) -> AsyncIterator[str]:
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-
-        def put(piece: str | None) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, piece)
-
-        with self._service.admit(self._seed) as ticket:
-
-            def work() -> int:
-                try:
-                    return write_pieces(self._model, self.query, ticket, put)
-                finally:
-                    put(None)
-
-            task = asyncio.create_task(self._service.run_in_thread(work))
-            try:
-                while (piece := await queue.get()) is not None:
-                    yield piece
-                self.is_finished = not await task
-            finally:
-                # The client may have gone.
-                ticket.is_cancelled = True
+        service, query = self._service, self.query
+        with service.admit(self._seed) as ticket:
+            generator, language_options = self._model.open(ticket, query.source_lang, query.target_lang)
+            options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
+            document = await service.run_in_thread(lambda: split_text(self._model, query, generator))
+            lead, *gaps = document.layout
+            for sentence, gap in zip(document.sentences, gaps, strict=True):
+                decode = functools.partial(generator.generate, [sentence], **options)
+                [text] = await service.run_in_thread(decode)
+                yield lead + text + gap
+                lead = ""
+            if lead:
+                yield lead
+            self.is_finished = not generator.num_unfinished
 
 
 async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str] | None) -> AsyncIterator[str]:
@@ -429,42 +381,3 @@ async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str] | None) ->
             waiting = waiting[ready:]
     if waiting:
         yield waiting
-
-
-def write_pieces(model: ServedModel, query: Query, ticket: Ticket, emit: Callable[[str], None]) -> int:
-    """Decode the one text of a request, emit its target in pieces, and return the number of sentences at the length limit."""
-    generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
-    options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
-    settings = resolve_settings(generator.model, options)
-    document = split_text(model, query, generator)
-    first, *gaps = document.layout
-    if first:
-        emit(first)
-    for sentence, gap in zip(document.sentences, gaps, strict=True):
-        if (settings.get("num_beams") or 1) == 1:
-            _stream_tokens(generator, sentence, options, emit)
-        else:
-            [text] = generator.generate([sentence], **options)
-            emit(text)
-        if gap:
-            emit(gap)
-    return generator.num_unfinished
-
-
-def _stream_tokens(
-    generator: QueuedGenerator, sentence: str, options: dict[str, Any], emit: Callable[[str], None]
-) -> None:
-    """Decode a sentence alone in the thread of the models."""
-
-    def decode() -> None:
-        if generator.ticket.seed is not None:
-            torch.manual_seed(generator.ticket.seed)
-        streamer = _PieceStreamer(generator, emit)
-        plan = Plan.of(generator, options | {"streamer": streamer}, 1)
-        sources = plan.encode([sentence])
-        # Not the method of a queued generator, which would wait for this thread.
-        hypotheses = Generator.search_encoded(generator, plan, sources, False)
-        [[scored]] = plan.decode_texts(sources.documents, hypotheses, False)
-        streamer.finish(scored.text)
-
-    generator.batcher.call(generator.ticket, decode)

@@ -1,5 +1,6 @@
 """Tests of batches across requests: equal results, turns, errors of one request, deadlines, random numbers."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -12,10 +13,8 @@ from tiny_generator import SOURCES, tiny_generator
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
 from metaphrase.serving.models import QueuedGenerator
 
-MINUTE = 60.0
 
-
-def ticket(seconds=MINUTE, **fields):
+def ticket(seconds=60.0, **fields):
     return Ticket(time.monotonic() + seconds, **fields)
 
 
@@ -26,75 +25,82 @@ def batcher(request):
     batcher.close()
 
 
-class Stop:
-    """A call that keeps the engine busy until the test lets it go."""
-
-    def __init__(self, batcher):
-        self.batcher, self.is_running, self.may_end = batcher, threading.Event(), threading.Event()
-
-    def __enter__(self):
-        self.thread = threading.Thread(target=self.batcher.call, args=(ticket(), self._hold))
-        self.thread.start()
-        self.is_running.wait()
-        return self
-
-    def _hold(self):
-        self.is_running.set()
-        self.may_end.wait()
-
-    def __exit__(self, *exception):
-        self.may_end.set()
-        self.thread.join()
-
-
-def wait_for(batcher, count):
-    """Wait until this many sentences wait."""
-    while batcher.num_waiting < count:
-        time.sleep(0.001)
-
-
-def test_requests_share_a_batch_and_get_their_own_targets(batcher):
-    generator, facts = tiny_generator(), []
-    expected = {source: generator.generate([source]) for source in SOURCES}
+@pytest.fixture
+def facts(batcher):
+    facts = []
     batcher.observe = facts.append
-    with ThreadPoolExecutor(len(SOURCES)) as pool:
-        with Stop(batcher):
-            requests = {
-                source: pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, [source])
-                for source in SOURCES
-            }
-            wait_for(batcher, len(SOURCES))
-        assert {source: request.result() for source, request in requests.items()} == expected
+    return facts
+
+
+@pytest.fixture
+def queued(batcher):
+    """Makes the generator of a request."""
+    return lambda generator, **fields: QueuedGenerator.of(generator, batcher, ticket(**fields))
+
+
+@contextlib.contextmanager
+def busy(batcher):
+    """Keep the batcher busy. Yields an event that lets it go on, and a function that waits for a number of sentences."""
+    is_running, may_end = threading.Event(), threading.Event()
+
+    def hold():
+        is_running.set()
+        may_end.wait()
+
+    def wait_for(count):
+        while batcher.num_waiting < count:
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=batcher.call, args=(ticket(), hold))
+    thread.start()
+    is_running.wait()
+    try:
+        yield may_end, wait_for
+    finally:
+        may_end.set()
+        thread.join()
+
+
+@pytest.fixture
+def submit(batcher):
+    """Runs functions while the batcher is busy, each when the sentences of the earlier ones wait. Returns their futures."""
+    with ThreadPoolExecutor(8) as pool:
+
+        def run(calls, num_sentences):
+            with busy(batcher) as (_, wait_for):
+                futures = []
+                for call, count in zip(calls, itertools.accumulate(num_sentences), strict=True):
+                    futures.append(pool.submit(*call))
+                    wait_for(count)
+            return futures
+
+        yield run
+
+
+def test_requests_share_a_batch_and_get_their_own_targets(queued, facts, submit):
+    generator = tiny_generator()
+    futures = submit([(queued(generator).generate, [source]) for source in SOURCES], [1] * len(SOURCES))
+    assert [future.result() for future in futures] == [generator.generate([source]) for source in SOURCES]
     assert [fact.num_sentences for fact in facts] == [len(SOURCES)]
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"max_new_tokens": 3}]
-)
-def test_queued_generator_equals_a_generator(batcher, options):
+@pytest.mark.parametrize("options", [{"num_beams": 2, "num_return_sequences": 2}, {"max_new_tokens": 3}])
+def test_queued_generator_equals_a_generator(queued, options):
+    generator, texts = tiny_generator(), [*SOURCES, "", "  "]
+    own = queued(generator)
+    assert own.generate_n_best(texts, **options) == generator.generate_n_best(texts, **options)
+    assert own.num_unfinished == generator.num_unfinished
+
+
+def test_requests_with_other_options_have_batches_of_their_own(queued, facts, submit):
     generator = tiny_generator()
-    texts = [*SOURCES, "", "  "]
-    queued = QueuedGenerator.of(generator, batcher, ticket())
-    assert queued.generate_n_best(texts, **options) == generator.generate_n_best(texts, **options)
-    assert queued.num_unfinished == generator.num_unfinished
-
-
-def test_requests_with_other_options_have_batches_of_their_own(batcher):
-    generator, facts = tiny_generator(), []
-    batcher.observe = facts.append
-    with ThreadPoolExecutor(2) as pool:
-        with Stop(batcher):
-            requests = [
-                pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, SOURCES[:2], num_beams=beams)
-                for beams in (1, 2)
-            ]
-            wait_for(batcher, 4)
-        for beams, request in zip((1, 2), requests, strict=True):
-            assert request.result() == generator.generate(SOURCES[:2], num_beams=beams)
+    generate = [lambda beams=beams: queued(generator).generate(SOURCES[:2], num_beams=beams) for beams in (1, 2)]
+    for beams, future in zip((1, 2), submit([(call,) for call in generate], [2, 2]), strict=True):
+        assert future.result() == generator.generate(SOURCES[:2], num_beams=beams)
     assert [fact.num_sentences for fact in facts] == [2, 2]
 
 
-def test_a_short_request_does_not_wait_for_a_long_one(batcher):
+def test_a_short_request_does_not_wait_for_a_long_one(queued, submit):
     short_is_decoded, num_decoded = threading.Event(), itertools.count(1)
 
     def record(text):
@@ -107,109 +113,66 @@ def test_a_short_request_does_not_wait_for_a_long_one(batcher):
 
     generator = identity_generator(record, batch_size=2)
     # Lengths differ, so that the short one is never the nearest.
-    texts = {"a b c d e f g h": 20, "a": 1}
-    with ThreadPoolExecutor(2) as pool:
-        with Stop(batcher):
-            requests = []
-            for count, (text, size) in enumerate(texts.items()):
-                queued = QueuedGenerator.of(generator, batcher, ticket())
-                requests.append(pool.submit(queued.generate, [text] * size))
-                wait_for(batcher, 20 + count)
-        assert [request.result() for request in requests] == [[text] * size for text, size in texts.items()]
+    texts = [["a b c d e f g h"] * 20, ["a"]]
+    futures = submit([(queued(generator).generate, part) for part in texts], map(len, texts))
+    assert [future.result() for future in futures] == texts
 
 
-def test_sentences_of_a_batch_have_similar_lengths(batcher):
-    generator, facts = identity_generator(batch_size=2), []
-    batcher.observe = facts.append
+def test_sentences_of_a_batch_have_similar_lengths(queued, facts, submit):
+    generator = identity_generator(batch_size=2)
     texts = ["a b c d e f g h", "a", "a b c d e f g", "a b"]
     long, short, other_long, other_short = (len(ids) for ids in generator.encode(texts))
-    with ThreadPoolExecutor(2) as pool, Stop(batcher):
-        for part in (texts[:2], texts[2:]):
-            pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, part)
-        wait_for(batcher, 4)
+    for future in submit([(queued(generator).generate, part) for part in (texts[:2], texts[2:])], [2, 2]):
+        future.result()
     assert sorted(fact.num_source_tokens for fact in facts) == sorted((long + other_long, short + other_short))
 
 
-def test_only_the_request_that_fails_gets_the_error(batcher):
+def test_only_the_request_that_fails_gets_the_error(queued, submit):
     def change(text):
         if "bad" in text:
             raise RuntimeError("broken")
         return text.upper()
 
     generator = identity_generator(change)
-    with ThreadPoolExecutor(3) as pool:
-        with Stop(batcher):
-            requests = [
-                pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, [text])
-                for text in ("a", "bad", "c")
-            ]
-            wait_for(batcher, 3)
-        assert requests[0].result() == ["A"]
-        with pytest.raises(RuntimeError, match="broken"):
-            requests[1].result()
-        assert requests[2].result() == ["C"]
+    futures = submit([(queued(generator).generate, [text]) for text in ("a", "bad", "c")], [1] * 3)
+    with pytest.raises(RuntimeError, match="broken"):
+        futures[1].result()
+    assert futures[0].result() + futures[2].result() == ["A", "C"]
     # The engine still works.
-    assert QueuedGenerator.of(generator, batcher, ticket()).generate(["d"]) == ["D"]
+    assert queued(generator).generate(["d"]) == ["D"]
 
 
-def test_a_request_ends_at_its_deadline(batcher):
-    generator = identity_generator()
-    with Stop(batcher), pytest.raises(TimeoutError):
-        QueuedGenerator.of(generator, batcher, ticket(0.05)).generate(["a"])
-    # Its sentence is no longer decoded.
-    assert QueuedGenerator.of(generator, batcher, ticket()).generate(["b"]) == ["b"]
-    assert batcher.num_waiting == 0
-
-
-def test_a_cancelled_request_leaves_the_queue(batcher):
-    generator, facts = identity_generator(), []
-    batcher.observe = facts.append
-    gone = ticket()
+def test_ended_and_cancelled_requests_leave_the_queue(batcher, queued, facts):
+    generator, gone = identity_generator(), queued(identity_generator())
     with ThreadPoolExecutor(1) as pool:
-        with Stop(batcher):
-            request = pool.submit(QueuedGenerator.of(generator, batcher, gone).generate, ["a"])
-            wait_for(batcher, 1)
-            gone.is_cancelled = True
+        with busy(batcher) as (_, wait_for):
+            future = pool.submit(gone.generate, ["b"])
+            wait_for(1)
+            gone.ticket.is_cancelled = True
+            with pytest.raises(TimeoutError):
+                queued(generator, seconds=0.05).generate(["a"])
         with pytest.raises(CancelledRequest):
-            request.result()
-    assert facts == []
+            future.result()
+    assert queued(generator).generate(["c"]) == ["c"]
+    assert batcher.num_waiting == 0 and [fact.num_sentences for fact in facts] == [1]
 
 
-def test_samples_depend_on_the_seed_alone(batcher):
-    generator = tiny_generator()
-    options = {"do_sample": True, "max_new_tokens": 8}
-    alone = QueuedGenerator.of(generator, batcher, ticket(seed=1)).generate(SOURCES, **options)
-    with ThreadPoolExecutor(2) as pool:
-        with Stop(batcher):
-            others = [
-                pool.submit(QueuedGenerator.of(generator, batcher, ticket(seed=seed)).generate, SOURCES, **options)
-                for seed in (2, 1)
-            ]
-            wait_for(batcher, 2 * len(SOURCES))
-        assert others[1].result() == alone != others[0].result()
+def test_samples_depend_on_the_seed_alone(queued, submit):
+    def sample(seed):
+        return queued(tiny_generator(), seed=seed).generate(SOURCES, do_sample=True, max_new_tokens=8)
+
+    alone = sample(1)
+    futures = submit([(sample, 2), (sample, 1)], [len(SOURCES)] * 2)
+    assert futures[1].result() == alone != futures[0].result()
 
 
-def test_threads_decode_batches_at_once():
-    """Each text waits until the other is decoded too."""
-    batcher, barrier = Batcher(num_threads=2), threading.Barrier(2, timeout=20)
-
-    def change(text):
-        barrier.wait()
-        return text.upper()
-
-    generator = identity_generator(change, batch_size=1)
-    with ThreadPoolExecutor(1) as pool:
-        request = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a", "b"])
-        assert request.result() == ["A", "B"]
-    batcher.close()
-
-
-def test_no_thread_decodes_while_a_call_runs():
-    batcher, events = Batcher(num_threads=3), []
+def test_threads_decode_batches_at_once_but_never_beside_a_call():
+    batcher, barrier, events = Batcher(num_threads=2), threading.Barrier(2, timeout=20), []
 
     def change(text):
         events.append("begin")
-        time.sleep(0.01)
+        # Each text waits until another one is decoded too.
+        barrier.wait()
         events.append("end")
         return text
 
@@ -221,48 +184,33 @@ def test_no_thread_decodes_while_a_call_runs():
         assert len(events) == count
         return True
 
-    generator = identity_generator(change, batch_size=1)
-    with ThreadPoolExecutor(4) as pool:
-        requests = [
-            pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a", "b", "c"]) for _ in range(3)
-        ]
+    texts, generator = ["a", "b"] * 3, identity_generator(change, batch_size=1)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, texts[:2])
         while not events:
             time.sleep(0.001)
-        assert all(batcher.call(ticket(), call) for _ in range(3))
-        assert [request.result() for request in requests] == [["a", "b", "c"]] * 3
+        assert batcher.call(ticket(), call)
+        assert future.result() == texts[:2] and len(events) == 4
+        assert QueuedGenerator.of(generator, batcher, ticket()).generate(texts) == texts
     batcher.close()
 
 
 def test_close_decodes_what_waits():
     batcher, generator = Batcher(num_threads=2), identity_generator()
     with ThreadPoolExecutor(1) as pool:
-        with Stop(batcher) as stop:
-            request = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a"])
-            wait_for(batcher, 1)
+        with busy(batcher) as (may_end, wait_for):
+            future = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a"])
+            wait_for(1)
             closing = threading.Thread(target=batcher.close)
             closing.start()
-            stop.may_end.set()
+            may_end.set()
         closing.join()
-        assert request.result() == ["a"]
+        assert future.result() == ["a"]
     with pytest.raises(CancelledRequest, match="shutting down"):
         QueuedGenerator.of(generator, batcher, ticket()).generate(["b"])
 
 
-def test_a_free_engine_waits_for_more_sentences():
-    batcher, generator, facts = Batcher(max_wait_seconds=5.0), identity_generator(batch_size=2), []
-    batcher.observe = facts.append
-    with ThreadPoolExecutor(2) as pool:
-        started = time.monotonic()
-        requests = [
-            pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, [text]) for text in ("a", "b")
-        ]
-        assert [request.result() for request in requests] == [["a"], ["b"]]
-    # The second sentence fills the batch, which ends the wait.
-    assert [fact.num_sentences for fact in facts] == [2] and time.monotonic() - started < 4
-    batcher.close()
-
-
-def test_expected_time_follows_the_speed(batcher):
+def test_expected_time_follows_the_speed(batcher, queued):
     class Slow(IdentityEngine):
         def _target(self, ids):
             time.sleep(0.01)
@@ -270,11 +218,11 @@ def test_expected_time_follows_the_speed(batcher):
 
     generator = identity_generator()
     generator.model = Slow()
-    QueuedGenerator.of(generator, batcher, ticket()).generate(["a b", "c d"])
+    queued(generator).generate(["a b", "c d"])
     with ThreadPoolExecutor(1) as pool:
-        with Stop(batcher):
-            request = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a b"] * 50)
-            wait_for(batcher, 50)
+        with busy(batcher) as (_, wait_for):
+            future = pool.submit(queued(generator).generate, ["a b"] * 50)
+            wait_for(50)
             assert 0.3 < batcher.expected_seconds() * len(batcher._threads) < 3
-        request.result()
+        future.result()
     assert batcher.expected_seconds() == 0

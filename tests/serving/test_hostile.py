@@ -28,39 +28,10 @@ TEMPLATES = (
     ("/detect", {"q": "a b"}),
     ("/v2/translate", {"text": ["a"], "target_lang": "DE", "tag_handling": "xml", "ignore_tags": ["x"]}),
     ("/v1/completions", {"model": "en-de", "prompt": ["a"], "max_tokens": 5, "n": 2, "stream": False, "stop": "b"}),
-    ("/v2/models/en-de/infer", {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}),
 )
-JUNK = [
-    None,
-    True,
-    -1,
-    0,
-    1e308,
-    -1e308,
-    10**400,
-    float("nan"),
-    float("inf"),
-    "",
-    " ",
-    "\x00",
-    "\ud800",
-    "\u202e<b>",
-    "<a <a ",
-]
-JUNK += [
-    "<!--" * 500,
-    "&#" * 500,
-    "a " * 3000,
-    "{{" * 500,
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": {}},
-    [[[[[[]]]]]],
-    ["a"] * 300,
-    {"": ""},
-]
+JUNK = [None, True, -1, 0, 1e308, -1e308, 10**400, float("nan"), float("inf"), "", " ", "\x00", "\ud800", "\u202e<b>"]
+JUNK += ["<a <a ", "<!--" * 500, "&#" * 500, "a " * 3000, "{{" * 500, [], {}, [[]], [None], {"a": {}}, [[[[[[]]]]]]]
+JUNK += [["a"] * 300, {"": ""}]
 
 
 def draw_value(rng, value):
@@ -102,7 +73,7 @@ def draw_request(rng):
     path, fields = rng.choice(TEMPLATES)
     if rng.random() < 0.05:
         path = rng.choice(
-            ("/%00", "/../etc/passwd", "/" + "a" * 5000, "*", "/v2/models/%ff/infer", "//", "/?" + "a=b&" * 999)
+            ("/%00", "/../etc/passwd", "/" + "a" * 5000, "*", "/v1/models/%ff", "//", "/?" + "a=b&" * 999)
         )
     method = rng.choice(("POST",) * 40 + ("GET", "PUT", "HEAD", "OPTIONS", "\x00"))
     kind, body = draw_body(rng, fields)

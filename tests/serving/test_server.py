@@ -1,8 +1,8 @@
-"""Tests of what all APIs share: limits, keys, errors, metrics, logs, clients that go away, and the end of the server."""
+"""Tests of what all APIs share: limits, keys, errors, streams, metrics, logs, clients that go away, and the end."""
 
+import asyncio
 import concurrent.futures
 import contextlib
-import http.client
 import json
 import logging
 import threading
@@ -12,9 +12,12 @@ import pytest
 import requests
 from identity_engine import identity_generator
 from local_server import running, upper_service
+from tiny_generator import tiny_generator
 
+from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts import serve
 from metaphrase.serving.limits import Limits
+from metaphrase.serving.service import Query, TextStream, cut_pieces
 
 SECRET = "a sentence that nobody else may read"
 
@@ -51,40 +54,46 @@ def slow():
 # Limits and errors
 
 
+@pytest.fixture(scope="module")
+def limited():
+    limits = Limits(max_body_kilobytes=4, max_texts=2, max_text_characters=900)
+    with running(upper_service(limits=limits)) as address:
+        yield address
+
+
 @pytest.mark.parametrize(
-    "limits, body, status",
+    "body, status",
     [
-        ({"max_texts": 2}, {"inputs": ["a"] * 3}, 400),
-        ({"max_text_characters": 3}, {"inputs": ["ab", "cd"]}, 400),
-        ({"max_body_kilobytes": 1}, {"inputs": "a" * 2000}, 413),
-        ({}, {"inputs": "a", "parameters": {"num_beams": 17}}, 400),
-        ({}, {"inputs": "a", "parameters": {"max_new_tokens": 2000}}, 400),
-        ({}, {"inputs": "a", "parameters": {"num_return_sequences": 0}}, 400),
-        ({}, {"inputs": "a", "parameters": {"decoder_start_token_id": 3}}, 400),
-        ({}, {"inputs": "a", "parameters": {"temperature": "hot"}}, 400),
-        ({}, {"inputs": "a", "parameters": {"temperature": float("inf")}}, 400),
-        ({}, {"inputs": 3}, 400),
-        ({}, {"inputs": ["a", 3]}, 400),
-        ({}, {}, 400),
-        ({}, [1], 400),
-        ({}, {"inputs": "a", "model": "other"}, 404),
-        ({}, {"inputs": "a", "parameters": {"src_lang": "fr", "tgt_lang": "de"}}, 404),
+        ({"inputs": ["a"] * 3}, 400),
+        ({"inputs": ["a" * 500, "b" * 500]}, 400),
+        ({"inputs": "a" * 5000}, 413),
+        ({"inputs": 3}, 400),
+        ({"inputs": ["a", 3]}, 400),
+        ({}, 400),
+        ([1], 400),
+        ({"inputs": "a", "model": "other"}, 404),
+        ({"inputs": "a", "parameters": {"src_lang": "fr", "tgt_lang": "de"}}, 404),
+        *(
+            ({"inputs": "a", "parameters": {name: value}}, 400)
+            for name, value in (
+                ("num_beams", 17),
+                ("max_new_tokens", 2000),
+                ("num_return_sequences", 0),
+                ("decoder_start_token_id", 3),
+                ("temperature", "hot"),
+                ("temperature", float("inf")),
+            )
+        ),
+        *((body, 400) for body in (b"", b"{", b"\xff\xfe", b'{"inputs": ' + b"[" * 3000, b"null", b'{"inputs": NaN}')),
     ],
 )
-def test_request_beyond_a_limit_is_refused(limits, body, status):
-    with running(upper_service(limits=Limits(**limits))) as address:
-        answer = post(address, data=json.dumps(body), headers={"Content-Type": "application/json"})
-        assert answer.status_code == status, answer.text
-        assert answer.json().keys() == {"error", "error_type"}
-        # The server goes on.
-        assert translate(address, "a").json()[0]["translation_text"] == "A"
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"\xff\xfe", b'{"inputs": ' + b"[" * 5000, b"[]", b"null", b'{"inputs": NaN}']
-)
-def test_malformed_body_is_refused(url, body):
-    assert post(url, data=body).status_code == 400
+def test_request_beyond_a_limit_is_refused(body, status, limited):
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    answer = post(limited, data=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert answer.json().keys() == {"error", "error_type"}
+    # The server goes on.
+    assert translate(limited, "a").json()[0]["translation_text"] == "A"
 
 
 def test_body_without_length_is_bounded(url):
@@ -138,14 +147,14 @@ def test_request_that_would_wait_too_long_is_refused_at_once(monkeypatch):
 
 def test_request_ends_in_time():
     def change(text):
-        time.sleep(3)
+        time.sleep(1.8)
         return text
 
     limits = Limits(timeout_seconds=1)
     with running(upper_service(identity_generator(change), limits=limits)) as address:
         started = time.monotonic()
         assert translate(address, "a").status_code == 503
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < 1.7
 
 
 def test_texts_of_a_client_that_goes_away_are_not_decoded():
@@ -171,7 +180,72 @@ def test_texts_of_a_client_that_goes_away_are_not_decoded():
     assert decoded == ["a", "c"]
 
 
+# Streams and alignments
+
+
+@pytest.mark.parametrize("size", [1, 3, 9])
+@pytest.mark.parametrize("stops", [None, ["cd"], ["x", "def"], ["h", "gh"], ["a"]])
+def test_pieces_end_before_a_stop(size, stops):
+    text = "abcdefgh"
+
+    async def pieces():
+        for start in range(0, len(text), size):
+            yield text[start : start + size]
+
+    async def collect():
+        return [piece async for piece in cut_pieces(pieces(), stops)]
+
+    end = min((text.find(stop) for stop in stops or () if stop in text), default=len(text))
+    assert "".join(asyncio.run(collect())) == text[:end]
+
+
+def test_stream_has_a_piece_for_each_sentence():
+    service = upper_service()
+
+    async def collect():
+        stream = TextStream(service, service.models.find(None), Query(["  One cat. Two dogs.\n\n- a bird"]))
+        return [piece async for piece in await stream.start()], stream.is_finished
+
+    assert asyncio.run(collect()) == (["  ONE CAT. ", "TWO DOGS.\n\n- ", "A BIRD"], True)
+    assert service.num_requests == 0
+    service.batcher.close()
+
+
+def test_alignments_are_computed_while_nothing_is_decoded(monkeypatch):
+    service, running_calls = upper_service(tiny_generator()), []
+    align = TextDecoder._align
+
+    def record(*arguments):
+        running_calls.append(list(service.batcher._running))
+        return align(*arguments)
+
+    monkeypatch.setattr(TextDecoder, "_align", record)
+    with running(service) as address:
+        body = {"q": "<b>the cat</b> sleeps", "source": "en", "target": "de", "format": "html"}
+        assert post(address, "/translate", json=body).ok
+    assert running_calls == [[0]]
+
+
 # Records
+
+
+def test_failure_is_one_failed_request_without_its_text_in_the_log(caplog):
+    def fail(text):
+        raise RuntimeError(f"cannot decode {text}")
+
+    with running(upper_service(identity_generator(fail))) as address, caplog.at_level(logging.INFO):
+        bodies = {
+            "/": {"inputs": "secret"},
+            "/translate": {"q": "secret", "source": "en", "target": "de"},
+            "/v2/translate": {"text": ["secret"], "target_lang": "DE"},
+            "/v1/completions": {"model": "en-de", "prompt": "secret"},
+        }
+        answers = [post(address, path, json=body) for path, body in bodies.items()]
+        assert requests.get(address + "/health", timeout=9).status_code == 200
+    assert {answer.status_code for answer in answers} == {500}
+    assert [next(iter(answer.json())) for answer in answers] == ["error", "error", "message", "error"]
+    assert "/translate failed: RuntimeError." in caplog.messages
+    assert "secret" not in caplog.text and "secret" not in "".join(answer.text for answer in answers)
 
 
 def test_no_text_is_in_logs_or_metrics(caplog):
@@ -221,28 +295,6 @@ def test_end_of_the_server_answers_accepted_requests():
             request = pool.submit(translate, address, "a")
             started.wait()
         assert request.result().json()[0]["translation_text"] == "A"
-
-
-def test_request_on_an_open_connection_is_answered_while_the_server_ends(monkeypatch):
-    monkeypatch.setattr("metaphrase.serving.app._GRACE_SECONDS", 20)
-    service = upper_service()
-
-    def send():
-        connection.request("POST", "/", body=b'{"inputs": "a"}', headers={"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status, answer.headers["connection"]
-
-    with contextlib.ExitStack() as stack:
-        address = stack.enter_context(running(service))
-        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
-        assert send() == (200, None)
-        ending = threading.Thread(target=stack.pop_all().close)
-        ending.start()
-        while not service.is_draining:
-            time.sleep(0.001)
-        assert send() == (200, "close")
-        ending.join()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import uvicorn
 from identity_engine import identity_generator
 
 from metaphrase.inference import Generator
-from metaphrase.serving.app import Server, make_app
+from metaphrase.serving.app import make_app
 from metaphrase.serving.batcher import Batcher
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
@@ -39,7 +39,7 @@ def running(service: Service, **app_options) -> Iterator[str]:
     config = uvicorn.Config(
         make_app(service, **app_options), host="127.0.0.1", port=0, log_config=None, access_log=False
     )
-    server = Server(config, service)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
