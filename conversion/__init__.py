@@ -1,6 +1,7 @@
 """Exact conversion of weights from and to other families. Nothing is ever unpickled."""
 
-from metaphrase.conversion.folders import FAMILIES, convert
+from metaphrase.conversion.families import FAMILIES
+from metaphrase.conversion.folders import convert
 from metaphrase.conversion.torch_transformer import from_torch_transformer, to_torch_transformer
 
 __all__ = ["FAMILIES", "convert", "from_torch_transformer", "to_torch_transformer"]

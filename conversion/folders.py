@@ -1,4 +1,4 @@
-"""Conversion of a whole checkpoint folder, one tensor at a time."""
+"""Conversion of a checkpoint folder, one tensor at a time."""
 
 import contextlib
 import fnmatch
@@ -25,10 +25,15 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.hub import convert_file_size_to_int
 
-from metaphrase.conversion.bart import Bart, MBart, PLBart
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
-from metaphrase.conversion.marian import FSMT, M2M100, Marian, Pegasus
-from metaphrase.conversion.t5 import MT5, T5, UMT5
+from metaphrase.conversion.families import (
+    DECODER_EMBEDDING,
+    ENCODER_EMBEDDING,
+    FAMILIES,
+    HEAD,
+    Counterpart,
+    Family,
+    Weights,
+)
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import (
     check_output,
@@ -38,16 +43,12 @@ from metaphrase.storage.folders import (
     write_json,
     write_provenance,
 )
-from metaphrase.storage.hints import did_you_mean
 from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
-FAMILIES: dict[str, Family] = {
-    family.name: family() for family in (T5, MT5, UMT5, Bart, MBart, PLBart, Pegasus, Marian, M2M100, FSMT)
-}
 OURS = MetaphraseConfig.model_type
 DEFAULT_SHARD_SIZE = "5GB"
 PROVENANCE_NAME = "conversion.json"
@@ -61,9 +62,6 @@ _LICENCES = ("LICENSE*", "NOTICE*")
 _TASK_FIELDS = ("prefix", "task_specific_params")
 # transformers does not list these unless sentencepiece is installed.
 _NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
-_DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*")
-# Folders hold a run's checkpoints or other formats. A star also matches a slash.
-_NOT_DOWNLOADED = ("*/*.safetensors",)
 # For these transformers reads tokenizer.json as it is, whatever class a folder names.
 _GENERIC_TOKENIZERS = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
 _EMBEDDINGS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
@@ -98,26 +96,23 @@ def convert(
         ValueError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
         OSError: If the checkpoint cannot be read.
     """
-    output = Path(output)
-    max_shard_bytes = _parse_size(max_shard_size)
-    if to not in (None, OURS, *FAMILIES):
-        raise ValueError(f"A family must be one of {', '.join(FAMILIES)}, got {to!r}.{did_you_mean(to, FAMILIES)}")
-    folder = Path(source)
+    output, folder = Path(output), Path(source)
+    max_shard_bytes = (
+        int(max_shard_size) if str(max_shard_size).isdecimal() else convert_file_size_to_int(max_shard_size)
+    )
     if not folder.is_dir():
         folder = _download(os.fspath(source), revision)
-    elif revision is not None:
-        raise ValueError(f"`revision` must be left out for a folder, got {revision!r}.")
     check = functools.partial(check_output, output, [folder], overwrite, PROVENANCE_NAME, "converted")
     check()
     check_model_folder(folder)
     config = read_json(folder / CONFIG_NAME)
     model_type = config.get("model_type")
-    if model_type == OURS and to in (None, OURS):
-        raise ValueError(f"`to` must name a family for a model of Metaphrase, one of {', '.join(FAMILIES)}, got {to}.")
     if model_type != OURS and to not in (None, OURS):
         raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
-    if model_type not in (OURS, *FAMILIES):
-        raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
+    family = FAMILIES.get(to if model_type == OURS else model_type)
+    if family is None:
+        field, value = ("to", to) if model_type == OURS else ("model_type", model_type)
+        raise ValueError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {value!r} for {folder}.")
     if config.get("quantization_config"):
         raise ValueError(
             f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
@@ -126,33 +121,19 @@ def convert(
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
         with folder_in_one_step(output, check) as partial:
-            if model_type == OURS:
-                _write_theirs(FAMILIES[to], folder, weights, partial, max_shard_bytes)
-            else:
-                _write_ours(FAMILIES[model_type], folder, weights, partial, max_shard_bytes)
+            write = _write_theirs if model_type == OURS else _write_ours
+            write(family, folder, weights, partial, max_shard_bytes)
             _copy_tokenizers(folder, partial, model_type)
             write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
     return output
 
 
-def _parse_size(size: int | str) -> int:
-    try:
-        number = int(size) if str(size).isdecimal() else convert_file_size_to_int(size)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ValueError(
-            f"`max_shard_size` must be a whole number above 0, in bytes or with a unit such as 500MB, got {size!r}."
-        )
-    return number
-
-
 def _download(name: str, revision: str | None) -> Path:
+    files = ["*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*"]
     try:
+        # Folders hold a run's checkpoints or other formats. A star also matches a slash.
         return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_NOT_DOWNLOADED)
-            )
+            snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=["*/*.safetensors"])
         )
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
@@ -253,12 +234,7 @@ def stored_names(model: PreTrainedModel) -> list[str]:
 
 
 def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
-    """Plan our weights from a family's checkpoint.
-
-    Args:
-        family: The family of the checkpoint.
-        ours: The skeleton of our model.
-        weights: The checkpoint's weights.
+    """Plan our weights, with the shapes of the skeleton `ours`, from a family's checkpoint.
 
     Raises:
         ValueError: If weights are missing, have a wrong shape or are integers.
@@ -290,13 +266,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
 def plan_theirs(
     family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
 ) -> dict[str, PlannedTensor]:
-    """Plan the weights of a family's class from our checkpoint.
-
-    Args:
-        family: The family to write.
-        ours: The skeleton of our model.
-        theirs: The skeleton of the family's model.
-        weights: Our checkpoint's weights.
+    """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint.
 
     Raises:
         ValueError: If our weights are missing, left over or of a wrong shape.
@@ -307,28 +277,25 @@ def plan_theirs(
     _refuse("have no place in the model", [name for name in weights.kinds if name not in our_shapes])
     for name in stored:
         _check_shape(name, weights.kinds[name].shape, our_shapes[name])
-
-    # Their name to their parts, each with the name of ours.
-    parts: dict[str, list[tuple[Counterpart, str]]] = {}
-    for name in stored:
-        if name not in _EMBEDDINGS:
-            counterpart = family.counterpart(name, config)
-            parts.setdefault(counterpart.name, []).append((counterpart, name))
+    # Their name to our name and the counterpart.
+    sources = {name: (our_name, Counterpart(name)) for name, our_name in _embedding_sources(family, config).items()}
+    counterparts = {name: family.counterpart(name, config) for name in stored if name not in _EMBEDDINGS}
+    sources |= {counterpart.name: (name, counterpart) for name, counterpart in counterparts.items()}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
-    needed = dict.fromkeys([*stored_names(theirs), *parts, *heads])
-    embeddings = {name: [(Counterpart(name), source)] for name, source in _embedding_sources(family, config).items()}
-    parts = embeddings | parts
+    needed = dict.fromkeys([*stored_names(theirs), *(theirs.name for theirs in counterparts.values()), *heads])
     planned = {}
     for name in needed:
-        if sources := parts.get(name):
-            nbytes = sum(weights.kinds[our_name].nbytes for _, our_name in sources)
-            nbytes += sum(part.unused_rows for part, _ in sources) * nbytes // max(1, their_shapes[name][0])
-            planned[name] = PlannedTensor(nbytes, functools.partial(_read_theirs, sources, weights))
+        if name in sources:
+            our_name, counterpart = sources[name]
+            nbytes = weights.kinds[our_name].nbytes
+            nbytes += counterpart.unused_rows * nbytes // our_shapes[our_name][0]
+            make = functools.partial(
+                lambda our_name, counterpart: counterpart.to_theirs(weights.read(our_name)), our_name, counterpart
+            )
+            planned[name] = PlannedTensor(nbytes, make)
         else:
             tensor = family.make_weight(name, their_shapes[name], config)
-            if tensor is None:
-                raise AssertionError(f"{family.name} has a weight {name} without a counterpart")
             tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)
             planned[name] = PlannedTensor(tensor.nbytes, lambda tensor=tensor: tensor)
     return planned
@@ -349,12 +316,6 @@ def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, st
     # The second name of each is the shared weight.
     shared = {names[1]: ENCODER_EMBEDDING for names in family.embedding_names.values()}
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
-
-
-def _read_theirs(sources: list[tuple[Counterpart, str]], weights: WeightFiles) -> torch.Tensor:
-    ordered = sorted(sources, key=lambda source: source[0].part)
-    parts = [counterpart.to_theirs(weights.read(name)) for counterpart, name in ordered]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -1,11 +1,11 @@
 """Conversion from and to state dicts of `torch.nn.Transformer`, which has no embeddings and no head."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
+from metaphrase.conversion.families import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
 _NORMS = {"encoder": ("self_attn_norm", "mlp_norm"), "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm")}
@@ -53,10 +53,8 @@ def from_torch_transformer(
             special ids. The default is no positions and no scale.
 
     Raises:
-        ValueError: If `state` is not that of a `torch.nn.Transformer` with biases, or a field contradicts it.
+        ValueError: If `state` is not that of a `torch.nn.Transformer` with biases.
     """
-    if "encoder.layers.0.self_attn.in_proj_weight" not in state or "decoder.layers.0.linear1.bias" not in state:
-        raise ValueError("`state` must be that of a `torch.nn.Transformer` with biases, got " + _first_names(state))
     known = _FIXED | {
         "hidden_size": state["encoder.layers.0.linear2.bias"].shape[0],
         "encoder_attention_heads": num_heads,
@@ -69,20 +67,19 @@ def from_torch_transformer(
     for stack in _NORMS:
         count = 1 + max(int(name.split(".")[2]) for name in state if name.startswith(f"{stack}.layers."))
         known |= {f"{stack}_layers": count, f"{stack}_ffn_dim": state[f"{stack}.layers.0.linear1.bias"].shape[0]}
-    for field in known.keys() & fields.keys():
-        raise ValueError(f"`{field}` must be left out, since it follows from the module, got {fields[field]!r}.")
     options: dict[str, Any] = {"position_embedding_type": "none", "scale_embedding": False}
     if source_embedding is not None:
         options["vocab_size"] = source_embedding.shape[0]
     if target_embedding is not None:
         options |= {"decoder_vocab_size": target_embedding.shape[0], "share_embeddings": False}
-    model = MetaphraseForConditionalGeneration(MetaphraseConfig(**(options | fields | known)))
+    # A field in both raises a TypeError.
+    model = MetaphraseForConditionalGeneration(MetaphraseConfig(**known, **(options | fields)))
     counterparts = {name: _counterpart(name) for name in _shared_names(model)}
-    expected = {theirs.name for theirs in counterparts.values()}
-    if missing := sorted(expected - state.keys()):
-        raise ValueError(f"`state` must hold `{missing[0]}`, got {_first_names(state)}.")
-    if left_over := sorted(state.keys() - expected):
-        raise ValueError(f"`state` must hold a `torch.nn.Transformer` alone, got {_first_names(left_over)} too.")
+    if difference := {theirs.name for theirs in counterparts.values()} ^ state.keys():
+        raise ValueError(
+            "`state` must be that of a `torch.nn.Transformer` with biases and nothing else, got missing or further names: "
+            f"{', '.join(sorted(difference)[:3])}."
+        )
     loaded = {name: theirs.to_ours(state[theirs.name]) for name, theirs in counterparts.items()}
     embeddings = {ENCODER_EMBEDDING: source_embedding, DECODER_EMBEDDING: target_embedding}
     loaded |= {name: value for name, value in embeddings.items() if value is not None}
@@ -97,7 +94,20 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
     Raises:
         ValueError: If the model has options that the module lacks. The message names all of them.
     """
-    if obstacles := list(_find_obstacles(model.config)):
+    config = model.config
+    heads = config.decoder_attention_heads
+    required = _FIXED | {"encoder_attention_heads": heads, "encoder_ffn_dim": config.decoder_ffn_dim}
+    required |= {"final_norm": True, "num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
+    obstacles = [
+        f"`{field}` must be {value}, got {getattr(config, field)}"
+        for field, value in required.items()
+        if getattr(config, field) != value
+    ]
+    if config.position_embedding_type in ("relative", "rotary", "alibi"):
+        obstacles.append(
+            f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
+        )
+    if obstacles:
         raise ValueError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
     parts: dict[str, dict[int, torch.Tensor]] = {}
     weights = model.state_dict()
@@ -105,22 +115,6 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
         theirs = _counterpart(name)
         parts.setdefault(theirs.name, {})[theirs.part] = weights[name]
     return {name: torch.cat([value for _, value in sorted(pieces.items())]) for name, pieces in parts.items()}
-
-
-def _find_obstacles(config: MetaphraseConfig) -> Iterator[str]:
-    required = _FIXED | {"final_norm": True}
-    for kind in ("attention_heads", "ffn_dim"):
-        encoder, decoder = getattr(config, f"encoder_{kind}"), getattr(config, f"decoder_{kind}")
-        if encoder != decoder:
-            yield f"`encoder_{kind}` must equal `decoder_{kind}`, got {encoder} and {decoder}"
-    heads = config.decoder_attention_heads
-    if config.encoder_attention_heads == heads:
-        required |= {"num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
-    if config.position_embedding_type in ("relative", "rotary", "alibi"):
-        yield f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
-    for field, value in required.items():
-        if (actual := getattr(config, field)) != value:
-            yield f"`{field}` must be {value}, got {actual}"
 
 
 def _shared_names(model: MetaphraseForConditionalGeneration) -> list[str]:
@@ -145,10 +139,5 @@ def _counterpart(name: str) -> Counterpart:
         case ["layers", layer, attention, projection, _]:
             joint = f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.in_proj_{kind}"
             return Counterpart(joint, part=_PROJECTIONS.index(projection), parts=len(_PROJECTIONS))
-        case ["layers", layer, norm, _]:
-            return Counterpart(f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}")
-    raise AssertionError(name)
-
-
-def _first_names(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:3]) or "nothing"
+    _, layer, norm, _ = parts
+    return Counterpart(f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}")

@@ -15,8 +15,8 @@ from metaphrase.data.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource, generate_records, read_arrow
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.modeling.pipeline_support import cut_into_batches
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.batches import cut_into_batches
 
 logger = logging.getLogger(__name__)
 

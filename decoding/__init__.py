@@ -1,12 +1,11 @@
-"""The fast decoder: `install` plugs it into the network and into `generate()`."""
+"""The fast decoder. Importing this package plugs it into the network and into `generate()`."""
 
 from metaphrase.decoding import fast_generation, prepacked_weights
-from metaphrase.modeling.acceleration import acceleration
+from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
+from metaphrase.modeling.operators import acceleration
 
-
-def install() -> None:
-    """Let encoders run with prepacked weights and without padding, and `generate()` run the fast loops."""
-    acceleration.encoding = prepacked_weights.prepacked
-    acceleration.encode_without_padding = prepacked_weights.encode_without_padding
-    acceleration.on_train = prepacked_weights.free_copies
-    fast_generation.install()
+acceleration.encoding = prepacked_weights.prepacked
+acceleration.encode_without_padding = prepacked_weights.encode_without_padding
+acceleration.on_train = prepacked_weights.free_copies
+# `generate()` of all Metaphrase models calls `search`.
+MetaphraseForConditionalGeneration._sample = MetaphraseForConditionalGeneration._beam_search = fast_generation.search

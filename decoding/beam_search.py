@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from metaphrase.decoding.decoder_state import DecoderState, with_reserve
 from metaphrase.decoding.options import are_ends, process
-from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
+from metaphrase.modeling.stacks import MetaphraseDecoder
 
 # Stands for minus infinity. transformers' number, because ties depend on it.
 WORST = -1e9

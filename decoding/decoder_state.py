@@ -21,11 +21,11 @@ from metaphrase.decoding.prepacked_weights import (
 )
 from metaphrase.decoding.quantization import PackedLinear
 from metaphrase.decoding.shortlist import ShortlistProjection, can_shortlist
-from metaphrase.modeling.compat import is_hooked, is_offloaded
-from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
 from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, fold_copies, unfold_copies
-from metaphrase.modeling.normalization import MetaphraseRMSNorm
+from metaphrase.modeling.operators import MetaphraseRMSNorm
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
+from metaphrase.modeling.stacks import MetaphraseDecoder
+from metaphrase.ops.linear_and_dropout import is_hooked, is_offloaded
 
 # A model has one head, which takes a large part of a step: a copy pays up to a larger size than in a layer.
 _LARGEST_COPY = 2**26

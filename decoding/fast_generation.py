@@ -22,8 +22,9 @@ from metaphrase.decoding.options import are_ends, has_unknown_criteria, has_unkn
 from metaphrase.decoding.prepacked_weights import walk
 from metaphrase.decoding.sampling import sample
 from metaphrase.decoding.shortlist import Shortlist
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES, is_offloaded
+from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
+from metaphrase.ops.linear_and_dropout import is_offloaded
 
 logger = logging.getLogger(__name__)
 
@@ -239,11 +240,6 @@ def _calls_are_plain(model: MetaphraseForConditionalGeneration) -> bool:
 def _is_of_package(method: Callable) -> bool:
     """Return True if a method is defined by the network itself, not by a subclass elsewhere."""
     return method.__module__.rpartition(".")[0] == MetaphraseForConditionalGeneration.__module__.rpartition(".")[0]
-
-
-def install() -> None:
-    """Let `generate()` of all Metaphrase models call `search`."""
-    MetaphraseForConditionalGeneration._sample = MetaphraseForConditionalGeneration._beam_search = search
 
 
 class SequenceScores(StoppingCriteria):

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
-from metaphrase.modeling.pipeline_support import generation_settings, override_lengths, use_floats
+from metaphrase.storage.generation_options import override_lengths, use_floats
 
 # Processors that only remove tokens.
 _REMOVERS = {
@@ -53,7 +53,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
             if new_tokens in settings:
                 settings.pop(length, None)
         # A caller's own search may read settings that transformers does not know.
-        unknown = {name: settings.pop(name) for name in settings.keys() - generation_settings()}
+        unknown = {name: settings.pop(name) for name in settings.keys() - vars(GenerationConfig()).keys()}
         if unknown:
             options["generation_config"] = GenerationConfig(**unknown)
         options = override_lengths(settings) | options

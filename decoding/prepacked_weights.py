@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from metaphrase.modeling.encoder_decoder import MetaphraseEncoder
 from metaphrase.modeling.packing import Segments
-from metaphrase.modeling.stacks import is_padding_mask
+from metaphrase.modeling.stacks import MetaphraseEncoder, is_padding_mask
 
 # The product of a larger matrix gains little, and its copy takes much memory.
 LARGEST_SIZE = 2**22

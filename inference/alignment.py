@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from metaphrase.decoding.options import plain_options
 from metaphrase.inference.generator import Generator, check_single
 from metaphrase.inference.scoring import encode_forced, forced_batches, forced_inputs, read_texts
-from metaphrase.inference.sources import check_sources, count_cut
-from metaphrase.modeling.pipeline_support import evaluating, longest_source
+from metaphrase.inference.sources import check_sources, count_cut, evaluating, longest_source
 from metaphrase.tokenization import (
     TextFrame,
     checked_texts,

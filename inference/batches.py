@@ -16,19 +16,15 @@ from metaphrase.decoding.searches.constrained_beam_search import add_beams, cons
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.progress import progress_bar
-from metaphrase.inference.sources import PROMPT, numbering, prompts_of, read_prompts, with_start
-from metaphrase.modeling.pipeline_support import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_TOKENS_PER_BATCH,
-    batches_by_length,
-    checking_targets,
-    depends_on_padding,
-    evaluating,
-    length_limits,
-    resolve_settings,
-)
-from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options
+from metaphrase.inference.sources import PROMPT, evaluating, numbering, prompts_of, read_prompts, with_start
+from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, length_limits, resolve_settings
+from metaphrase.tokenization.batches import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
+
+DEFAULT_BATCH_SIZE = 64
+DEFAULT_MAX_TOKENS_PER_BATCH = 8192
+# These options count the padding of a source, except with these values.
+_OPTIONS_OF_PADDING = {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
 
 
 def decode(
@@ -99,7 +95,7 @@ def decode_batches(
         options = with_start(model, options)
         _check_forced(model, options)
         prompts = {PROMPT: options.pop(PROMPT)} if options.get(PROMPT) is not None else {}
-        if _is_assisted(model, options) or depends_on_padding(resolve_settings(model, options)):
+        if _is_assisted(model, options) or _depends_on_padding(resolve_settings(model, options)):
             # transformers' assisted loop takes one source. A source alone has no padding.
             batch_size = 1
         searching = _searching(models, search, return_scores, vocabulary_map, options)
@@ -153,7 +149,7 @@ def _searching(
         count = len(hypotheses) // len(sources[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
-    with evaluating(models), checking_targets(models[0]), torch.inference_mode():
+    with evaluating(models), torch.inference_mode():
         yield search_batch
 
 
@@ -268,3 +264,7 @@ def _sequence_scores(
     # A custom loop need not call the stopping criteria.
     totals = functools.partial(totals_of_steps, output.scores) if step_scores is None else step_scores.totals
     return totals(output.sequences, prompt_length, ends).tolist()
+
+
+def _depends_on_padding(settings: Mapping[str, Any]) -> bool:
+    return any(settings.get(name) not in (None, neutral) for name, neutral in _OPTIONS_OF_PADDING.items())

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from metaphrase.decoding.prepacked_weights import WeightRecord
 from metaphrase.inference.ctranslate2.options import translate_exactly
 from metaphrase.inference.engine import Engine
+from metaphrase.inference.sources import longest_target
 from metaphrase.modeling import MetaphraseForConditionalGeneration
-from metaphrase.modeling.pipeline_support import longest_target
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VocabularyMap

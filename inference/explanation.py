@@ -20,7 +20,7 @@ from metaphrase.inference.alignment import AttentionMap, cross_attention, showin
 from metaphrase.inference.batches import decode
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.scoring import forced_inputs
-from metaphrase.modeling.pipeline_support import evaluating, longest_source
+from metaphrase.inference.sources import evaluating, longest_source
 from metaphrase.tokenization import readable_tokens
 from metaphrase.tokenization.tokenizer_trainer import SPACE_MARK
 

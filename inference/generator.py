@@ -24,7 +24,7 @@ from metaphrase.decoding.quantization import PackedLinear, quantization_of, quan
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
-from metaphrase.inference.batches import decode_batches
+from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode_batches
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device, is_exported
 from metaphrase.inference.engine_choice import EngineChoice
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
@@ -34,18 +34,14 @@ from metaphrase.inference.sources import (
     check_source_length,
     check_sources,
     count_cut,
+    longest_source,
+    longest_target,
     numbering,
     prompts_of,
     read_prompts,
 )
 from metaphrase.inference.streams import Chunk, ScoredText, TextStream
 from metaphrase.inference.texts.documents import Document, SentenceSplitter, keep_whole
-from metaphrase.modeling.pipeline_support import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_TOKENS_PER_BATCH,
-    longest_source,
-    longest_target,
-)
 from metaphrase.storage.generation_options import check_options, complete_sampling
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten

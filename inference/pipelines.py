@@ -1,45 +1,36 @@
-"""Register translation, summarization and text to text with transformers' `pipeline()`, on import."""
+"""Register translation, summarization and text to text with transformers' `pipeline()`, for every encoder-decoder."""
 
 import functools
+import re
 from typing import Any
 
 import transformers.pipelines
 from transformers import AutoModelForSeq2SeqLM
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from metaphrase.modeling import pipelines
-from metaphrase.modeling.pipeline_support import PIPELINE_CLASSES, CustomPipelines, general_task, languages_of
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 
-__all__ = ["SummarizationPipeline", "Text2TextGenerationPipeline", "TranslationPipeline", "register_pipelines"]
-
-
-def register_pipelines() -> None:
-    """Register the tasks for every encoder-decoder. A second call changes nothing."""
-    for task, name in PIPELINE_CLASSES.items():
-        if task in CustomPipelines.registered:
-            continue
-        PIPELINE_REGISTRY.supported_tasks.pop(task, None)
-        PIPELINE_REGISTRY.register_pipeline(task, getattr(pipelines, name), pt_model=AutoModelForSeq2SeqLM, type="text")
-        # Without a default model, `pipeline()` asks for one.
-        PIPELINE_REGISTRY.supported_tasks[task]["default"] = {}
-        # transformers refuses a removed task before it looks for a registered one.
-        getattr(transformers.pipelines, "REMOVED_TASKS", {}).pop(task, None)
-    if not CustomPipelines.registered:
-        PIPELINE_REGISTRY.check_task = functools.partial(_check_task, PIPELINE_REGISTRY.check_task)
-    CustomPipelines.registered.update(PIPELINE_CLASSES)
+_TASKS = {
+    "translation": TranslationPipeline,
+    "summarization": SummarizationPipeline,
+    "text2text-generation": Text2TextGenerationPipeline,
+}
 
 
 def _check_task(check: Any, task: str) -> tuple[str, dict, Any]:
-    """Extend the registry's `check_task` by translation_xx_to_yy, whose languages become options.
-
-    Raises:
-        KeyError: If the task is unknown.
-    """
-    if task.startswith("translation_") and languages_of(task) is None:
-        raise KeyError(f"`task` must have the form translation_xx_to_yy to name languages, got {task!r}.")
-    name, implementation, options = check(general_task(task))
-    return name, implementation, languages_of(task) or options
+    """Extend the registry's `check_task` by translation_xx_to_yy. Its languages become options of a multilingual model."""
+    match = re.fullmatch("translation_(.+?)_to_(.+)", task)
+    name, implementation, options = check("translation" if match else task)
+    return name, implementation, match.groups() if match else options
 
 
-register_pipelines()
+for _task, _class in _TASKS.items():
+    PIPELINE_REGISTRY.supported_tasks.pop(_task, None)
+    PIPELINE_REGISTRY.register_pipeline(_task, _class, pt_model=AutoModelForSeq2SeqLM, type="text")
+    # Without a default model, `pipeline()` asks for one.
+    PIPELINE_REGISTRY.supported_tasks[_task]["default"] = {}
+    # transformers refuses a removed task before it looks for a registered one.
+    getattr(transformers.pipelines, "REMOVED_TASKS", {}).pop(_task, None)
+PIPELINE_REGISTRY.check_task = functools.partial(_check_task, PIPELINE_REGISTRY.check_task)
+MetaphraseConfig.has_registered_pipelines = True

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from metaphrase.inference.batches import pad_sources
 from metaphrase.inference.progress import progress_bar
-from metaphrase.inference.sources import TooLongError
-from metaphrase.modeling.pipeline_support import batches_by_length, evaluating, longest_source, longest_target
+from metaphrase.inference.sources import TooLongError, evaluating, longest_source, longest_target
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
+from metaphrase.tokenization.batches import batches_by_length
 
 MAX_TOKENS_SHOWN = 12
 

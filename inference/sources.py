@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from metaphrase.tokenization import TextFrame
@@ -161,3 +162,35 @@ def with_start(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, 
     if not bool(has_start.all()):
         rows = torch.nn.functional.pad(rows, (1, 0), value=start)
     return {**options, PROMPT: rows.to(model.device)}
+
+
+def longest_source(model: Any) -> int | None:
+    """Return the most tokens of a source, with the end of sequence, or None if the model has no limit."""
+    return _num_positions(model, "get_encoder")
+
+
+def longest_target(model: Any) -> int | None:
+    """Return the most tokens of the decoder's input, with the start token, or None if the model has no limit."""
+    return _num_positions(model, "get_decoder")
+
+
+def _num_positions(model: Any, method: str) -> int | None:
+    if not hasattr(model, method):
+        return None
+    config = getattr(model, method)().config
+    return getattr(config, "position_limit" if config.model_type == "metaphrase" else "max_position_embeddings", None)
+
+
+@contextlib.contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Set models to evaluation mode, and restore the mode of each module afterwards."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        # A module comes before its submodules, whose modes `train` changes. A stack also acts on a call of `train`.
+        for module, was_training in modes:
+            if module.training != was_training:
+                module.train(was_training)

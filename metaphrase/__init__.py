@@ -5,34 +5,14 @@ decoder, when the Auto classes or another import need them.
 """
 
 import importlib.abc
+import importlib.util
 import sys
 from pkgutil import extend_path
 
 # In the repository, this folder holds no room. An editable install has links to the rooms in another folder of this name.
 __path__ = extend_path(__path__, __name__)
 __version__ = "0.1.0"
-_MODEL_TYPE = "metaphrase"
 _CONFIGURATIONS = "transformers.models.auto.configuration_auto"
-_ROOMS = ("metaphrase.modeling", "metaphrase.ops", "metaphrase.decoding")
-
-
-def install() -> None:
-    """Register the models, and plug `ops` and `decoding` into them. A second call changes nothing."""
-    from metaphrase import decoding, ops
-
-    # From here on the table holds the class itself.
-    sys.modules[_CONFIGURATIONS].CONFIG_MAPPING._mapping.pop(_MODEL_TYPE, None)
-    ops.install()
-    decoding.install()
-
-
-def _announce() -> None:
-    """Add the model type to transformers' table of configurations, which loads a class when it is looked up."""
-    # `AutoConfig.register` needs the class itself, and so torch. Only the private tables take a name that is imported later.
-    table = sys.modules[_CONFIGURATIONS].CONFIG_MAPPING
-    if _MODEL_TYPE not in table:
-        table._mapping[_MODEL_TYPE] = "MetaphraseConfig"
-        table._modules[_MODEL_TYPE] = sys.modules[__name__]
 
 
 def __getattr__(name: str):
@@ -43,37 +23,33 @@ def __getattr__(name: str):
     return MetaphraseConfig
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that acts after some imports: transformers' table of configurations, and the rooms that `install` connects."""
+def _announce() -> None:
+    """Add the model type to transformers' table of configurations, which loads a class when the type is looked up."""
+    # `AutoConfig.register` needs the class itself, and so torch. Only the private tables take a name that is imported later.
+    table = sys.modules[_CONFIGURATIONS].CONFIG_MAPPING
+    table._mapping["metaphrase"] = "MetaphraseConfig"
+    table._modules["metaphrase"] = sys.modules[__name__]
 
-    def __init__(self) -> None:
-        self._open_imports: set[str] = set()
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finder that calls `_announce` after the import of transformers' table."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != _CONFIGURATIONS and name not in _ROOMS:
+        if name != _CONFIGURATIONS:
             return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: self._execute(name, execute, module)
-        return spec
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
 
-    def _execute(self, name: str, execute, module) -> None:
-        if name == _CONFIGURATIONS:
+        def execute_and_announce(module) -> None:
             execute(module)
             _announce()
-            return
-        self._open_imports.add(name)
-        try:
-            execute(module)
-        finally:
-            self._open_imports.discard(name)
-        # Rooms import each other. The last one of them is followed by `install`.
-        if not self._open_imports:
-            install()
+
+        spec.loader.exec_module = execute_and_announce
+        return spec
 
 
 if _CONFIGURATIONS in sys.modules:
     _announce()
-sys.meta_path.insert(0, _Finder())
+else:
+    sys.meta_path.insert(0, _Finder())

@@ -16,3 +16,7 @@ AutoModelForTextEncoding.register(MetaphraseConfig, MetaphraseEncoderModel, exis
 
 __all__ = ["IGNORED_LABEL", "MetaphraseConfig", "MetaphraseEncoderModel", "MetaphraseForConditionalGeneration"]
 __all__ += ["MetaphraseModel", "sequence_loss", "shift_right"]
+
+# The package plugs its faster code in. A copy on the Hub has the files of this folder without `__init__.py`, and no faster code.
+import metaphrase.decoding  # noqa: E402
+import metaphrase.ops  # noqa: E402, F401

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -27,18 +26,12 @@ CHECKPOINTING += "_checkpointing"
 
 
 def takes_cache(forward: Callable) -> Callable:
-    """Let a forward method take its parameter `past_key_values` by the name `cache`, too.
-
-    Raises:
-        ValueError: If a call has both names.
-    """
+    """Let a forward method take its parameter `past_key_values` by the name `cache`, too."""
 
     @functools.wraps(forward)
     def forward_with_either_name(*args, **kwargs):
         if "cache" in kwargs:
             cache = kwargs.pop("cache")
-            if cache is not None and kwargs.get("past_key_values") is not None:
-                raise ValueError("`cache` and `past_key_values` are the same and must not be given together, got both.")
             if cache is not None:
                 kwargs["past_key_values"] = cache
         return forward(*args, **kwargs)
@@ -58,30 +51,9 @@ def varlen_causal() -> dict[str, bool | tuple[int, int]]:
     return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Return True if a call of the module runs hooks or a replaced `forward`."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Return True if accelerate loads the module's weights before each call."""
-    return "_hf_hook" in vars(module)
-
-
-def has_own_weight(module: nn.Module) -> bool:
-    """Return True if `weight` is a parameter of the module, not computed by a parametrization or an adapter."""
-    return "weight" in module._parameters
-
-
 def is_loaded(weight: torch.Tensor) -> bool:
     """Return True if a checkpoint filled the weight."""
     return getattr(weight, "_is_hf_initialized", False)
-
-
-def softmax_gradient(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of scores `(..., entries)` from the gradient of their softmax over the last axis."""
-    return torch._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)
 
 
 def translation_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **options) -> BatchEncoding:

@@ -1,35 +1,34 @@
 """Configuration of Metaphrase: the fields of the architecture, and their checks."""
 
 import copy
-import difflib
-import math
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .pipeline_support import CustomPipelines
 from .presets import PRESETS
 
-_CHOICES = {
-    "position_embedding_type": ("sinusoidal", "learned", "relative", "rotary", "alibi", "none"),
-    "sinusoidal_layout": ("interleaved", "half_split", "fairseq"),
-    "norm_type": ("layernorm", "rmsnorm"),
-    "norm_position": ("pre", "post"),
-}
 _POSITIVE = (
     *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
     *("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
     *("attention_scale", "logits_scale", "initializer_range"),
 )
-_PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
-# Larger sizes, of which torch makes no tensor, come from damaged files. More layers take hours to make.
-MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
-_MAX_TABLE_ENTRIES = 2**28
+_AUTO_MAP = {
+    "AutoConfig": "configuration_metaphrase.MetaphraseConfig",
+    "AutoModel": "modeling_metaphrase.MetaphraseModel",
+    "AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration",
+    "AutoModelForTextEncoding": "modeling_metaphrase.MetaphraseEncoderModel",
+}
+_PIPELINES = {
+    task: {"impl": f"pipelines.{name}", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
+    for task, name in {
+        "translation": "TranslationPipeline",
+        "summarization": "SummarizationPipeline",
+        "text2text-generation": "Text2TextGenerationPipeline",
+    }.items()
+}
 
 
 @strict
@@ -118,16 +117,16 @@ class MetaphraseConfig(PreTrainedConfig):
     head_dim: int | None = None
     activation_function: str = "silu"
     gated_mlp: bool = True
-    position_embedding_type: str = "rotary"
-    sinusoidal_layout: str = "interleaved"
+    position_embedding_type: Literal["sinusoidal", "learned", "relative", "rotary", "alibi", "none"] = "rotary"
+    sinusoidal_layout: Literal["interleaved", "half_split", "fairseq"] = "interleaved"
     max_position_embeddings: int = 1024
     position_offset: int = 0
     rope_parameters: dict | None = None
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     relative_attention_shared: bool = True
-    norm_type: str = "rmsnorm"
-    norm_position: str = "pre"
+    norm_type: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm_position: Literal["pre", "post"] = "pre"
     norm_eps: float | int = 1e-6
     embedding_norm: bool = False
     final_norm: bool | None = None
@@ -153,6 +152,9 @@ class MetaphraseConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     decoder_start_token_id: int | None = 1
 
+    # True if `import metaphrase.inference` has registered the pipelines, so that the copies in model folders are not run.
+    has_registered_pipelines = False
+
     def __post_init__(self, **kwargs):
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
@@ -161,74 +163,47 @@ class MetaphraseConfig(PreTrainedConfig):
         if self.rope_parameters is None and self.position_embedding_type == "rotary":
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
         # Saving a model would record only the class of that model.
-        self.auto_map = {
-            "AutoConfig": "configuration_metaphrase.MetaphraseConfig",
-            "AutoModel": "modeling_metaphrase.MetaphraseModel",
-            "AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration",
-            "AutoModelForTextEncoding": "modeling_metaphrase.MetaphraseEncoderModel",
-        }
-        self.custom_pipelines = CustomPipelines.with_all_tasks(kwargs.pop("custom_pipelines", None))
-        kwargs.pop("auto_map", None)
+        self.auto_map = dict(_AUTO_MAP)
+        for name in ("auto_map", "custom_pipelines"):
+            kwargs.pop(name, None)
         super().__post_init__(**kwargs)
         # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
-        self.check()
-
-    @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
-        """Load the fields of a saved configuration.
-
-        Raises:
-            ValueError: If the configuration is of another model family.
-        """
-        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        model_type = config_dict.get("model_type", cls.model_type)
-        if model_type != cls.model_type:
-            # transformers would only warn, and initialize all weights.
-            raise ValueError(
-                f"`model_type` must be {cls.model_type}, got {model_type!r}. The package converts many families: "
-                f"`metaphrase convert {pretrained_model_name_or_path} OUTPUT`."
-            )
-        return config_dict, kwargs
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        result = super().from_dict(config_dict, **kwargs)
-        # transformers sets the fields in `kwargs` after `__post_init__`.
-        config = result[0] if isinstance(result, tuple) else result
-        config.check()
-        return result
-
-    def check(self):
-        """Check the ranges of all fields and their combinations, and fill in the sizes of heads.
-
-        Raises:
-            ValueError: If a field is out of its range or two fields contradict each other.
-        """
-        for field in _POSITIVE:
-            value, limit = getattr(self, field), MAX_LAYERS if field.endswith("_layers") else MAX_SIZE
-            if value is not None and not value > 0:
-                raise ValueError(f"`{field}` must be above 0, got {value}.")
-            if value is not None and value > limit:
-                raise ValueError(f"`{field}` must be at most {limit}, got {value}.")
-        for field in _PROBABILITIES:
-            value = getattr(self, field)
-            if not 0 <= value < 1:
-                raise ValueError(f"`{field}` must be a probability in [0, 1), got {value}.")
-        for field, choices in _CHOICES.items():
-            value = getattr(self, field)
-            if value not in choices:
-                raise ValueError(f"`{field}` must be one of {', '.join(choices)}, got {value!r}.")
-        if self.activation_function not in ACT2FN:
-            raise ValueError(f"`activation_function` must be a key of ACT2FN, got {self.activation_function!r}.")
-        self._check_heads()
-        self._check_positions()
-        self._check_vocabularies()
+        self._check()
         # transformers and peft read the shape of a cache from these fields. Different stacks cannot share a number.
         if self.encoder_attention_heads == self.decoder_attention_heads:
             self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
             self.head_dim = self.get_head_dim(self.decoder_attention_heads)
 
-    def _check_heads(self):
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            # transformers would only warn, and initialize all weights.
+            raise ValueError(
+                f"`model_type` must be {cls.model_type}, got {model_type!r}. Convert the model: "
+                f"`metaphrase convert {pretrained_model_name_or_path} OUTPUT`."
+            )
+        return config_dict, kwargs
+
+    @property
+    def custom_pipelines(self) -> dict[str, dict[str, Any]]:
+        """The code of each task in a model's folder, for transformers' `pipeline()`."""
+        return {} if self.has_registered_pipelines else copy.deepcopy(_PIPELINES)
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"custom_pipelines": copy.deepcopy(_PIPELINES)}
+
+    def _check(self) -> None:
+        for field in _POSITIVE:
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{field}` must be above 0, got {value}.")
+        for field in ("dropout", "attention_dropout", "activation_dropout"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"`{field}` must be a probability in [0, 1), got {getattr(self, field)}.")
+        if self.activation_function not in ACT2FN:
+            raise ValueError(f"`activation_function` must be a key of ACT2FN, got {self.activation_function!r}.")
         for field in ("encoder_attention_heads", "decoder_attention_heads"):
             heads = getattr(self, field)
             if self.head_dim is None and self.hidden_size % heads:
@@ -236,7 +211,7 @@ class MetaphraseConfig(PreTrainedConfig):
                     f"`hidden_size` must be a multiple of `{field}`, got {self.hidden_size} and {heads}. "
                     "Set `head_dim` to have heads of another width."
                 )
-            if self.num_key_value_heads is not None and heads % self.num_key_value_heads:
+            if heads % (self.num_key_value_heads or 1):
                 raise ValueError(
                     f"`{field}` must be a multiple of `num_key_value_heads`, got {heads} and {self.num_key_value_heads}."
                 )
@@ -244,43 +219,12 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`head_dim` must be even for rotary positions, got {self.get_head_dim(heads)} (from `{field}`)."
                 )
-
-    def _check_positions(self):
-        if self.position_embedding_type == "rotary":
-            rope_type = self.rope_parameters.get("rope_type", "default")
-            choices = ["default", *ROPE_INIT_FUNCTIONS]
-            if rope_type not in choices:
-                raise ValueError(
-                    f"`rope_parameters` must have a `rope_type` of {', '.join(choices)}, got {rope_type!r}."
-                )
-            theta = self.rope_parameters.get("rope_theta", 1)
-            if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-                raise ValueError(f"`rope_parameters` must have a `rope_theta` above 0 that is finite, got {theta!r}.")
-            try:
-                self.validate_rope()
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"`rope_parameters` must be complete, got {self.rope_parameters}: {error}.") from error
-        if self.position_offset < 0:
-            raise ValueError(f"`position_offset` must not be negative, got {self.position_offset}.")
-        most = _MAX_TABLE_ENTRIES // self.hidden_size
-        if self.position_embedding_type == "sinusoidal" and self.max_position_embeddings + self.position_offset > most:
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        if self.position_embedding_type == "relative" and (buckets < 4 or buckets % 2 or distance <= buckets // 2):
             raise ValueError(
-                f"`max_position_embeddings` must be at most {most} with `position_offset` for a table of this width, "
-                f"got {self.max_position_embeddings} and {self.position_offset}."
+                "`relative_attention_num_buckets` must be even, at least 4, and less than twice "
+                f"`relative_attention_max_distance`, got {buckets} and {distance}."
             )
-        if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
-            raise ValueError(f"`hidden_size` must be at least 4 for sinusoidal positions, got {self.hidden_size}.")
-        if self.position_embedding_type == "relative":
-            buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
-            if buckets < 4 or buckets % 2:
-                raise ValueError(f"`relative_attention_num_buckets` must be even and at least 4, got {buckets}.")
-            if distance <= buckets // 2:
-                raise ValueError(
-                    "`relative_attention_max_distance` must be above half of `relative_attention_num_buckets`, "
-                    f"got {distance} and {buckets}."
-                )
-
-    def _check_vocabularies(self):
         if self.share_embeddings and self.decoder_vocab_size != self.vocab_size:
             raise ValueError(
                 "`decoder_vocab_size` must equal `vocab_size` when `share_embeddings` is true, "
@@ -288,21 +232,16 @@ class MetaphraseConfig(PreTrainedConfig):
             )
         if not self.train_padding_embedding and self.pad_token_id is None:
             raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
+        # The shift to the right writes both ids into the target.
         smaller = min(self.vocab_size, self.decoder_vocab_size)
         for field, size in (("pad_token_id", smaller), ("decoder_start_token_id", self.decoder_vocab_size)):
             value = getattr(self, field)
             if value is not None and not 0 <= value < size:
                 raise ValueError(f"`{field}` must be an id of the vocabulary, from 0 to {size - 1}, got {value}.")
 
-    def validate_rope(self):
-        """Check `rope_parameters` by transformers' rules, for rotary positions only."""
-        if self.position_embedding_type != "rotary":
-            return
-        for heads in (self.encoder_attention_heads, self.decoder_attention_heads):
-            # transformers reads `head_dim`, which may be None here.
-            config = copy.copy(self)
-            config.head_dim = self.get_head_dim(heads)
-            super(MetaphraseConfig, config).validate_rope()
+    def validate_rope(self) -> None:
+        if self.position_embedding_type == "rotary":
+            super().validate_rope()
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """Return the configuration of a stack, or of the logits if neither stack is named.
@@ -328,6 +267,11 @@ class MetaphraseConfig(PreTrainedConfig):
         """Return the width of a head in a stack with `heads` query heads."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // heads
 
+    @property
+    def position_limit(self) -> int | None:
+        """The most tokens of a source or target, or None without a limit."""
+        return None if self.position_embedding_type == "relative" else self.max_position_embeddings
+
     @classmethod
     def presets(cls) -> list[str]:
         """Return the names of all presets."""
@@ -344,29 +288,19 @@ class MetaphraseConfig(PreTrainedConfig):
             **overrides: Fields that replace those of the preset, such as `vocab_size`.
 
         Raises:
-            ValueError: If the preset or a field is unknown, or transformers cannot read the value of a field.
+            ValueError: If the preset or a field is unknown.
         """
         if name not in PRESETS:
-            raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.{_nearest(name, PRESETS)}")
-        fields = cls.__dataclass_fields__
-        for key in overrides:
-            if key not in fields and key not in cls.attribute_map:
-                raise ValueError(f"`{key}` is not a field of MetaphraseConfig.{_nearest(key, fields)}")
-        merged = dict(PRESETS[name])
-        merged.update({cls.attribute_map.get(key, key): value for key, value in overrides.items()})
-        try:
-            config = cls(**merged)
-        except (AttributeError, TypeError) as error:
-            # transformers reads some of its fields, such as `id2label`, before their types are checked.
-            raise ValueError(f"Fields must have the types of MetaphraseConfig, got {overrides}: {error}.") from error
-        if config.logits_scale != 1.0 and "logits_scale" not in overrides:
-            config.logits_scale = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
-        return config
-
-
-def _nearest(name: str, choices: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(choices), n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+            raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.")
+        overrides = {cls.attribute_map.get(field, field): value for field, value in overrides.items()}
+        # A configuration itself takes any name.
+        if unknown := overrides.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(f"`{min(unknown)}` is not a field of MetaphraseConfig.")
+        fields = PRESETS[name] | overrides
+        if fields.get("logits_scale", 1.0) is None:
+            is_tied = fields.get("tie_word_embeddings", True)
+            fields["logits_scale"] = fields["hidden_size"] ** -0.5 if is_tied else 1.0
+        return cls(**fields)
 
 
 MetaphraseConfig.register_for_auto_class()

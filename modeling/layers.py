@@ -13,10 +13,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .acceleration import acceleration
 from .compat import takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .normalization import MetaphraseRMSNorm, cast_for_autocast, clamp_float16, make_norm
+from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm
 from .packing import Packing, packed_attention
 from .positions import RelativePositionBias, rotate
 

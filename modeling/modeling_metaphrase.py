@@ -10,13 +10,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
-from .compat import CACHE_NAME, has_own_weight, is_hooked, is_offloaded, takes_cache
+from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .encoder_decoder import MetaphraseDecoder, MetaphraseEncoder
-from .loss import divergence_of_halves, num_items, projected_loss, sequence_loss, shift_right
-from .normalization import clamp_float16
+from .loss import divergence_of_halves, num_items, sequence_loss, shift_right
+from .operators import acceleration, clamp_float16
 from .positions import positions_from_mask
-from .stacks import MetaphrasePreTrainedModel
+from .stacks import MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel
 
 if TYPE_CHECKING:
     # transformers copies this file beside a saved model.
@@ -225,15 +224,6 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         """Multiply the decoder's output by `logits_scale`."""
         return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale
 
-    def _loss_is_chunked(self, hidden_states: torch.Tensor) -> bool:
-        # A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be
-        # clamped. A compiler fuses the plain loss.
-        head = self.lm_head
-        is_plain = type(head) is nn.Linear and has_own_weight(head) and not is_offloaded(head)
-        # DeepSpeed has a hook in each module to gather sharded weights.
-        is_plain = is_plain and (hasattr(head.weight, "ds_id") or not is_hooked(head))
-        return is_plain and hidden_states.dtype != torch.float16 and not torch.compiler.is_compiling()
-
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args, **kwargs) -> dict:
         mask = kwargs.get("decoder_attention_mask")
         if mask is not None and mask.ndim == 2 and kwargs.get("decoder_position_ids") is None:
@@ -285,12 +275,10 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             `loss` (a scalar or None), `logits` `(batch, target, vocab)` or None, and the outputs of `MetaphraseModel`.
 
         Raises:
-            ValueError: If neither labels nor logits are requested, or `MetaphraseModel.forward` raises an error.
+            ValueError: If `MetaphraseModel.forward` raises an error.
         """
-        if return_logits is None:
+        if return_logits is None or labels is None:
             return_logits = labels is None or not self.training
-        elif not return_logits and labels is None:
-            raise ValueError("`return_logits` must be true without `labels`, got false.")
         if labels is not None:
             use_cache = False if use_cache is None else use_cache
             if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -314,17 +302,17 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, positions, :]
         logits = loss = None
-        if return_logits or not self._loss_is_chunked(hidden_states):
+        if labels is not None and not return_logits:
+            divisor = num_items(labels, num_items_in_batch, hidden_states.device)
+            states = self.scale(hidden_states)
+            loss = acceleration.projected_loss(self.lm_head, states, labels, smoothing, r_drop_alpha, divisor)
+        if return_logits or loss is None:
             logits = self.project(hidden_states)
-        if labels is not None and logits is not None:
+        if labels is not None and loss is None:
             loss = sequence_loss(logits, labels, num_items_in_batch, smoothing)
             if r_drop_alpha:
                 divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
                 loss = loss + r_drop_alpha * divergence / num_items(labels, num_items_in_batch, logits.device)
-        elif labels is not None:
-            states, head = self.scale(hidden_states).flatten(0, 1), self.lm_head
-            divisor = num_items(labels, num_items_in_batch, states.device)
-            loss = projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits if return_logits else None, **rest)
 

@@ -7,10 +7,7 @@ token sees only the tokens of its sequence, or of its source, so the attention i
   kernels with `reference`.
 - `varlen`: torch's flash attention, for half precision on an Ampere GPU or newer, without bias and dropout.
 - `flash`: a flash attention package of transformers.
-- `grid`: a padded grid with one row per sequence, for a CPU and for all other cases. Part of `metaphrase.ops`.
-- `flex`: flex attention, for a position bias on an Ampere GPU or newer, without dropout. Part of `metaphrase.ops`.
-
-Without `metaphrase.ops`, `reference` replaces `grid` and `flex`.
+- `grid`: a padded grid with one row per sequence, for all other cases. Part of `metaphrase.ops`; `reference` replaces it.
 """
 
 from functools import cached_property
@@ -20,8 +17,8 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .acceleration import acceleration
 from .compat import varlen_causal
+from .operators import acceleration
 
 # In rows of fewer than 16 entries, a CPU's softmax takes ten times as long per entry.
 MIN_GRID_WIDTH, GRID_WIDTH_MULTIPLE = 16, 8
@@ -32,53 +29,28 @@ def grid_width(longest: int) -> int:
     return max(MIN_GRID_WIDTH, -(-longest // GRID_WIDTH_MULTIPLE) * GRID_WIDTH_MULTIPLE)
 
 
-def check_lengths(lengths: torch.Tensor, num_tokens: int, waits: bool = False) -> None:
-    """Check the lengths of the sequences in a packed row.
-
-    Args:
-        lengths: Tokens of each sequence, `(sequences)`.
-        num_tokens: Tokens in the row.
-        waits: True to check values on an accelerator, too, which the CPU then has to wait for.
-
-    Raises:
-        ValueError: If the lengths are not positive or their sum is not `num_tokens`.
-    """
-    if not isinstance(lengths, torch.Tensor) or lengths.ndim != 1 or not len(lengths) or lengths.is_floating_point():
-        raise ValueError(
-            f"Packed lengths must be a tensor of integers with one for each sequence, `(sequences)`, got {lengths!r}."
-        )
-    if lengths.device.type != "cpu" and not waits:
-        return
-    total, shortest = int(lengths.sum()), int(lengths.min())
-    if total != num_tokens or shortest < 1:
-        raise ValueError(
-            f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, "
-            f"got {lengths.tolist()} with sum {total}."
-        )
-
-
 class Segments:
     """The sequences of a packed row, with the tensors that attention kernels need.
 
     Args:
         lengths: Tokens of each sequence, `(sequences)`.
         num_tokens: Tokens in the row.
-        longest: The largest length, if known. Reading the value from an accelerator would wait for the accelerator.
+        longest: The largest length, if known. Reading values from an accelerator would wait for the accelerator.
 
     Raises:
-        ValueError: If the lengths are not positive, their sum is not `num_tokens`, or `longest` is wrong.
+        ValueError: If the lengths are not positive or their sum is not `num_tokens`.
     """
 
     def __init__(self, lengths: torch.Tensor, num_tokens: int, longest: int | None = None):
-        check_lengths(lengths, num_tokens, waits=longest is None)
-        self.lengths = lengths.long()
-        self.num_tokens = num_tokens
-        if longest is None or lengths.device.type == "cpu":
-            largest = int(lengths.max())
-            if longest is not None and longest != largest:
-                raise ValueError(f"The longest of the packed lengths must be {largest}, got {longest}.")
-            longest = largest
-        self.longest = longest
+        self.lengths, self.num_tokens, self.longest = lengths.long(), num_tokens, longest
+        if longest is not None and lengths.device.type != "cpu":
+            return
+        values = lengths.tolist()
+        if sum(values) != num_tokens or min(values) < 1:
+            raise ValueError(
+                f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, got {values}."
+            )
+        self.longest = max(values)
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -164,7 +136,7 @@ class Packing:
         return self.keys.is_filled[:, None, None, :]
 
 
-# Older GPUs have no flash attention, and too little shared memory for Triton's kernels of flex attention.
+# Older GPUs have no flash attention.
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -181,29 +153,17 @@ def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_
     Raises:
         ValueError: If the implementation cannot attend over packed rows.
     """
-    kernel = _preferred_kernel(implementation, states, head_dim, has_bias, dropout)
-    is_installed = kernel in ("varlen", "flash") or kernel in acceleration.packed_kernels
-    return kernel if is_installed else "reference"
-
-
-def _preferred_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
     if implementation == "eager":
         return "reference"
-    if implementation == "flex_attention":
-        if dropout:
-            raise ValueError(f"`attention_dropout` must be 0 to train with flex_attention, got {dropout}.")
-        return "flex"
-    if implementation == "sdpa":
-        is_gpu = states.device.type == "cuda"
-        if dropout or not is_gpu or torch.cuda.get_device_capability(states.device) < _LEAST_CAPABILITY:
-            return "grid"
-        if has_bias:
-            return "flex" if 16 <= head_dim <= 128 else "grid"
+    if implementation in ("sdpa", "flex_attention"):
         device_type = states.device.type
         is_autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if is_autocast else states.dtype
-        is_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-        return "varlen" if is_flash else "grid"
+        can_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+        can_flash = can_flash and device_type == "cuda" and not has_bias and not dropout
+        if can_flash and torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY:
+            return "varlen"
+        return "reference" if acceleration.grid is None else "grid"
     if has_bias or "flash" not in implementation:
         raise ValueError(
             "`attn_implementation` must be sdpa, eager or flex_attention (or, without a position bias, a flash attention) "
@@ -223,8 +183,8 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
     Returns:
         A mask in the kernel's format, or None if the kernel needs the packing only.
     """
-    if packing.kernel in acceleration.packed_kernels:
-        return acceleration.packed_kernels[packing.kernel].make_mask(packing, bias, like)
+    if packing.kernel == "grid":
+        return acceleration.grid.make_mask(packing, bias, like)
     if packing.kernel in ("varlen", "flash"):
         return None
     return additive_mask(packing.is_seen(), packing.queries.positions, bias, like)
@@ -276,9 +236,8 @@ def packed_attention(
     Returns:
         `(1, query tokens, heads, head_dim)`.
     """
-    if packing.kernel in acceleration.packed_kernels:
-        attend = acceleration.packed_kernels[packing.kernel].attend
-        return attend(query, key, value, mask, packing, scaling, dropout)
+    if packing.kernel == "grid":
+        return acceleration.grid.attend(query, key, value, mask, packing, scaling, dropout)
     queries, keys = packing.queries, packing.keys
     if packing.kernel == "varlen":
         # Before torch 2.13, the kernel has a fixed scale.

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_metaphrase import MetaphraseConfig
-from .normalization import clamp_float16
+from .operators import clamp_float16
 
 _MAX_WAVELENGTH = 10_000.0
 
@@ -29,39 +29,37 @@ def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def sinusoidal_table(length: int, hidden_size: int, layout: str, device: torch.device | None = None) -> torch.Tensor:
-    """Return sines and cosines of geometrically growing wavelengths, in float32.
+def sinusoids(positions: torch.Tensor, hidden_size: int, layout: str) -> torch.Tensor:
+    """Return sines and cosines of geometrically growing wavelengths, in float32: `(...) -> (..., hidden)`.
+
+    An odd width has one cosine less than sines, or a zero at the end for `fairseq`.
 
     Source: Vaswani et al. 2017, section 3.5, arXiv 1706.03762.
 
     Args:
-        length: Number of positions.
-        hidden_size: Width. An odd width has one cosine less than sines, or a zero at the end for `fairseq`.
+        positions: Numbers of the positions.
+        hidden_size: Width.
         layout: `interleaved` (sine and cosine in turn), `half_split` (all sines, then all cosines) or `fairseq` (half split, with
             the slightly longer wavelengths of tensor2tensor and fairseq).
-        device: Device of the table.
-
-    Returns:
-        The table `(length, hidden)`.
     """
+    device = positions.device
     if layout == "fairseq":
         # fairseq computes the table in float32.
         half = hidden_size // 2
         step = math.log(_MAX_WAVELENGTH) / (half - 1)
         frequencies = torch.exp(torch.arange(half, dtype=torch.float32, device=device) * -step)
-        angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+        angles = positions[..., None].float() * frequencies
         return nn.functional.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, hidden_size % 2))
     # In float32, the angles of late positions are too inexact for float32 sines. MPS has no float64.
-    has_float64 = device is None or torch.device(device).type != "mps"
-    dtype = torch.float64 if has_float64 else torch.float32
+    dtype = torch.float32 if device.type == "mps" else torch.float64
     exponents = torch.arange(0, hidden_size, 2, dtype=dtype, device=device) / hidden_size
-    # (length, 1) * (hidden / 2) -> (length, hidden / 2)
-    angles = torch.arange(length, dtype=dtype, device=device)[:, None] * _MAX_WAVELENGTH**-exponents
+    # (..., 1) * (hidden / 2) -> (..., hidden / 2)
+    angles = positions[..., None].to(dtype) * _MAX_WAVELENGTH**-exponents
     sines, cosines = angles.sin().float(), angles.cos().float()
     if layout == "half_split":
-        return torch.cat((sines, cosines[:, : hidden_size // 2]), dim=-1)
-    # (length, hidden / 2, 2) -> (length, hidden)
-    return torch.stack((sines, cosines), dim=-1).flatten(start_dim=1)[:, :hidden_size].contiguous()
+        return torch.cat((sines, cosines[..., : hidden_size // 2]), dim=-1)
+    # (..., hidden / 2, 2) -> (..., hidden)
+    return torch.stack((sines, cosines), dim=-1).flatten(start_dim=-2)[..., :hidden_size].contiguous()
 
 
 class SinusoidalPositionEmbedding(nn.Module):
@@ -75,24 +73,28 @@ class SinusoidalPositionEmbedding(nn.Module):
         self.register_buffer("table", self.make_table(config.max_position_embeddings + self.offset), persistent=False)
 
     def make_table(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        return sinusoidal_table(length, self.hidden_size, self.layout, device)
+        return sinusoids(torch.arange(length, device=device), self.hidden_size, self.layout)
 
-    def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
+    def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
         """Look up positions.
 
         Args:
             position_ids: `(batch, query)`.
-            length: A number above every position.
+            length: A number above every position; None if unknown.
 
         Returns:
             `(batch, query, hidden)` in float32.
         """
+        position_ids = position_ids + self.offset
+        if length is None:
+            # Reading the largest position would wait for an accelerator.
+            return sinusoids(position_ids, self.hidden_size, self.layout)
         table, length = self.table, length + self.offset
         if length > table.shape[0]:
             table = self.make_table(max(length, 2 * table.shape[0]), device=table.device)
             if not torch.compiler.is_compiling():
                 self.table = table
-        return nn.functional.embedding(position_ids + self.offset, table).float()
+        return nn.functional.embedding(position_ids, table).float()
 
 
 class LearnedPositionEmbedding(nn.Embedding):
@@ -104,7 +106,7 @@ class LearnedPositionEmbedding(nn.Embedding):
         super().__init__(config.max_position_embeddings + config.position_offset, config.hidden_size)
         self.offset = config.position_offset
 
-    def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
+    def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
         """Look up positions, as `SinusoidalPositionEmbedding` does.
 
         Raises:
@@ -112,7 +114,11 @@ class LearnedPositionEmbedding(nn.Embedding):
         """
         # `length` counts padding, too, which has no positions. So the ids decide.
         count = self.num_embeddings - self.offset
-        if length > count and (torch.compiler.is_compiling() or int(position_ids.max()) >= count):
+        if (
+            length is not None
+            and length > count
+            and (torch.compiler.is_compiling() or int(position_ids.max()) >= count)
+        ):
             raise ValueError(
                 f"A sequence must not be longer than `max_position_embeddings` with learned positions, "
                 f"got {length} tokens and {count} positions."

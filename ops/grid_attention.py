@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from metaphrase.modeling.compat import softmax_gradient
 from metaphrase.modeling.layers import MetaphraseAttention
 from metaphrase.modeling.packing import Packing, Segments, additive_mask, grid_width
-from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask
+from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask, softmax_gradient
 
 # Most scores of a block, so that they stay in the processor's cache.
 BLOCK_ENTRIES = 2**19

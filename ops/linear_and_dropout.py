@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from metaphrase.modeling.acceleration import plain_linear
-from metaphrase.modeling.compat import is_hooked
+from metaphrase.modeling.operators import plain_linear
 
 # An entry takes 8 random bits. torch's generator returns the bits of eight entries at once.
 _LEVELS = 2**8
@@ -209,3 +208,24 @@ def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectifie
     """Apply layers for which `can_join` is true to the same states: (..., in_features) -> (..., sum of out_features)."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
     return _FusedLinear.apply(states, is_rectified, len(layers), *(layer.weight for layer in layers), *biases)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return True if a call of the module runs hooks or a replaced `forward`."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Return True if accelerate loads the module's weights before each call."""
+    return "_hf_hook" in vars(module)
+
+
+def has_own_weight(module: nn.Module) -> bool:
+    """Return True if `weight` is a parameter of the module, not computed by a parametrization or an adapter."""
+    return "weight" in module._parameters
+
+
+def softmax_gradient(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of scores `(..., entries)` from the gradient of their softmax over the last axis."""
+    return torch._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)

@@ -12,7 +12,7 @@ import torch
 
 from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.generator import EncodedTexts, Plan
-from metaphrase.modeling.pipeline_support import batches_by_length
+from metaphrase.tokenization.batches import batches_by_length
 
 Result = TypeVar("Result")
 # Weight of the newest batch in the mean time of a token.

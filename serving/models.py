@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from metaphrase.inference import Generator
 from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.generator import EncodedTexts, Plan
-from metaphrase.modeling.pipeline_support import has_languages
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.storage.folders import read_fields
 from metaphrase.tokenization import set_languages
+from metaphrase.tokenization.tokenizer_pair import has_languages
 
 TASKS = ("translation", "summarization", "text2text-generation")
 # ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name.

@@ -5,7 +5,7 @@ This file imports no library, so that the help of a command comes at once.
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 
@@ -105,3 +105,39 @@ def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
         beams = {} if "num_beams" in chosen else {"num_beams": 1}
         return {**options, "do_sample": True, **beams}
     return dict(options)
+
+
+def override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the new tokens to None if only the length is given, and the other way round, to override the model's settings.
+
+    Without this, `generate()` prefers new tokens in any setting, and warns in each batch.
+    """
+    options = dict(options)
+    for names in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        for name, counterpart in (names, names[::-1]):
+            if options.get(name) is not None:
+                options.setdefault(counterpart, None)
+    return options
+
+
+def use_floats(settings: MutableMapping[str, Any]) -> None:
+    """Turn integers into floats where transformers refuses integers, such as a temperature of 2."""
+    for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
+        if type(settings.get(name)) is int:
+            settings[name] = float(settings[name])
+
+
+def resolve_settings(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `generate()`: the arguments, then their generation config, then the model's."""
+    config = arguments.get("generation_config")
+    return model.generation_config.to_dict() | ({} if config is None else config.to_diff_dict()) | dict(arguments)
+
+
+def length_limits(model: Any, arguments: Mapping[str, Any], prompt_length: int = 1) -> tuple[int, int | None]:
+    """Return the least and most tokens of a target, with the prompt, by the arguments of `generate()`."""
+    settings = resolve_settings(model, arguments)
+    limits = []
+    for length, new_tokens in (("min_length", "min_new_tokens"), ("max_length", "max_new_tokens")):
+        new = settings.get(new_tokens)
+        limits.append(settings.get(length) if new is None else new + prompt_length)
+    return limits[0] or 0, limits[1]

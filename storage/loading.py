@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.pipeline_support import use_floats
+from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.model_files import check_model_folder, refuse_shape
 from metaphrase.storage.weight_files import ADAPTER_NAME, WeightFiles, is_finite, listed, refuse_not_finite
 

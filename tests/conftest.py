@@ -12,8 +12,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import masking_utils
 from transformers.integrations import flex_attention as flex_integration
 
-from metaphrase.ops import flex_attention as packed_flex
-
 torch.set_num_threads(1)
 
 
@@ -41,7 +39,6 @@ def frozen():
 def uncompiled_flex(monkeypatch):
     """Run flex attention uncompiled. Compilation takes seconds for each shape and does not change the result."""
     monkeypatch.setattr(flex_integration, "WrappedFlexAttention", lambda training: lambda: flex_attention)
-    monkeypatch.setattr(packed_flex, "_compiled", lambda: flex_attention)
     monkeypatch.setattr(masking_utils, "create_block_mask", lambda *_, _compile, **rest: create_block_mask(*_, **rest))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

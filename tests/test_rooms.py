@@ -73,7 +73,7 @@ def test_modeling_is_flat_and_imports_three_libraries():
         for node in import_statements(file):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1 and node.module and "." not in node.module, f"{file}:{node.lineno}"
-            else:
+            elif file != "modeling/__init__.py":  # the only file that does not travel
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
                 libraries = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
                 assert libraries <= LIBRARIES_OF_MODELING, f"{file}:{node.lineno}"

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.modeling.pipeline_support import language_id
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_trainer import find_joiner, train_tokenizer
 
@@ -438,3 +437,39 @@ def _known_language(tokenizer: PreTrainedTokenizerBase, field: str, attribute: s
         name = type(tokenizer).__name__
         raise ValueError(f"`{field}` must be left out for a {name}, which has no languages, got {code!r}.")
     return language_id(tokenizer, field, code)
+
+
+def has_languages(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if a tokenizer marks sources with their language."""
+    return hasattr(tokenizer, "_build_translation_inputs")
+
+
+def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None) -> int:
+    """Return the id of the token of a language.
+
+    Args:
+        tokenizer: A multilingual tokenizer.
+        field: Name of the code in error messages.
+        code: Code of the language in the tokenizer's class.
+
+    Raises:
+        ValueError: If the code is None or unknown.
+    """
+    name = type(tokenizer).__name__
+    if code is None:
+        raise ValueError(f"`{field}` must be given for a {name}, which has many languages, got None.")
+    m2m_tokens = getattr(tokenizer, "lang_code_to_token", None)
+    if m2m_tokens is not None:
+        token = m2m_tokens.get(code)
+    else:
+        # Only special tokens count: a part of a word may look like a code.
+        tokens = {
+            *tokenizer.all_special_tokens,
+            *tokenizer.get_added_vocab(),
+            *getattr(tokenizer, "lang_code_to_id", {}),
+        }
+        token = next((spelling for spelling in (code, f"__{code}__") if spelling in tokens), None)
+    index = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    if index is None or index == tokenizer.unk_token_id:
+        raise ValueError(f"`{field}` must be a language that the {name} knows, got {code!r}.")
+    return index

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.pipeline_support import position_limit, use_floats
+from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import check_targets
@@ -34,7 +34,7 @@ def longest_sequence(recipe: Recipe) -> int | None:
     """
     config = _load_config(recipe)
     if config.model_type == "metaphrase":
-        return position_limit(config)
+        return config.position_limit
     rows = getattr(config, "max_position_embeddings", None)
     return rows if config.model_type in _TABLED_FAMILIES and isinstance(rows, int) else None
 

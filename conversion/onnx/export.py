@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -324,16 +322,15 @@ def _write(
     if len(inputs) > 3:
         # All keys and values are one argument.
         arguments, shapes = [*arguments[:2], tuple(arguments[2:])], [*shapes[:2], tuple(shapes[2:])]
-    with _quiet():
-        program = torch.onnx.export(
-            graph.eval(),
-            tuple(arguments),
-            input_names=list(inputs),
-            output_names=outputs,
-            dynamic_shapes=tuple(shapes),
-            dynamo=True,
-            verbose=False,
-        )
+    program = torch.onnx.export(
+        graph.eval(),
+        tuple(arguments),
+        input_names=list(inputs),
+        output_names=outputs,
+        dynamic_shapes=tuple(shapes),
+        dynamo=True,
+        verbose=False,
+    )
     traced = program.model
     _remove_metadata(traced)
     weights_bytes = sum(value.const_value.nbytes for value in traced.graph.initializers.values())
@@ -352,18 +349,3 @@ def _remove_metadata(model: onnx_ir.Model) -> None:
             item.metadata_props.clear()
         for node in graph:
             node.doc_string = None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's messages on missing libraries, on axes of equal length and on each node."""
-    levels = {"torch.onnx._internal.exporter._registration": logging.ERROR}
-    levels |= dict.fromkeys(("onnxscript", "onnx_ir"), logging.WARNING)
-    with contextlib.ExitStack() as originals, warnings.catch_warnings():
-        for name, level in levels.items():
-            log = logging.getLogger(name)
-            originals.callback(log.setLevel, log.level)
-            log.setLevel(level)
-        warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
-        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
-        yield

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from metaphrase.decoding.decoder_state import DecoderState, PreparedLayer, Rotation, attend
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.decoding.searches.joint_search import JointSearch
-from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
+from metaphrase.modeling.stacks import MetaphraseDecoder
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 

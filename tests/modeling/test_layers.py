@@ -6,7 +6,7 @@ from tiny_models import randomize, tiny_config
 from torch import nn
 
 from metaphrase.modeling.layers import MetaphraseEncoderLayer, MetaphraseMLP
-from metaphrase.modeling.normalization import MetaphraseRMSNorm, clamp_float16
+from metaphrase.modeling.operators import MetaphraseRMSNorm, clamp_float16
 
 
 def make_layer(layer_class, *args, **fields):

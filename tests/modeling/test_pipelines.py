@@ -1,17 +1,28 @@
-"""Pipelines: what they give, and in which form."""
+"""Pipelines: their results, options, languages and folders, with this package and, by the code in a folder, without."""
 
 import collections
+import json
 
 import pytest
-import torch
+from converted_models import bart_like, draw
 from datasets import Dataset
+from hub_copies import report_without_package
 from pipeline_models import CLASSES, NAMES, family_model, texts_of
-from tiny_generator import SOURCES, tiny_pair
-from tiny_models import tiny_model
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast, pipeline
+from tiny_generator import SOURCES, save_generator, tiny_pair
+from tiny_languages import CODES, MAKERS
+from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
+from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.pt_utils import KeyDataset
 
-from metaphrase.modeling.pipeline_support import general_task
+from metaphrase.conversion import convert
+from metaphrase.inference import Generator, TranslationPipeline
+from metaphrase.tokenization import TokenizerPair
+
+# As T5's own.
+T5_TASKS = {
+    "summarization": {"prefix": "cat ", "num_beams": 2, "max_length": 6, "early_stopping": True},
+    "translation_en_to_de": {"prefix": "the dog ", "num_beams": 3, "max_length": 7},
+}
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -20,190 +31,209 @@ def test_folder_writes_what_its_generator_writes(task, joint, model_folders, gen
     made = pipeline(task, model=str(model_folders[joint]))
     assert type(made) is CLASSES[task] and made.task == task
     assert (made.tokenizer is made.target_tokenizer) == joint
-    expected = generators[joint].generate(SOURCES, num_beams=4)
-    assert len(set(expected)) == len(SOURCES)
-    assert made(SOURCES) == [{f"{NAMES[general_task(task)]}_text": text} for text in expected]
+    expected = [{f"{made.return_name}_text": text} for text in generators[joint].generate(SOURCES, num_beams=4)]
+    assert made(SOURCES) == made(SOURCES, batch_size=2) == expected
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
-@pytest.mark.parametrize("task", list(NAMES))
-def test_other_families_write_what_their_generate_writes(task, family, families):
+def test_other_families_write_what_their_generate_writes(family, families):
     model, tokenizer = families[family], tiny_pair().source
-    made = pipeline(task, model=model, tokenizer=tokenizer, max_new_tokens=7)
-    written = texts_of(made(SOURCES), NAMES[task])
-    for source, text in zip(SOURCES, written, strict=True):
+    made = pipeline("translation", model=model, tokenizer=tokenizer, max_new_tokens=7)
+    for source, text in zip(SOURCES, texts_of(made(SOURCES), "translation"), strict=True):
         inputs = tokenizer([source], return_tensors="pt", return_token_type_ids=False).to(model.device)
         ids = model.generate(**inputs, num_beams=4, max_new_tokens=7)
         assert text == tokenizer.decode(ids[0], skip_special_tokens=True)
-    assert len(set(written)) > 1
 
 
 def test_nesting_of_results(pipe):
     first, second = SOURCES[:2]
     one, two = pipe(first), pipe(second)
     assert len(one) == 1 and set(one[0]) == {"generated_text"} and one != two
-    assert pipe([first]) == one
-    assert pipe([first, second]) == [*one, *two]
-    assert pipe([]) == []
+    assert pipe([first]) == one and pipe([first, second]) == [*one, *two] and pipe([]) == []
     n_best = pipe(first, num_return_sequences=3)
     assert len(n_best) == 3 and n_best[0] == one[0] and n_best[1] != n_best[0]
-    assert pipe([first], num_return_sequences=3) == [n_best]
     assert pipe([first, second], num_return_sequences=3) == [n_best, pipe(second, num_return_sequences=3)]
+    for texts in (tuple(SOURCES), Dataset.from_dict({"text": SOURCES})["text"], collections.UserList(SOURCES)):
+        assert pipe(texts) == pipe(SOURCES)
+    expected = [[result] for result in pipe(SOURCES)]
+    assert list(pipe(text for text in SOURCES)) == expected
+    assert list(pipe(KeyDataset([{"text": text} for text in SOURCES], "text"), batch_size=2)) == expected
+    [tokens] = pipe(first, return_tensors=True)
+    text = pipe.tokenizer.decode(tokens["generated_token_ids"], skip_special_tokens=True)
+    assert text == one[0]["generated_text"]
 
 
-def test_generators_and_data_sets_are_read_as_results_are_asked_for(pipe):
-    expected = pipe(SOURCES)
-    read = []
+@pytest.mark.parametrize(
+    ("model", "made", "call", "length"),
+    [
+        ({}, {"max_length": 5}, {}, 5),
+        ({"max_new_tokens": 8}, {}, {"max_length": 5}, 5),
+        ({"max_new_tokens": 8}, {"max_length": 5}, {"max_new_tokens": 6}, 7),
+        ({"max_new_tokens": 8, "min_new_tokens": 8}, {}, {"max_length": 5, "min_length": 2}, 5),
+        ({"max_new_tokens": 8}, {}, {"generation_config": GenerationConfig(max_new_tokens=3, num_beams=1)}, 4),
+        ({}, {}, {"num_return_sequences": 6, "max_new_tokens": 2}, 3),
+    ],
+)
+def test_a_length_of_the_call_overrides_any_length_elsewhere(model, made, call, length, generators, monkeypatch):
+    config = GenerationConfig(decoder_start_token_id=1, pad_token_id=0, **model)
+    monkeypatch.setattr(generators[True].model, "generation_config", config)
+    parts = {"model": generators[True].model, "tokenizer": generators[True].tokenizers.source}
+    results = pipeline("text2text-generation", **parts, **made)("the cat", return_tensors=True, **call)
+    assert {len(result["generated_token_ids"]) for result in results} == {length}
 
-    def texts():
-        for text in SOURCES:
-            read.append(text)
-            yield text
 
-    results = iter(pipe(texts()))
-    assert next(results) == [expected[0]]
-    assert len(read) < len(SOURCES)
-    assert [*results] == [[result] for result in expected[1:]]
-    data = KeyDataset([{"text": text} for text in SOURCES], "text")
-    assert list(pipe(data, batch_size=2)) == [[result] for result in expected]
+def test_options_of_the_task_come_before_those_of_the_model():
+    model, tokenizer = family_model("t5", task_specific_params=T5_TASKS, prefix="a cat "), tiny_pair().source
+    for task in T5_TASKS:
+        settings = dict(T5_TASKS[task])
+        made = pipeline(task, model=model, tokenizer=tokenizer)
+        text = settings.pop("prefix") + SOURCES[0]
+        inputs = tokenizer([text], return_tensors="pt", return_token_type_ids=False)
+        [result] = made(SOURCES[0], return_tensors=True)
+        expected = model.generate(**inputs.to(made.device), **settings)[0]
+        assert result[f"{made.return_name}_token_ids"].tolist() == expected.tolist()
+        assert made.preprocess("a", prefix="dog ")["input_ids"].tolist() == [tokenizer("dog a")["input_ids"]]
+    made = pipeline("translation", model=model, tokenizer=tokenizer, src_lang="en", tgt_lang="de")
+    assert made.prefix == "the dog "
+    assert pipeline("text2text-generation", model=model, tokenizer=tokenizer).prefix == "a cat "
+    assert model.config.task_specific_params == T5_TASKS
+
+
+def test_conversion_carries_the_tasks_both_ways(tmp_path):
+    family_model("t5", task_specific_params=T5_TASKS).save_pretrained(tmp_path / "t5")
+    tiny_pair().save_pretrained(tmp_path / "t5")
+    convert(tmp_path / "t5", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "again", to="t5")
+    names = ("t5", "ours", "again")
+    results = [pipeline("translation_en_to_de", model=str(tmp_path / name))(SOURCES) for name in names]
+    assert results[0] == results[1] == results[2]
+
+
+def test_registry_knows_the_tasks(model_folders):
+    name, implementation, languages = PIPELINE_REGISTRY.check_task("translation_en_to_de")
+    assert (name, implementation["impl"], languages) == ("translation", TranslationPipeline, ("en", "de"))
+    assert PIPELINE_REGISTRY.check_task("ner")[0] == "token-classification"
+    for task in ("translation_de", "to-translate", "question-answering"):
+        with pytest.raises(KeyError, match=task):
+            pipeline(task, model=str(model_folders[True]))
+    with pytest.raises(ValueError, match="default"):
+        pipeline("summarization")
+
+
+def test_pair_and_single_tokenizers_can_be_given(generators, model_folders):
+    generator = generators[False]
+    expected = [{"translation_text": text} for text in generator.generate(SOURCES, num_beams=4)]
+    pair = generator.tokenizers
+    for parts in ({"tokenizer": pair}, {"tokenizer": pair.source, "target_tokenizer": pair.target}):
+        assert pipeline("translation", model=generator.model, **parts)(SOURCES) == expected
+    assert pipeline("translation", model=generator.model, tokenizer=pair.source)(SOURCES) != expected
+    with pytest.raises(ValueError, match="`tokenizer` must be given"):
+        TranslationPipeline(generator.model)
+
+
+def test_missing_tokenizer_of_the_targets_is_an_error(generators, tmp_path):
+    folder = save_generator(generators[False], tmp_path / "model")
+    (folder / "target_tokenizer").rename(tmp_path / "elsewhere")
+    with pytest.raises((OSError, ValueError)):
+        pipeline("translation", model=str(folder))
+
+
+def test_sources_end_with_the_end_of_sequence_and_have_positions(generators, tmp_path):
+    tiny_pair().save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path, model_max_length=5)
+    made = pipeline("translation", model=generators[True].model, tokenizer=tokenizer)
+    cut = made.preprocess(SOURCES[0], truncation=True)["input_ids"]
+    assert cut.shape == (1, 5) and cut[0, -1] == tokenizer.eos_token_id
+    with pytest.raises(ValueError, match=r"than the model has positions, .* Set `truncation=True`"):
+        made("a" * made.model.config.position_limit)
+    tokenizer.backend_tokenizer.post_processor = None
+    generator = Generator(generators[True].model, TokenizerPair(tokenizer, tokenizer))
+    made = pipeline("translation", model=generator.model, tokenizer=tokenizer)
+    assert texts_of(made(SOURCES), "translation") == generator.generate(SOURCES, num_beams=4)
+    assert made.preprocess("a cat")["input_ids"].tolist() == generator.tokenizers.encode_sources(["a cat"])
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_languages_are_marked_and_written(name, tmp_path):
+    family, make = MAKERS[name]
+    tokenizer = make()
+    theirs = bart_like(family, draw(family, 200), vocab_size=len(tokenizer), max_position_embeddings=40).eval()
+    english, german, romanian = CODES[name]
+    if name == "mbart":
+        theirs.generation_config.decoder_start_token_id = tokenizer.convert_tokens_to_ids("ro_RO")
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    texts = ["the cat", "no dolphin is here", "a"]
+    options = {"num_beams": 2, "max_new_tokens": 6, "suppress_tokens": [1]}
+    made = pipeline("translation", model=str(tmp_path / "ours"), src_lang=english, tgt_lang=german, **options)
+    written = {}
+    for language in (german, romanian):
+        languages = {"source_lang": english, "target_lang": language}
+        generator = Generator.from_pretrained(tmp_path / "ours", device="cpu", **languages)
+        written[language] = [{"translation_text": text} for text in generator.generate(texts, **options)]
+        for batch_size in (1, 2):
+            assert made(texts, tgt_lang=language, batch_size=batch_size) == written[language]
+        # A model that was trained for one pair of languages needs no code.
+        plain = pipeline("translation", model=generator.model, tokenizer=generator.tokenizers, **options)
+        assert plain(texts) == written[language]
+    assert written[german] != written[romanian]
+    task = f"translation_{english}_to_{german}"
+    assert pipeline(task, model=str(tmp_path / "ours"), **options)(texts) == written[german]
+    for code in ("xx_XX", "a"):
+        with pytest.raises(ValueError, match="`tgt_lang` must be a language that the tokenizer knows"):
+            made("the cat", tgt_lang=code)
+    with pytest.raises(ValueError, match="tgt_lang"):
+        pipeline("translation", model=str(tmp_path / "ours"), src_lang=english)("the cat")
 
 
 @pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("batch_size", [None, 2, 5])
-@pytest.mark.parametrize(
-    "options", [{}, {"num_return_sequences": 3}, {"num_beams": 1, "return_tensors": True}], ids=str
-)
-def test_batches_change_nothing(options, batch_size, joint, generators):
-    made = pipeline("translation", model=generators[joint].model, tokenizer=generators[joint].tokenizers, **options)
-    alone = [made(text) for text in SOURCES]
-    together = made(SOURCES, batch_size=batch_size)
-    together = [result if isinstance(result, list) else [result] for result in together]
-    for some, batched in zip(alone, together, strict=True):
-        assert len(some) == options.get("num_return_sequences", 1)
-        for result, other in zip(some, batched, strict=True):
-            assert result.keys() == other.keys()
-            for name, value in result.items():
-                assert value.tolist() == other[name].tolist() if name.endswith("_ids") else value == other[name]
+def test_pipeline_saves_all_that_it_needs(joint, model_folders, generators, tmp_path):
+    pair = generators[joint].tokenizers
+    pipeline("summarization", model=generators[joint].model, tokenizer=pair).save_pretrained(tmp_path)
+    assert "target_tokenizer" not in pair.source.init_kwargs
+    names = {path.relative_to(model_folders[joint]).as_posix() for path in model_folders[joint].rglob("*")}
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == names
+    assert TokenizerPair.from_pretrained(tmp_path).is_joint == joint
+    expected = generators[joint].generate(SOURCES, num_beams=4)
+    assert texts_of(pipeline("translation", model=str(tmp_path))(SOURCES), "translation") == expected
 
 
-def rows_of_each_batch(made, monkeypatch):
-    rows, forward = [], made._forward
-    monkeypatch.setattr(
-        made, "_forward", lambda inputs, **options: rows.append(inputs["input_ids"].shape) or forward(inputs, **options)
-    )
-    return rows
+# Arguments: sources and tasks in JSON, then folders of models.
+RUN_PIPELINES = """
+import json
+import traceback
+from transformers import pipeline
+
+sources, tasks, model_folders = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+report = {}
+for folder in model_folders:
+    for task in tasks:
+        try:
+            made = pipeline(task, model=folder, trust_remote_code=True)
+            assert type(made).__module__.startswith("transformers_modules."), type(made).__module__
+            report[f"{folder} {task}"] = [made(sources), made(sources, batch_size=2)]
+            if task == "translation":
+                made.save_pretrained(folder + "/again")
+                report[f"{folder} again"] = pipeline(task, model=folder + "/again", trust_remote_code=True)(sources)
+        except Exception:
+            report[f"{folder} {task}"] = traceback.format_exc()
+try:
+    pipeline("translation", model=model_folders[0], trust_remote_code=False)
+except Exception:
+    report["untrusted"] = traceback.format_exc()
+"""
 
 
-def test_every_sequence_of_texts_is_a_list(pipe):
-    expected = pipe(SOURCES)
-    column = Dataset.from_dict({"text": SOURCES})["text"]
-    for texts in (tuple(SOURCES), column, collections.UserList(SOURCES)):
-        assert pipe(texts) == expected
-    assert pipe(()) == []
-    for texts in ((SOURCES[0], 3), b"ab"):
-        with pytest.raises(ValueError, match="`inputs` must be a text or a list of texts"):
-            pipe(texts)
-
-
-def test_lists_go_in_batches_of_like_length(pipe, monkeypatch):
-    monkeypatch.setattr(pipe.model.config, "max_position_embeddings", 256)
-    rows = rows_of_each_batch(pipe, monkeypatch)
-    pipe(SOURCES)
-    widest = max(len(ids) for ids in pipe.tokenizer(SOURCES)["input_ids"])
-    assert rows == [(len(SOURCES), widest)]
-    rows.clear()
-    texts = [*SOURCES, SOURCES[0] * 9] * 30
-    pipe(texts, max_new_tokens=1, num_beams=1)
-    assert sum(count for count, _ in rows) == len(texts) and max(count for count, _ in rows) == 64
-    assert [width for _, width in rows] == sorted((width for _, width in rows), reverse=True)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": True, "num_beams": 1},
-        {"logits_processor": LogitsProcessorList()},
-        {"max_time": 60.0},
-        {"generation_config": GenerationConfig(do_sample=True, max_new_tokens=4)},
-        {"encoder_repetition_penalty": 1.5},
-        {"encoder_no_repeat_ngram_size": 1},
-        {"num_workers": 0},
-    ],
-    ids=str,
-)
-def test_lists_go_one_by_one_where_a_batch_could_change_them(options, pipe, monkeypatch):
-    rows = rows_of_each_batch(pipe, monkeypatch)
-    results = pipe(SOURCES, **options)
-    assert [count for count, _ in rows] == [1] * len(SOURCES) == [len(result) for result in results]
-
-
-def test_tokens_and_texts(pipe):
-    text = pipe(SOURCES[0])[0]["generated_text"]
-    [tokens] = pipe(SOURCES[0], return_tensors=True)
-    assert set(tokens) == {"generated_token_ids"}
-    ids = tokens["generated_token_ids"]
-    assert isinstance(ids, torch.Tensor) and pipe.tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_tokens_end_with_the_end_of_sequence(pipe):
-    """Also where that is the padding, as in some tokenizers."""
-    ids = torch.tensor([0, 7, 5, 2, 0, 0])
-    assert pipe._remove_padding(ids).tolist() == [0, 7, 5, 2]
-    assert pipe._remove_padding(torch.tensor([0, 0])).tolist() == [0]
-
-    class Tokenizer:
-        pad_token_id = eos_token_id = 2
-
-    pipe.target_tokenizer = Tokenizer()
-    assert pipe._remove_padding(torch.tensor([0, 7, 5, 2, 2, 2])).tolist() == [0, 7, 5, 2]
-
-
-def test_ids_of_beams_end_where_they_end_alone(families):
-    made = pipeline("text2text-generation", model=families["bart"], tokenizer=tiny_pair().source, max_new_tokens=30)
-    options = {"eos_token_id": [2, 7, 9], "num_return_sequences": 4, "length_penalty": -3.0, "return_tensors": True}
-    assert made.model.generation_config.pad_token_id == 0
-    together, alone = (
-        [[result["generated_token_ids"].tolist() for result in results] for results in both]
-        for both in (made(SOURCES, **options), [made(source, **options) for source in SOURCES])
-    )
-    assert together == alone and len({len(ids) for results in alone for ids in results}) > 1
-
-
-def test_clean_up_reaches_the_tokenizer_of_the_targets(pipe, monkeypatch):
-    calls = []
-    decode = pipe.target_tokenizer.decode
-    monkeypatch.setattr(
-        pipe.target_tokenizer, "decode", lambda ids, **options: calls.append(options) or decode(ids, **options)
-    )
-    pipe(SOURCES[0])
-    pipe(SOURCES[0], clean_up_tokenization_spaces=True)
-    assert [options["clean_up_tokenization_spaces"] for options in calls] == [False, True]
-    assert all(options["skip_special_tokens"] for options in calls)
-
-
-def test_truncation_cuts_at_the_length_of_the_tokenizer(generators, tmp_path):
-    generators[True].tokenizers.save_pretrained(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path, model_max_length=5)
-    made = pipeline("translation", model=generators[True].model, tokenizer=tokenizer)
-    whole, cut = made.preprocess(SOURCES[0]), made.preprocess(SOURCES[0], truncation=True)
-    assert whole["input_ids"].shape[1] > 5 and cut["input_ids"].shape == (1, 5)
-    assert cut["input_ids"][0, -1] == tokenizer.eos_token_id
-    assert made(SOURCES[0], truncation=True) == made(SOURCES[0][:4]) != made(SOURCES[0])
-
-
-def test_an_assistant_changes_nothing(families):
-    parts = {"model": families["bart"], "tokenizer": tiny_pair().source, "max_new_tokens": 7}
-    plain = pipeline("translation", **parts)(SOURCES, num_beams=1)
-    assert pipeline("translation", **parts, assistant_model=family_model("bart"))(SOURCES) == plain
-    assert pipeline("translation", **parts)(SOURCES, prompt_lookup_num_tokens=2) == plain
-
-
-def test_a_model_in_training_is_read_without_dropout_and_left_in_training(generators):
-    pair = generators[True].tokenizers
-    model = tiny_model(**pair.config_fields(), dropout=0.5).train()
-    model.generation_config.max_new_tokens = 8
-    made = pipeline("translation", model=model, tokenizer=pair)
-    results = made(SOURCES)
-    assert model.training and results == made(SOURCES)
-    model.eval()
-    assert made(SOURCES) == results
+def test_folder_works_without_the_package(model_folders, generators, tmp_path):
+    for joint, folder in model_folders.items():
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))["custom_pipelines"]
+        assert {task: entry["impl"] for task, entry in written.items()} == {
+            task: f"pipelines.{CLASSES[task].__name__}" for task in NAMES
+        }
+        report = report_without_package(RUN_PIPELINES, tmp_path, json.dumps(SOURCES), json.dumps(list(NAMES)), folder)
+        for task, name in NAMES.items():
+            expected = [{f"{name}_text": text} for text in generators[joint].generate(SOURCES, num_beams=4)]
+            assert report[f"{folder} {task}"] == [expected, expected]
+            assert task != "translation" or report[f"{folder} again"] == expected
+        assert "trust_remote_code" in report["untrusted"].splitlines()[-1]

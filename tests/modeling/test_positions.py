@@ -18,7 +18,7 @@ from metaphrase.modeling.positions import (
     alibi_slopes,
     positions_from_mask,
     rotate,
-    sinusoidal_table,
+    sinusoids,
 )
 
 
@@ -58,7 +58,7 @@ def test_sinusoidal_layout_equals_the_formula(layout, position, hidden_size):
     expected = [*map(math.sin, angles), *map(math.cos, angles[:half]), 0.0][:hidden_size]
     if layout == "interleaved":
         expected = [function(angle) for angle in angles for function in (math.sin, math.cos)][:hidden_size]
-    row = sinusoidal_table(position + 1, hidden_size, layout)[position]
+    row = sinusoids(torch.tensor(position), hidden_size, layout)
     torch.testing.assert_close(row, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
@@ -70,7 +70,7 @@ def test_position_offset_is_the_number_of_the_first_position(kind):
         table = embedding.weight
     else:
         embedding = SinusoidalPositionEmbedding(config)
-        table = sinusoidal_table(9, 16, "interleaved")
+        table = sinusoids(torch.arange(9), 16, "interleaved")
     torch.testing.assert_close(embedding(torch.tensor([[4, 0, 2]]), 5)[0], table[[7, 3, 5]])
     if kind == "learned":
         # Padding takes no position: a row of 5 tokens fits, however wide its batch is.
@@ -84,7 +84,7 @@ def test_position_offset_is_the_number_of_the_first_position(kind):
 def test_sinusoidal_table_grows_past_max_position_embeddings():
     fields = {"position_embedding_type": "sinusoidal", "sinusoidal_layout": "half_split", "max_position_embeddings": 4}
     embedding = SinusoidalPositionEmbedding(make_config(**fields))
-    expected = sinusoidal_table(91, 16, "half_split")
+    expected = sinusoids(torch.arange(91), 16, "half_split")
     assert embedding.table.shape == (4, 16)
     # Later short sequences read the grown table and must not differ.
     for positions in ([0, 3, 4, 5, 90], [3, 4]):

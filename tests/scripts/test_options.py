@@ -3,16 +3,17 @@
 import pytest
 from transformers import GenerationConfig
 
-from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
+from metaphrase.conversion.families import FAMILIES
+from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE
 from metaphrase.data.pairs import READERS
 from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.hub_card.pages import MAX_PAIRS
 from metaphrase.inference import ENGINES
+from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.inference.texts.plan import PATTERNS
 from metaphrase.inference.whole_texts import FORMATS as TEXT_FORMATS
-from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
 from metaphrase.scripts.export import FORMATS
 from metaphrase.scripts.parsers import (

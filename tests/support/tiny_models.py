@@ -30,12 +30,14 @@ _DEEP_DECODER = {"encoder_layers": 1, "decoder_layers": 3}
 _TWO_VOCABULARIES = {"decoder_vocab_size": 31, "share_embeddings": False}
 _GROUPED = {"num_key_value_heads": 2}
 
-# Each position type with each norm type and position.
+# Each position type with one norm type and position in turn, and one position type with each.
+_NORMS = [{"norm_type": kind, "norm_position": place} for kind in NORM_TYPES for place in NORM_POSITIONS]
 CROSSED: dict[str, dict] = {
-    f"{name}-{norm_type}-{norm_position}": fields | {"norm_type": norm_type, "norm_position": norm_position}
-    for name, fields in POSITIONS.items()
-    for norm_type in NORM_TYPES
-    for norm_position in NORM_POSITIONS
+    "-".join((name, *norm.values())): POSITIONS[name] | norm
+    for name, norm in [
+        *zip(POSITIONS, _NORMS * 2, strict=True),
+        *(("rotary", norm) for norm in _NORMS),
+    ]
 }
 
 _PRE_LAYERNORM, _POST_LAYERNORM, _PRE_RMSNORM, _POST_RMSNORM = (

@@ -8,8 +8,8 @@ from torch import nn
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
-from metaphrase.modeling import loss as projected
 from metaphrase.modeling.loss import symmetric_divergence
+from metaphrase.ops import projected_loss as projected
 from metaphrase.training.trainer import check_r_drop, repeat_batch
 
 

@@ -57,7 +57,7 @@ def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resu
             "`eval_strategy` must come with `validation_file` or `num_validation`, got 'steps'",
         ),
         ({"objective": "ul2", "train_text_file": "train.de", **NO_FILES}, "with `validation_text_file`, got 'steps'"),
-        ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig. Did you mean 'hidden_size'"),
+        ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig"),
         ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
         ({"tokenizer_name_or_path": "./nope"}, r"`tokenizer_name_or_path` must be a folder .*got '\./nope'"),
         ({"data_dir": "./nope"}, r"`data_dir` must be a folder that exists, got \./nope"),

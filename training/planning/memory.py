@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.loss import chunk_rows
 from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
+from metaphrase.ops.projected_loss import chunk_rows
 from metaphrase.training.planning.batches import BatchShape
 
 FLOAT32_BYTES, MASK_BYTES, INDEX_BYTES = 4, 1, 8

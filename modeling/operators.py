@@ -1,4 +1,4 @@
-"""Functions that the installed `metaphrase` package replaces by faster code.
+"""Normalization, limits of float16, and the operators that the installed `metaphrase` package replaces by faster code.
 
 A copy of the network on the Hub runs the plain functions of this file. `import metaphrase` plugs in `ops/` and `decoding/`, which
 compute the same.
@@ -6,17 +6,61 @@ compute the same.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .normalization import clamp_float16
+from .configuration_metaphrase import MetaphraseConfig
 
 
-@dataclass(frozen=True)
-class PackedKernel:
+class MetaphraseRMSNorm(nn.Module):
+    """Root mean square normalization with a learned scale, in float32.
+
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype == torch.float32:
+            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        # The square of a large float16 is infinite.
+        normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(hidden_states.dtype)
+
+
+def make_norm(config: MetaphraseConfig) -> nn.Module:
+    """Make the normalization over the hidden size that the configuration names."""
+    if config.norm_type == "rmsnorm":
+        return MetaphraseRMSNorm(config.hidden_size, config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+
+def clamp_float16(states: torch.Tensor) -> torch.Tensor:
+    """Clamp float16 states to finite numbers, and return states of other types unchanged.
+
+    Two infinities in a residual stream cancel to NaN. T5's checkpoints overflow float16 in the feed-forward network, since they
+    were trained in bfloat16.
+    """
+    if states.dtype != torch.float16:
+        return states
+    largest = torch.finfo(torch.float16).max
+    return states.clamp(min=-largest, max=largest)
+
+
+def cast_for_autocast(states: torch.Tensor) -> torch.Tensor:
+    """Cast states to the dtype of autocast, once for all layers that read the states. float64 stays float64."""
+    device_type = states.device.type
+    is_cast = torch.is_autocast_enabled(device_type) and states.dtype != torch.float64
+    return states.to(torch.get_autocast_dtype(device_type)) if is_cast else states
+
+
+class PackedKernel(NamedTuple):
     """An attention over packed rows.
 
     Attributes:
@@ -48,14 +92,15 @@ def _do_nothing(*args, **kwargs) -> None:
 
 @dataclass
 class Acceleration:
-    """Functions that the network calls.
+    """Functions that the network calls, each with a plain default.
 
     Attributes:
         linear: Like `plain_linear`.
         dropout: Like `torch.nn.functional.dropout` (Srivastava et al. 2014, section 4).
         add_dropout: Like `plain_add_dropout`.
-        packed_kernels: Attention kernels for packed rows by name. A missing kernel is replaced by `reference`.
+        grid: The attention kernel `grid` of packed rows, if there is one.
         fused_attention: Returns the output of all heads of a `MetaphraseAttention` over packed rows, or None. Projects, too.
+        projected_loss: Returns the loss from the decoder's output without storing all logits, or None.
         encoding: A context in which an encoder runs its layers.
         encode_without_padding: Returns the encoder output of a padded batch, computed for its tokens only, or None.
         on_train: Called with each stack that starts to train.
@@ -64,8 +109,9 @@ class Acceleration:
     linear: Callable[..., torch.Tensor] = plain_linear
     dropout: Callable[..., torch.Tensor] = nn.functional.dropout
     add_dropout: Callable[..., torch.Tensor] = plain_add_dropout
-    packed_kernels: dict[str, PackedKernel] = field(default_factory=dict)
+    grid: PackedKernel | None = None
     fused_attention: Callable[..., torch.Tensor | None] = _do_nothing
+    projected_loss: Callable[..., torch.Tensor | None] = _do_nothing
     encoding: Callable[[nn.Module], contextlib.AbstractContextManager] = contextlib.nullcontext
     encode_without_padding: Callable[..., Any] = _do_nothing
     on_train: Callable[[nn.Module], None] = _do_nothing

@@ -1,14 +1,51 @@
-"""Tests of `conversion.marian`: converted models equal transformers' own classes, for random variants."""
+"""Tests of `conversion.families`: converted models equal transformers' own classes, for random variants."""
 
 import json
 
 import pytest
 import torch
-from converted_models import VARIANTS, bart_like, check_conversion, draw
+from converted_models import VARIANTS, bart_like, check_conversion, draw, fill_randomly
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from metaphrase.conversion import convert
+from metaphrase.conversion.families import HEAD
+
+
+def t5_like(family, rng):
+    """Return a model of random dimensions, plain or gated, with tied or untied head."""
+    is_gated, has_own_head = rng.random() < 0.5, rng.random() < 0.5
+    activation = rng.choice(("relu", "gelu", "silu", "gelu_new"))
+    buckets = rng.choice((4, 8, 10, 32))
+    fields = {
+        "vocab_size": rng.randint(29, 61),
+        "d_model": rng.randint(17, 48),
+        "d_kv": rng.randint(3, 11),
+        "d_ff": rng.randint(17, 60),
+        "num_layers": rng.randint(1, 3),
+        "num_decoder_layers": rng.randint(1, 3),
+        "num_heads": rng.randint(1, 5),
+        "relative_attention_num_buckets": buckets,
+        "relative_attention_max_distance": rng.randint(buckets // 2 + 1, buckets // 2 + 20),
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5)),
+        "feed_forward_proj": f"gated-{activation}" if is_gated else activation,
+        "decoder_start_token_id": 0,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    config = AutoConfig.for_model(family, **fields)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    if has_own_head:
+        # transformers unties the projection only while it loads a checkpoint that has one.
+        theirs.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        del theirs.all_tied_weights_keys[HEAD]
+    fill_randomly(theirs, rng.randrange(2**31))
+    # T5 does not divide its scores by the root of the heads' width: as where it is initialized, queries are that much smaller.
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith(".q.weight"):
+                parameter.mul_(config.d_kv**-0.5)
+    return theirs
 
 
 def marian_fields(rng):
@@ -37,15 +74,20 @@ def m2m_100_fields(rng):
     return {"pad_token_id": rng.choice((0, 1, 3)), "bos_token_id": 0, "eos_token_id": 2}
 
 
-FIELDS = {"marian": marian_fields, "pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
+def mbart_fields(rng):
+    return {"decoder_start_token_id": 5}
 
 
-@pytest.mark.parametrize("family", FIELDS)
+FIELDS = {"bart": lambda rng: {}, "mbart": mbart_fields, "plbart": mbart_fields, "marian": marian_fields}
+FIELDS |= {"pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
+
+
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5", *FIELDS])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_converted_model_equals_its_own_class(family, variant, tmp_path):
     rng = draw(family, variant)
-    theirs = bart_like(family, rng, **FIELDS[family](rng))
-    if family == "m2m_100":
+    theirs = bart_like(family, rng, **FIELDS[family](rng)) if family in FIELDS else t5_like(family, rng)
+    if family in ("bart", "mbart", "plbart", "m2m_100"):
         theirs.generation_config.forced_bos_token_id = rng.choice((None, 7))
     check_conversion(theirs, family, rng, tmp_path)
 

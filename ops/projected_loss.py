@@ -1,0 +1,271 @@
+"""Cross-entropy of a linear projection in chunks, without storing all logits.
+
+Source: gradients by chunks in the forward pass are from Hsu et al. 2024, section 3.2, arXiv 2410.10989.
+"""
+
+import torch
+from torch import nn
+
+from metaphrase.modeling.loss import IGNORED_LABEL, check_halves
+from metaphrase.ops.linear_and_dropout import has_own_weight, is_hooked, is_offloaded, softmax_gradient
+
+# A chunk of logits should fit into the processor's caches. It needs enough rows to make up for adding the gradient of the
+# projection once per chunk.
+_CHUNK_ENTRIES = 2**21
+_MIN_CHUNK_ROWS = 512
+# Rows of the projection's gradient that are computed and added at a time, to stay in the caches.
+_STRIP_ROWS = 2048
+
+
+def loss_of_head(
+    head: nn.Module,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    smoothing: float,
+    r_drop_alpha: float,
+    divisor: torch.Tensor | int,
+) -> torch.Tensor | None:
+    """Return the `projected_loss` of `lm_head`, or None if the head must be called.
+
+    A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be clamped. A
+    compiler fuses the plain loss.
+
+    Args:
+        head: The output projection.
+        hidden_states: Its input, `(batch, target, hidden)`.
+        labels: `(batch, target)`.
+        smoothing, r_drop_alpha, divisor: See `projected_loss`.
+    """
+    if type(head) is not nn.Linear or not has_own_weight(head) or is_offloaded(head):
+        return None
+    # DeepSpeed has a hook in each module to gather sharded weights.
+    if is_hooked(head) and not hasattr(head.weight, "ds_id"):
+        return None
+    if hidden_states.dtype == torch.float16 or torch.compiler.is_compiling():
+        return None
+    states = hidden_states.flatten(0, 1)
+    return projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Return the number of tokens of a chunk, an even number."""
+    rows = max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab_size)
+    return rows + rows % 2
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    """Sum of the cross-entropies. The forward pass computes the gradients, too, while it has the logits of a chunk."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden_states, weight, bias, labels, is_label, divisor, smoothing: float, alpha: float, dtype: torch.dtype
+    ):
+        needs_gradient = ctx.needs_input_grad
+        vocab = weight.shape[0]
+        states, matrix = hidden_states.to(dtype), weight.to(dtype)
+        # Smoothing gives all tokens the same share. Its part of loss and gradients needs the sum of the weight's rows only.
+        share = smoothing / vocab
+        weight_sum = weight.float().sum(dim=0) if smoothing else None
+        total_dtype = torch.float64 if states.device.type == "cpu" else torch.float32
+        total = torch.zeros((), dtype=total_dtype, device=states.device)
+        states_gradient = torch.empty_like(states) if needs_gradient[0] else None
+        # The first chunk overwrites the gradient.
+        make = torch.empty if states.shape[0] else torch.zeros
+        weight_gradient = make(weight.shape, dtype=torch.float32, device=weight.device) if needs_gradient[1] else None
+        bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needs_gradient[2] else None
+        size = chunk_rows(vocab)
+        for start in range(0, states.shape[0], size):
+            chunk, chunk_labels = states[start : start + size], labels[start : start + size]
+            mask = None if is_label is None else is_label[start : start + size]
+            logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
+            rows = torch.arange(chunk.shape[0], device=chunk.device)
+            label_logits = logits[rows, chunk_labels].float()
+            probabilities = torch.softmax(logits, dim=1)
+            label_probabilities = _LabelProbabilities(probabilities, rows, chunk_labels)
+            losses = label_probabilities.surprisals(logits, probabilities, label_logits) + smoothing * label_logits
+            if alpha:
+                divergences, divergence_gradient = _pair_divergence(
+                    logits, probabilities, label_probabilities, rows, chunk_labels, alpha
+                )
+            del logits
+            if smoothing:
+                losses -= share * (chunk.float() @ weight_sum)
+                if bias is not None:
+                    losses -= share * bias.float().sum()
+            if alpha:
+                losses += divergences
+            total += (losses if mask is None else losses * mask).sum()
+            if not any(needs_gradient[:3]):
+                continue
+            # The probabilities become the gradient of the logits, without the part of smoothing.
+            logits_gradient = probabilities
+            logits_gradient[rows, chunk_labels] = label_probabilities.minus(1 - smoothing).to(dtype)
+            if alpha:
+                logits_gradient += divergence_gradient
+                del divergence_gradient
+            if mask is not None:
+                logits_gradient *= mask[:, None]
+            if states_gradient is not None:
+                states_gradient[start : start + size] = logits_gradient @ matrix
+            if weight_gradient is not None:
+                _add_product(weight_gradient, logits_gradient.T, chunk, is_first=start == 0)
+            if bias_gradient is not None:
+                bias_gradient += logits_gradient.sum(dim=0, dtype=torch.float32)
+            # Free the chunk before the next chunk is computed.
+            del probabilities, logits_gradient
+        if smoothing:
+            label_states = states if is_label is None else states * is_label[:, None]
+            if states_gradient is not None:
+                row = (share * weight_sum).to(dtype)
+                states_gradient -= row if is_label is None else row * is_label[:, None]
+            if weight_gradient is not None:
+                weight_gradient -= share * label_states.sum(dim=0, dtype=torch.float32)
+            if bias_gradient is not None:
+                bias_gradient -= share * (states.shape[0] if is_label is None else is_label.sum())
+        gradients = states_gradient, weight_gradient, bias_gradient
+        ctx.divisor = divisor
+        # In float16, a divided gradient may underflow before the scale of the loss multiplies it in the backward pass.
+        if states.device.type == "cpu" and dtype != torch.float16:
+            gradients = [None if gradient is None else gradient.div_(divisor) for gradient in gradients]
+            ctx.divisor = 1
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype
+        return (total / divisor).float()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        gradients, gradient = ctx.saved_tensors, gradient / ctx.divisor
+        # Usually the factor is 1. Comparing would wait for an accelerator.
+        if gradient.device.type != "cpu" or gradient != 1:
+            gradients = [None if saved is None else saved * gradient.to(saved.dtype) for saved in gradients]
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        gradients = [None if saved is None else saved.to(dtype) for saved, dtype in pairs]
+        return *gradients, None, None, None, None, None, None
+
+
+class _LabelProbabilities:
+    """Probabilities of the labels, and of all other tokens together, `(rows)`.
+
+    In half precision, `1 - p` is inaccurate if p is near 1, but the sum of the other probabilities is accurate.
+    """
+
+    def __init__(self, probabilities: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor):
+        values, dtype = probabilities[rows, labels], torch.promote_types(probabilities.dtype, torch.float32)
+        probabilities[rows, labels] = 0
+        # `sum` accumulates in float32 and rounds once. Converting the probabilities first takes far longer.
+        self.rest = probabilities.sum(dim=1).to(dtype)
+        probabilities[rows, labels] = values
+        self.values, self.is_likely = values.to(dtype), self.rest < 0.5
+
+    def minus(self, share: float) -> torch.Tensor:
+        """Return the probabilities minus a share, `(rows)`."""
+        return torch.where(self.is_likely, 1 - share - self.rest, self.values - share)
+
+    def difference(self) -> torch.Tensor:
+        """Return the probabilities of even rows minus those of odd rows, `(rows / 2)`."""
+        (p, q), (rest_p, rest_q) = ((tensor[::2], tensor[1::2]) for tensor in (self.values, self.rest))
+        are_likely = self.is_likely[::2] & self.is_likely[1::2]
+        return torch.where(are_likely, rest_q - rest_p, p - q)
+
+    def surprisals(self, logits: torch.Tensor, probabilities: torch.Tensor, label_logits: torch.Tensor) -> torch.Tensor:
+        """Return the negative logarithms of the probabilities, `(rows)`."""
+        if logits.device.type == "cpu" and self.values.min() > torch.finfo(probabilities.dtype).tiny:
+            unlikely = -self.values.log()
+        else:
+            # The largest probability is at least 1 / vocab, so its logarithm is accurate. The maximum is slow on a CPU.
+            unlikely = logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log() - label_logits
+        return torch.where(self.is_likely, -torch.log1p(-self.rest.clamp(max=0.5)), unlikely)
+
+
+def _pair_divergence(
+    logits: torch.Tensor,
+    probabilities: torch.Tensor,
+    label_probabilities: _LabelProbabilities,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    alpha: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the divergence of even and odd rows of a chunk, with the same labels.
+
+    Their logits a and b have the probabilities p and q. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b). The gradient for a is
+    p - q + p (a - b - sum(p (a - b))). Adding a constant to a - b changes neither. So a - b is made 0 for the label, since p and
+    q of a likely label are inaccurate.
+
+    Returns:
+        Half the divergence of a pair of rows, times alpha, `(rows)`, and the gradient of the logits, `(rows, vocab)`.
+    """
+    p, q = probabilities[::2], probabilities[1::2]
+    index = rows[: len(p)], labels[::2]
+    gap, difference = logits[::2] - logits[1::2], p - q
+    gap -= gap[index][:, None]
+    difference[index] = label_probabilities.difference().to(difference.dtype)
+    divergence = 0.25 * alpha * (gap * difference).sum(dim=1, dtype=torch.float32)
+    gradient = torch.empty_like(probabilities)
+    torch.add(softmax_gradient(gap, p), difference, out=gradient[::2])
+    torch.add(softmax_gradient(gap, q), difference, out=gradient[1::2]).neg_()
+    return divergence.repeat_interleave(2), gradient.mul_(0.5 * alpha)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_first: bool) -> None:
+    """Add a matrix product to a total in place. The first product replaces the total."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=0 if is_first else 1, out=total)
+        return
+    rows = _STRIP_ROWS if total.device.type == "cpu" else len(total)
+    for part, strip in zip(total.split(rows), left.split(rows), strict=True):
+        product = strip @ right
+        part.copy_(product) if is_first else part.add_(product)
+
+
+def projected_loss(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    smoothing: float = 0.0,
+    r_drop_alpha: float = 0.0,
+    divisor: torch.Tensor | float = 1,
+) -> torch.Tensor:
+    """Return the sum of the cross-entropies of a linear projection, divided, without storing all logits.
+
+    Equal to `torch.nn.functional.cross_entropy` of the logits with `reduction="sum"`, divided by `divisor`. The matrix products
+    are in the precision of autocast.
+
+    Args:
+        hidden_states: `(tokens, hidden)`.
+        weight: `(vocab, hidden)`.
+        bias: `(vocab)`.
+        labels: `(tokens)`, -100 for tokens without a label.
+        smoothing: Probability to spread over the vocabulary, in [0, 1).
+        r_drop_alpha: Weight of the `symmetric_divergence` between the two halves of the tokens, which have the same labels.
+        divisor: Divides the sum. Dividing here saves a pass over gradients as large as the projection.
+
+    Returns:
+        A scalar in float32, which can be differentiated once.
+
+    Raises:
+        ValueError: If the halves have different labels, or `smoothing` is out of range.
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"`smoothing` must be at least 0 and below 1, got {smoothing}.")
+    if r_drop_alpha:
+        check_halves(labels)
+        # The rows of a pair become neighbours: (tokens, ...) -> (2, tokens / 2, ...) -> (tokens, ...)
+        hidden_states, labels = (t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for t in (hidden_states, labels))
+    labels = labels.to(hidden_states.device)
+    is_label = labels != IGNORED_LABEL
+    device_type = hidden_states.device.type
+    if device_type != "cpu":
+        # Removing tokens without a label would wait for the accelerator.
+        labels = labels.clamp(min=0)
+    elif bool(is_label.all()):
+        is_label = None
+    else:
+        hidden_states, labels, is_label = hidden_states[is_label], labels[is_label], None
+    is_autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden_states.dtype
+    with torch.autocast(device_type, enabled=False):
+        return _ProjectedLoss.apply(
+            hidden_states, weight, bias, labels, is_label, divisor, smoothing, r_drop_alpha, dtype
+        )
