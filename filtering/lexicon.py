@@ -9,7 +9,6 @@ import numpy as np
 from metaphrase.filtering.alignment import WordPairs
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import SPACED_WORD
-from metaphrase.tokenization.tokenizer_trainer import CONTINUATION_PREFIX
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 _ITERATIONS = 2
@@ -158,4 +157,4 @@ def _join(
 def _is_letter(name: str) -> bool:
     """Return True for a token that is a single character, also within a word, or a byte."""
     is_byte = len(name) == 6 and name.startswith("<0x")
-    return is_byte or len(name.removeprefix(CONTINUATION_PREFIX)) == 1
+    return is_byte or len(name.removeprefix("##")) == 1

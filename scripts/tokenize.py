@@ -1,13 +1,10 @@
 """`metaphrase tokenize --files F ... --output DIR`: train a tokenizer, or one for each side."""
 
 import argparse
-import collections
 import functools
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
-from metaphrase.inference.line_files import check_files
 from metaphrase.storage.folders import folder_in_one_step, restore_replaced
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 
@@ -17,25 +14,21 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "target_tokenizer")
 
 
-def check_output(output: Path, files: Sequence[str], overwrite: bool) -> None:
+def check_output(output: Path, overwrite: bool) -> None:
     """Check that the folder is new, or holds only a tokenizer to overwrite. A model's tokenizer is never overwritten.
 
     Raises:
-        ValueError: If the folder cannot be written, or holds one of the files to read.
+        ValueError: If the folder cannot be written.
     """
     restore_replaced(output)
-    if inside := [name for name in files if Path(name).resolve().is_relative_to(output.resolve())]:
-        raise ValueError(f"`output` must hold no file that is read, got {output} with {inside[0]}.")
-    names = sorted(path.name for path in output.rglob("*")) if output.is_dir() else []
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"`output` must be a folder, got the file {output}.")
+    names = sorted(path.name for path in output.rglob("*"))
     if other_names := [name for name in names if name not in TOKENIZER_FILES]:
         raise ValueError(
             f"`output` must be a new folder, or hold a tokenizer alone, got {output} with {other_names[0]}. "
             "Choose another folder."
         )
-    if names and not overwrite:
-        raise ValueError(f"`output` must not hold a tokenizer, got {output}. Pass --overwrite to replace it.")
+    if output.is_file() or (names and not overwrite):
+        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace a tokenizer.")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -43,19 +36,13 @@ def main(arguments: argparse.Namespace) -> None:
     is_separate = has_files == [False, True, True]
     if not is_separate and has_files != [True, False, False]:
         raise ValueError("Either `--files`, or both `--source_files` and `--target_files`, must be given.")
-    files = [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())]
     output = Path(arguments.output)
-    check = functools.partial(check_output, output, files, arguments.overwrite)
+    check = functools.partial(check_output, output, arguments.overwrite)
     check()
     names = ("kind", "target_kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner")
     names += ("additional_special_tokens",)
     options = {name: getattr(arguments, name) for name in names}
-    for name in files:
-        check_files({"files": name}, None)
     read = functools.partial(iterate_lines, max_line_characters=arguments.max_line_characters)
-    if "byte" in (arguments.kind, arguments.target_kind):
-        # Its training reads no text, which may be damaged or not UTF-8.
-        collections.deque(read(files), maxlen=0)
     sides = (arguments.source_files, arguments.target_files) if is_separate else (arguments.files, ())
     pair = TokenizerPair.train(*map(read, sides), joint=not is_separate, **options)
     with folder_in_one_step(output, check) as partial:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ except ImportError:
     fcntl = None
 
 _CARD_NAME = "README.md"
-# Other verbs write these beside a model.
-_RESULT_NAMES = {_CARD_NAME, "metrics.json"}
-# The locks of this process.
-_descriptors: set[int] = set()
 
 
 @contextlib.contextmanager
@@ -45,8 +40,7 @@ def file_in_one_step(path: Path) -> Iterator[Path]:
 def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `output` if the block succeeds and is removed if it fails.
 
-    The next run with this output removes what a killed run has left. The README.md of a replaced folder is kept, since its owner
-    may have edited it.
+    The next run removes what a killed run has left. The README.md of a replaced folder is kept: its owner may have edited it.
 
     Args:
         output: The folder to write.
@@ -103,7 +97,7 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         output: The folder to write.
         sources: The folders to read.
         overwrite: True if `output` may exist.
-        mark: Name of the file that proves that this package wrote `output`.
+        mark: Name of the file that proves that this package wrote `output`. It lists the other files.
         action: Participle for the error message, such as averaged.
 
     Raises:
@@ -118,14 +112,13 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         return
     if not overwrite:
         raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
-    if not (output / mark).is_file():
-        raise ValueError(f"`output` must hold {mark} to be overwritten, got {output}, which was not {action} here.")
-    written = (read_fields(output / mark) or {}).get("files")
-    if unknown := _files_in(output) - _RESULT_NAMES - {mark} - set(written if isinstance(written, list) else ()):
-        names = ", ".join(sorted(unknown)[:3])
+    written = (read_fields(output / mark) or {}).get("files") or ()
+    # Other verbs write a card and scores beside a model.
+    others = _files_in(output) - {_CARD_NAME, "metrics.json", mark, *written}
+    if others or not (output / mark).is_file():
         raise ValueError(
-            f"`output` must hold only the files that {mark} lists to be overwritten, got {output} with {names}. Move the other "
-            "files, or choose another folder."
+            f"`output` must hold only the files that {mark} lists to be overwritten, got {output} with "
+            f"{', '.join(sorted(others)[:3])}. Move the other files, or choose another folder."
         )
 
 
@@ -155,13 +148,10 @@ def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[st
     """Return the fields of a file, or None if it is missing.
 
     Raises:
-        ValueError: If the file cannot be read or does not hold fields, or is a folder or a broken link.
+        ValueError: If the file is damaged or does not hold fields.
     """
-    if not os.path.lexists(path):
+    if not path.exists():
         return None
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "a link to a file that is missing"
-        raise ValueError(f"`{path.name}` must be a file, got {kind} in {str(path)!r}.")
     text = read_text(path)
     try:
         content = parse(text)
@@ -175,18 +165,11 @@ def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[st
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        ValueError: If it is not UTF-8.
-    """
+    """Return the text of a file. Raise a `ValueError` if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"`{path.name}` must be UTF-8, got byte {error.object[error.start]:#04x} at offset {error.start} in {str(path)!r}. "
-            "Save the file as UTF-8."
-        ) from error
+        raise ValueError(f"`{path.name}` must be UTF-8, got an error in {str(path)!r}: {error}.") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -237,16 +220,15 @@ class WriteLock(contextlib.AbstractContextManager):
             ValueError: If another run holds the lock, in this process or another one.
         """
         self._descriptor = None
-        mode = os.stat(path).st_mode
-        if fcntl is None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        is_file = os.path.isfile(path)
+        if fcntl is None or not (is_file or os.path.isdir(path)):
             return
+        # Some network file systems lock only files open for writing.
+        self._descriptor = os.open(path, os.O_WRONLY if is_file else os.O_RDONLY)
         try:
-            # Some network file systems lock only files open for writing.
-            self._descriptor = os.open(path, os.O_RDONLY if stat.S_ISDIR(mode) else os.O_WRONLY)
-            _descriptors.add(self._descriptor)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.release()
+            os.close(self._descriptor)
             raise ValueError(
                 f"`{name}` must be written by one run at a time, got {os.fspath(path)}, which another one is writing."
             ) from None
@@ -255,21 +237,12 @@ class WriteLock(contextlib.AbstractContextManager):
 
     def release(self) -> None:
         """Give the lock up; a second call has no effect."""
-        # A forked child has closed its descriptors.
-        if self._descriptor in _descriptors:
-            _descriptors.remove(self._descriptor)
+        if self._descriptor is not None:
+            # A forked process has the same lock: closing alone would not end it.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
         self._descriptor = None
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-
-def _close_in_child() -> None:
-    """Close the locks in a forked process, which may outlive its parent."""
-    while _descriptors:
-        os.close(_descriptors.pop())
-
-
-if fcntl is not None:
-    os.register_at_fork(after_in_child=_close_in_child)

@@ -1,9 +1,8 @@
 """Checks of the settings in a model folder before weights are read: fields have types and ranges, ids are in the vocabulary."""
 
-import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,26 +38,20 @@ def check_model_folder(folder: str | os.PathLike) -> None:
         # transformers names no file in its error.
         read_fields(folder / name)
     config = None
-    with _naming_file(path):
+    try:
+        file = path
         # The code of other families may not run.
         if fields.get("model_type") in CONFIG_MAPPING:
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
-    with _naming_file(generation_path):
+        file = generation_path
         GenerationConfig.from_dict(copy.deepcopy(generation))
-    if config is not None:
-        _check_ids(path, {name: getattr(config, name, None) for name in _IDS}, config)
-        _check_ids(generation_path, generation, config)
-
-
-@contextlib.contextmanager
-def _naming_file(path: Path) -> Iterator[None]:
-    """Name the file in each error of a class that is made from its fields."""
-    try:
-        yield
     except Exception as error:
         # These classes raise all kinds of errors for values of another type, some with several lines.
         text = " ".join(str(error).split())
-        raise ValueError(f"{str(path)!r} must hold usable fields: {type(error).__name__}: {text}") from error
+        raise ValueError(f"{str(file)!r} must hold usable fields: {type(error).__name__}: {text}") from error
+    if config is not None:
+        _check_ids(path, {name: getattr(config, name, None) for name in _IDS}, config)
+        _check_ids(generation_path, generation, config)
 
 
 def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig) -> None:

@@ -1,7 +1,6 @@
 """Weights in safetensors: read one tensor at a time, written in files of bounded size. Nothing is ever unpickled."""
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -15,10 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from metaphrase.storage.folders import write_json
+from metaphrase.storage.folders import read_fields, write_json
 
 ADAPTER_NAME = "adapter_config.json"
-_SAFE_SUFFIX = ".safetensors"
 _MAX_NAMES_IN_MESSAGE = 5
 _NO_PICKLE = f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
 
@@ -54,14 +52,11 @@ def weight_names(folder: Path) -> list[str]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return []
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        wrong = [name for name in names if Path(name).name != name or Path(name).suffix != _SAFE_SUFFIX]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} must be an index of weights, with a `weight_map`, and is damaged.") from error
-    if wrong or not names:
+    names = sorted(set((read_fields(index) or {}).get("weight_map", {}).values()))
+    # transformers would open a pickle, or a file of another folder.
+    if not names or any(Path(name).name != name or Path(name).suffix != ".safetensors" for name in names):
         raise ValueError(
-            f"{index} must name files in safetensors beside it, got {repr(wrong[0]) if wrong else 'none'}. {_NO_PICKLE}"
+            f"{index} must name files in safetensors beside it, got {listed(names) or 'none'}. {_NO_PICKLE}"
         )
     return names
 
@@ -111,16 +106,12 @@ class WeightFiles:
             raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
         if (folder / ADAPTER_NAME).is_file():
             raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
-        names, index = weight_names(folder), folder / SAFE_WEIGHTS_INDEX_NAME
-        if not names:
+        self.paths = [folder / name for name in weight_names(folder)]
+        if not self.paths:
             raise ValueError(
                 f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. "
                 f"{_NO_PICKLE}"
             )
-        for name in names:
-            if not (folder / name).is_file():
-                raise ValueError(f"{index} must name files beside it, got {name!r}.")
-        self.paths = [folder / name for name in names]
         try:
             opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
         except SafetensorError as error:
@@ -163,21 +154,18 @@ def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_
         max_shard_size=max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
-        _write_shard(folder / file, {name: planned[name] for name in names})
+        tensors: dict[str, torch.Tensor] = {}
+        addresses = set()
+        for name in names:
+            tensor = planned[name].make().contiguous()
+            # safetensors refuses two names for one storage.
+            tensors[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
+            addresses.add(tensor.data_ptr())
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / file} could not be written: {error}") from error
+        del tensors, tensor
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
-
-
-def _write_shard(path: Path, shard: Mapping[str, PlannedTensor]) -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    addresses = set()
-    for name, planned in shard.items():
-        tensor = planned.make().contiguous()
-        # safetensors refuses two names for one storage.
-        tensors[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
-        addresses.add(tensor.data_ptr())
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path} could not be written: {error}") from error

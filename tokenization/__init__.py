@@ -1,10 +1,15 @@
 """Text to ids and back: training a tokenizer, and the pair of tokenizers of a model."""
 
-from metaphrase.tokenization.encoding import TextFrame, encode_phrase, shorten
 from metaphrase.tokenization.texts import checked_texts, iterate_lines, join_pieces
-from metaphrase.tokenization.tokenizer_pair import TokenizerPair, check_target_language, set_languages
-from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS, SpecialTokens, sentinel_tokens
-from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
+from metaphrase.tokenization.tokenizer_pair import (
+    TextFrame,
+    TokenizerPair,
+    check_target_language,
+    encode_phrase,
+    set_languages,
+    shorten,
+)
+from metaphrase.tokenization.tokenizer_trainer import TOKENIZER_KINDS, SpecialTokens, sentinel_tokens, train_tokenizer
 from metaphrase.tokenization.words import (
     readable_tokens,
     word_ids_by_offsets,

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 # Kinds of new tokenizers that can be sampled from.
 SAMPLED_KINDS = ("byte_bpe", "bpe", "unigram")
 Ids = tuple[int, ...]
-# States of words in memory, of less than 1 KB each. The first ones stay: frequent words come early in a text.
-_MAX_STATES = 200_000
+# States of words in memory, of about 1 KB each. The first ones stay: frequent words come early in a text.
+_MAX_STATES = 100_000
 _NEAR_ZERO = 1e-300
 
 
@@ -78,10 +78,7 @@ class SubwordSampler:
 
 
 class _Merges:
-    """BPE-dropout. What may follow a state of a word is computed once, so that a draw is a walk from state to state.
-
-    A state holds its ids, the permitted merges, first learned first, and the states after them, as far as they are known.
-    """
+    """BPE-dropout. The permitted merges of a state of a word, first learned first, are computed once."""
 
     def __init__(self, model: dict[str, Any], rate: float):
         self.vocabulary = model["vocab"]
@@ -92,54 +89,53 @@ class _Merges:
             first, second = merge.split(" ") if isinstance(merge, str) else merge
             pair = self.vocabulary[first], self.vocabulary[second]
             self._merges.setdefault(pair, (rank, self.vocabulary[first + second]))
-        self._words: dict[Ids, list] = {}
-        self._num_states = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The states of a word are too deep for a pickle.
-        return {**self.__dict__, "_words": {}, "_num_states": 0}
+        self._words: dict[Ids, tuple[Ids, int]] = {}
+        self._permitted: dict[Ids, list[tuple[int, int]]] = {}
 
     def sample(self, plain: Ids, pieces: dict[int, str], random: Random) -> Ids:
         """Return a word's ids in a new segmentation."""
         # Two of three words skip no merge at a rate of 0.1, and take a single draw.
-        states = self._words.get(plain) or self._word(plain, pieces)
+        ids, num_merges = self._words.get(plain) or self._word(plain, pieces)
         draw, log = random.random, math.log
         merged = int(log(1 - draw()) / self._log_merged)
-        if merged >= len(states) - 1:
-            return states[-1][0]
-        state, skipped = states[merged], 1 + int(log(1 - draw()) / self._log_skipped)
-        while True:
-            ids, merges, following = state
-            if skipped >= len(merges):
-                return ids
-            if (state := following[skipped]) is None:
-                start, merged = merges[skipped]
-                state = self._state((*ids[:start], merged, *ids[start + 2 :]))
-                if self._num_states < _MAX_STATES:
-                    self._num_states += 1
-                    following[skipped] = state
-            # The number of merges that are skipped before one is made.
+        if merged >= num_merges:
+            return plain
+        for _ in range(merged):
+            ids = _merge(ids, self._permitted_merges(ids)[0])
+        # The number of merges that are skipped before one is made.
+        skipped = 1 + int(log(1 - draw()) / self._log_skipped)
+        while skipped < len(merges := self._permitted_merges(ids)):
+            ids = _merge(ids, merges[skipped])
             skipped = int(log(1 - draw()) / self._log_skipped)
+        return ids
 
-    def _word(self, plain: Ids, pieces: dict[int, str]) -> list[list]:
-        """Return the states of a word from its letters to the plain segmentation, which skips no merge."""
-        letters = [self.vocabulary.get(letter) for index in plain for letter in pieces[index]]
-        states = [[plain, [], []] if None in letters else self._state(tuple(letters))]
-        while states[-1][1]:
-            ids, [(start, merged), *_], following = states[-1]
-            following[0] = self._state((*ids[:start], merged, *ids[start + 2 :]))
-            states.append(following[0])
-        if self._num_states < _MAX_STATES:
-            self._num_states += len(states)
-            self._words[plain] = states
-        return states
+    def _word(self, plain: Ids, pieces: dict[int, str]) -> tuple[Ids, int]:
+        """Return the letters of a word, and the number of merges that make the plain segmentation of them."""
+        letters = tuple(self.vocabulary.get(letter) for index in plain for letter in pieces[index])
+        word = (plain, 0) if None in letters else (letters, len(letters) - len(plain))
+        if len(self._words) < _MAX_STATES:
+            self._words[plain] = word
+        return word
 
-    def _state(self, ids: Ids) -> list:
-        merges = [
-            (*merge, start) for start, pair in enumerate(pairwise(ids)) if (merge := self._merges.get(pair)) is not None
-        ]
-        merges.sort(key=lambda merge: (merge[0], merge[2]))
-        return [ids, [(start, merged) for _, merged, start in merges], [None] * len(merges)]
+    def _permitted_merges(self, ids: Ids) -> list[tuple[int, int]]:
+        """Return start and merged id of each permitted merge."""
+        merges = self._permitted.get(ids)
+        if merges is None:
+            ranked = [
+                (*merge, start)
+                for start, pair in enumerate(pairwise(ids))
+                if (merge := self._merges.get(pair)) is not None
+            ]
+            ranked.sort(key=lambda merge: (merge[0], merge[2]))
+            merges = [(start, merged) for _, merged, start in ranked]
+            if len(self._permitted) < _MAX_STATES:
+                self._permitted[ids] = merges
+        return merges
+
+
+def _merge(ids: Ids, merge: tuple[int, int]) -> Ids:
+    start, merged = merge
+    return (*ids[:start], merged, *ids[start + 2 :])
 
 
 class _Lattice:
@@ -151,7 +147,6 @@ class _Lattice:
         }
         self._longest = max(map(len, self._scores))
         self._words: dict[Ids, list[tuple[list[float], list[tuple[int, int]]]]] = {}
-        self._num_states = 0
 
     def sample(self, plain: Ids, pieces: dict[int, str], random: Random) -> Ids:
         """Return a word's ids in a new segmentation."""
@@ -181,7 +176,6 @@ class _Lattice:
             totals.append(highest + math.log(sum(shares)) if shares else highest)
             cumulative = [sum(shares[: number + 1]) / sum(shares) for number in range(len(shares))]
             arcs.append((cumulative if len(choices) > 1 else [], choices))
-        if self._num_states < _MAX_STATES:
-            self._num_states += len(arcs)
+        if len(self._words) < _MAX_STATES:
             self._words[plain] = arcs
         return arcs

@@ -12,8 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, NamedTuple
 
-from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
-
+DEFAULT_JOINER = "@@"
 # A longer line is hardly text, and tokenizers and models take much time and memory for it.
 MAX_LINE_CHARACTERS = 100_000
 _BYTES_PER_CHUNK = 2**20
@@ -32,8 +31,8 @@ class Line(NamedTuple):
     Attributes:
         number: Its number from 1.
         text: Its text with the line end. Bytes that are not UTF-8 are lone surrogates. Of a line that is too long, the beginning.
-        problem: Message about the length, or about the first byte that is not UTF-8; empty if there is none.
-        kind: Kind of the problem, "line_too_long" or "invalid_utf8"; empty if there is none.
+        problem: Message about the length, or about the first byte that is not UTF-8, if any.
+        kind: Kind of the problem, "line_too_long" or "invalid_utf8", if any.
     """
 
     number: int
@@ -110,7 +109,7 @@ def decode_lines(file: BinaryIO, name: str, max_line_characters: int = MAX_LINE_
     Args:
         file: The bytes.
         name: The name of the file, for messages.
-        max_line_characters: Maximum length of a line without its end.
+        max_line_characters: Maximum length of a line without its end, at least 1.
 
     Raises:
         ValueError: If `max_line_characters` is below 1.
@@ -162,10 +161,12 @@ def iterate_lines(
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         for line in read_lines(path, max_line_characters):
-            is_kept = keep_invalid and line.kind == "invalid_utf8"
-            if line.problem and not is_kept:
+            if keep_invalid and line.kind == "invalid_utf8":
+                yield None
+            elif line.problem:
                 raise ValueError(line.problem)
-            yield None if is_kept else line.content
+            else:
+                yield line.content
 
 
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:

@@ -1,12 +1,13 @@
-"""Pair of source and target tokenizer of a sequence-to-sequence model, and the languages of multilingual tokenizers."""
+"""Source and target tokenizer of a model: encoding and decoding, languages, and ids of phrases."""
 
 import copy
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -21,74 +22,9 @@ from metaphrase.tokenization.tokenizer_trainer import find_joiner, train_tokeniz
 
 logger = logging.getLogger(__name__)
 
-
-def split_sides(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None:
-    """Return the tokenizers of source and target, or None if there is one vocabulary. Neither can be saved for both.
-
-    Raises:
-        ValueError: If a special token of FSMT's has two ids.
-    """
-    name = type(tokenizer).__name__
-    if name == "FSMTTokenizer":
-        vocabularies = tokenizer.encoder, {token: index for index, token in tokenizer.decoder.items()}
-        for token in tokenizer.all_special_tokens:
-            ids = [vocabulary.get(token) for vocabulary in vocabularies]
-            if ids[0] != ids[1]:
-                raise ValueError(
-                    f"{token!r} must have one id in both vocabularies of a {name}, got {ids[0]} and {ids[1]}."
-                )
-        languages = tokenizer.src_lang, tokenizer.tgt_lang
-        source, target = (_fsmt_side(tokenizer, *side) for side in zip(vocabularies, languages, strict=True))
-        return source, target
-    if name == "MarianTokenizer" and tokenizer.separate_vocabs:
-        vocabularies = tokenizer.encoder, tokenizer.target_encoder
-        if any(vocabularies[0].get(token) != vocabularies[1].get(token) for token in tokenizer.all_special_tokens):
-            # A model has one padding id, and the tokenizer itself also encodes targets.
-            return None
-        source, target = (_marian_side(tokenizer, vocabulary, side) for side, vocabulary in enumerate(vocabularies))
-        return source, target
-    return None
-
-
-def _fsmt_side(
-    tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], language: str
-) -> PreTrainedTokenizerBase:
-    side = _with_vocabulary(tokenizer, vocabulary, langs=[language, language])
-    # The language decides how words are split and joined.
-    side.src_lang = side.tgt_lang = language
-    return side
-
-
-def _marian_side(
-    tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], index: int
-) -> PreTrainedTokenizerBase:
-    side = _with_vocabulary(tokenizer, vocabulary, separate_vocabs=False)
-    side.separate_vocabs = False
-    side.current_encoder = side.encoder
-    side.spm_source = side.spm_target = side.current_spm = (tokenizer.spm_source, tokenizer.spm_target)[index]
-    side.spm_files = [tokenizer.spm_files[index]] * 2
-    return side
-
-
-def _with_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], **options: Any
-) -> PreTrainedTokenizerBase:
-    side = copy.copy(tokenizer)
-    side.init_kwargs = tokenizer.init_kwargs | options
-    side.encoder, side.decoder = dict(vocabulary), {index: token for token, index in vocabulary.items()}
-    # The copy still has the cached vocabulary.
-    side._update_total_vocab_size()
-    return side
-
-
 TARGET_SUBFOLDER = "target_tokenizer"
-
-# Optional libraries of some tokenizers, each an extra of the same name.
-_LIBRARIES = ("sentencepiece", "sacremoses")
-
 # Encoding in parts bounds memory: the library keeps an object per text beside the ids.
-TEXTS_PER_CALL = 10_000
-
+_TEXTS_PER_CALL = 10_000
 # Returns the ids of a text from its number and its encoding.
 Segment = Callable[[int, Encoding], list[int]]
 
@@ -137,7 +73,6 @@ class TokenizerPair:
         *,
         joint: bool = True,
         kind: str = "byte_bpe",
-        source_kind: str | None = None,
         target_kind: str | None = None,
         vocab_size: int | None = None,
         target_vocab_size: int | None = None,
@@ -150,7 +85,6 @@ class TokenizerPair:
             target_texts: Texts of the target side.
             joint: True for one tokenizer of both sides.
             kind: Kind of both tokenizers, as for `train_tokenizer`.
-            source_kind: Kind of the source tokenizer, if different. Needs `joint=False`.
             target_kind: Kind of the target tokenizer, if different. Needs `joint=False`.
             vocab_size: Size of the joint vocabulary, or of each of two.
             target_vocab_size: Size of the target vocabulary, if different. Needs `joint=False`.
@@ -162,11 +96,10 @@ class TokenizerPair:
         if not joint:
             target_size = vocab_size if target_vocab_size is None else target_vocab_size
             return cls(
-                train_tokenizer(source_texts, kind=source_kind or kind, vocab_size=vocab_size, **options),
+                train_tokenizer(source_texts, kind=kind, vocab_size=vocab_size, **options),
                 train_tokenizer(target_texts, kind=target_kind or kind, vocab_size=target_size, **options),
             )
-        sides = {"source_kind": source_kind, "target_kind": target_kind, "target_vocab_size": target_vocab_size}
-        for name, value in sides.items():
+        for name, value in {"target_kind": target_kind, "target_vocab_size": target_vocab_size}.items():
             if value is not None:
                 raise ValueError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
         texts = chain(checked_texts(source_texts), checked_texts(target_texts))
@@ -199,29 +132,14 @@ class TokenizerPair:
         """
         kwargs["trust_remote_code"] = trust_remote_code
         source = _load(name_or_path, **kwargs)
-        if target_name_or_path is not None:
-            if os.fspath(target_name_or_path) == os.fspath(name_or_path):
-                return cls._from_one(source)
+        if target_name_or_path is not None and os.fspath(target_name_or_path) != os.fspath(name_or_path):
             return cls(source, _load(target_name_or_path, **kwargs))
         subfolder = os.path.join(kwargs.pop("subfolder", "") or "", TARGET_SUBFOLDER)
-        was_saved_apart = TARGET_SUBFOLDER in source.init_kwargs
-        if not was_saved_apart and not os.path.isdir(os.path.join(name_or_path, subfolder)):
-            return cls._from_one(source)
-        try:
-            target = _load(name_or_path, subfolder=subfolder, **kwargs)
-        except (OSError, ValueError) as error:
-            if "trust_remote_code" in str(error):
-                raise
-            raise ValueError(
-                f"`name_or_path` must hold the target tokenizer in `{subfolder}/`, because its source tokenizer belongs to a "
-                f"separate pair, got {os.fspath(name_or_path)!r}. Pass `target_name_or_path` if it lies elsewhere."
-            ) from error
-        return cls(source, target)
-
-    @classmethod
-    def _from_one(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerPair":
-        sides = split_sides(tokenizer)
-        return cls(tokenizer, tokenizer) if sides is None else cls(*sides, whole=tokenizer)
+        is_one = TARGET_SUBFOLDER not in source.init_kwargs and not os.path.isdir(os.path.join(name_or_path, subfolder))
+        if is_one or target_name_or_path is not None:
+            sides = _split_sides(source)
+            return cls(source, source) if sides is None else cls(*sides, whole=source)
+        return cls(source, _load(name_or_path, subfolder=subfolder, **kwargs))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Save the source tokenizer, and a separate target tokenizer in `target_tokenizer/` below it.
@@ -288,19 +206,10 @@ class TokenizerPair:
         return _encode(self.target, texts, "text_target", segment)
 
     def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
-        """Return the text of each row of ids, without special tokens. Ignored labels (-100) count as padding.
-
-        Args:
-            ids: Ids, shape (B, T), or a list of rows of any length.
-
-        Raises:
-            ValueError: If `ids` is not a batch of rows.
-        """
+        """Return the text of each row of ids (B, T), without special tokens. Ignored labels (-100) count as padding."""
         texts = []
         for row in ids:
             row = row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row
-            if not isinstance(row, list | tuple):
-                raise ValueError(f"`ids` must be a batch of rows, got {type(row).__name__} where a row should be.")
             row = [self.target.pad_token_id if index == IGNORED_LABEL else index for index in row]
             texts.append(self.target.decode(row, skip_special_tokens=True))
         return texts
@@ -321,9 +230,11 @@ class TokenizerPair:
         The special ids are the target's. Without a beginning of sequence the decoder starts with padding.
         """
         target = self.target
+        # Ids may have gaps: the embedding must reach the last id.
+        sizes = [max(len(side), max(side.get_vocab().values()) + 1) for side in (self.source, target)]
         return {
-            "vocab_size": _entry_count(self.source),
-            "decoder_vocab_size": None if self.is_joint else _entry_count(target),
+            "vocab_size": sizes[0],
+            "decoder_vocab_size": None if self.is_joint else sizes[1],
             "pad_token_id": target.pad_token_id,
             "bos_token_id": target.bos_token_id,
             "eos_token_id": target.eos_token_id,
@@ -338,22 +249,14 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
         if tokenizer.is_fast:
             # A damaged template of special tokens shows in use only.
             tokenizer(["a"])
-    except ImportError as error:
-        library = next((name for name in _LIBRARIES if name in str(error).lower()), None)
-        if library is None:
-            raise
-        raise ImportError(
-            f"The tokenizer of {os.fspath(name_or_path)!r} needs {library}, which is not installed: "
-            f"pip install metaphrase[{library}]"
-        ) from error
     except BaseException as error:
         # transformers and tokenizers raise all kinds of errors for damaged files. A panic of Rust is no Exception.
         is_of_files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if isinstance(error, OSError | ValueError) or not is_of_files:
+        if isinstance(error, OSError | ValueError | ImportError) or not is_of_files:
             raise
         raise ValueError(
-            f"`tokenizer.json` and the other files of the tokenizer in {os.fspath(name_or_path)!r} must be those of a tokenizer "
-            f"that can be loaded, got an error: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
     if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
         # Its end of sequence is called a separator.
@@ -361,9 +264,38 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
     return tokenizer
 
 
-def _entry_count(tokenizer: PreTrainedTokenizerBase) -> int:
-    # Ids may have gaps: the embedding must reach the last id.
-    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+def _split_sides(tokenizer: PreTrainedTokenizerBase) -> list[PreTrainedTokenizerBase] | None:
+    """Return the tokenizers of source and target, or None if there is one vocabulary. Neither can be saved for both."""
+    name = type(tokenizer).__name__
+    if name == "FSMTTokenizer":
+        vocabularies = tokenizer.encoder, {token: index for index, token in tokenizer.decoder.items()}
+    elif name == "MarianTokenizer" and tokenizer.separate_vocabs:
+        vocabularies = tokenizer.encoder, tokenizer.target_encoder
+    else:
+        return None
+    special = tokenizer.all_special_tokens
+    if [vocabularies[0].get(token) for token in special] != [vocabularies[1].get(token) for token in special]:
+        # A model has one id of each special token. Marian's tokenizer itself also encodes targets.
+        if name == "MarianTokenizer":
+            return None
+        raise ValueError(f"Special tokens must have the same ids in both vocabularies of a {name}, got {special}.")
+    sides = []
+    for index, vocabulary in enumerate(vocabularies):
+        side = copy.copy(tokenizer)
+        side.encoder, side.decoder = dict(vocabulary), {index: token for token, index in vocabulary.items()}
+        if name == "FSMTTokenizer":
+            # The language decides how words are split and joined.
+            side.src_lang = side.tgt_lang = (tokenizer.src_lang, tokenizer.tgt_lang)[index]
+            side.init_kwargs = tokenizer.init_kwargs | {"langs": [side.src_lang] * 2}
+        else:
+            side.init_kwargs = tokenizer.init_kwargs | {"separate_vocabs": False}
+            side.separate_vocabs, side.current_encoder = False, side.encoder
+            side.spm_source = side.spm_target = side.current_spm = (tokenizer.spm_source, tokenizer.spm_target)[index]
+            side.spm_files = [tokenizer.spm_files[index]] * 2
+        # The copy still has the cached vocabulary.
+        side._update_total_vocab_size()
+        sides.append(side)
+    return sides
 
 
 def _encode(
@@ -373,8 +305,8 @@ def _encode(
     # Options of all calls. Callers report long texts themselves.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     rows: list[list[int]] = []
-    for start in range(0, len(texts), TEXTS_PER_CALL):
-        batch = tokenizer(**{argument: texts[start : start + TEXTS_PER_CALL]}, **options)
+    for start in range(0, len(texts), _TEXTS_PER_CALL):
+        batch = tokenizer(**{argument: texts[start : start + _TEXTS_PER_CALL]}, **options)
         rows += batch["input_ids"] if segment is None else itertools.starmap(segment, enumerate(batch.encodings, start))
     end = tokenizer.eos_token
     if all(row and row[-1] == tokenizer.eos_token_id for row in rows) and not any(end in text for text in texts):
@@ -385,6 +317,9 @@ def _encode(
     starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
     behind = full[starts[0] + len(bare) :] if starts else full[-1:]
     return rows if tokenizer.eos_token_id in behind else [[*row, tokenizer.eos_token_id] for row in rows]
+
+
+# Languages of multilingual tokenizers
 
 
 def set_languages(
@@ -413,8 +348,6 @@ def set_languages(
     code = _known_language(tokenizers.target, "target_lang", "tgt_lang", target_lang)
     tokenizers.target.tgt_lang = target_lang
     [ids] = tokenizers.encode_targets(["a"])
-    if code not in (ids[0], ids[-1]):
-        raise ValueError(f"`target_lang` must stand first or last in a target, got {ids} for {target_lang!r}, {code}.")
     return {"forced_bos_token_id" if ids[0] == code else "decoder_start_token_id": code}
 
 
@@ -473,3 +406,82 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
     if index is None or index == tokenizer.unk_token_id:
         raise ValueError(f"`{field}` must be a language that the {name} knows, got {code!r}.")
     return index
+
+
+# Special ids around a text, and truncation that keeps the end of sequence
+
+
+@dataclass(frozen=True)
+class TextFrame:
+    """Special ids that an encoder puts around every text.
+
+    Attributes:
+        length: Number of all these ids.
+        end: Ids behind the text: the end of sequence, and the language code that some tokenizers put behind it.
+    """
+
+    length: int
+    end: list[int]
+
+    @classmethod
+    def of(cls, encode: Callable[[list[str]], list[list[int]]]) -> "TextFrame":
+        """Find the frame of an encoder such as `TokenizerPair.encode_sources`."""
+        # A vocabulary may encode some of these as nothing.
+        empty, *rows = encode(["", "a", "1", ".", "的"])
+        # If no probe is encoded, take the last id for the end of sequence.
+        probe = next((ids for ids in rows if len(ids) > len(empty)), empty[-1:])
+        shared = takewhile(lambda ids: ids[0] == ids[1], zip(reversed(empty), reversed(probe), strict=False))
+        return cls(len(empty), [token for token, _ in shared][::-1])
+
+
+def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[Any]:
+    """Cut a row, such as token ids, to `limit` entries, of which the last are `end`. None means no limit."""
+    if limit is None or len(row) <= limit:
+        return list(row)
+    return [*row[: max(limit - len(end), 0)], *end]
+
+
+# Ids of a phrase in a text
+
+# Unicode name prefixes of scripts without spaces between words.
+_UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE")
+
+
+def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ids that write a phrase in a target.
+
+    Inside a text, a space precedes a word. A phrase that begins with punctuation may also follow without a space, and a
+    phrase in a script without spaces, such as Chinese or Thai, always does. White space around the phrase is ignored.
+
+    Args:
+        tokenizer: The tokenizer of the targets.
+        text: One word or several.
+
+    Returns:
+        Ids of the phrase inside a text, most usual first, and different ids of the phrase at the start of a text, if any.
+
+    Raises:
+        ValueError: If the phrase is empty, or the tokenizer cannot write it.
+    """
+    text = text.strip()
+    is_unspaced = unicodedata.name(text[:1] or " ", "").startswith(_UNSPACED)
+    fronts = ([] if is_unspaced else [" "]) + ([""] if is_unspaced or not text[:1].isalnum() else [])
+    inside = [_encode_behind(tokenizer, front + text) for front in fronts]
+    inside = [ids for index, ids in enumerate(inside) if ids not in inside[:index]]
+    first = _encode_bare(tokenizer, text)
+    if not text or not all(ids and tokenizer.unk_token_id not in ids for ids in (*inside, first)):
+        raise ValueError(f"A phrase must be a text that the tokenizer can write, got {text!r}.")
+    return inside, [first] if first not in inside else []
+
+
+def _encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text that follows another text: the first of several that keeps its own tokens."""
+    for anchor in ("a", ",", "1", "the"):
+        before, both = _encode_bare(tokenizer, anchor), _encode_bare(tokenizer, anchor + text)
+        if before and both[: len(before)] == before and tokenizer.unk_token_id not in before:
+            return both[len(before) :]
+    return _encode_bare(tokenizer, text)

@@ -1,154 +1,162 @@
-"""Training of a plain fast tokenizer, which needs only transformers."""
+"""Training of a plain fast tokenizer, which needs only transformers: its settings, its pipeline and its vocabulary."""
 
 import itertools
 import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from metaphrase.tokenization.texts import checked_texts
-from metaphrase.tokenization.tokenizer_settings import (
-    BYTE_COUNT,
-    KINDS_THAT_FILL_A_VOCABULARY,
-    KINDS_WITH_ALL_BYTES,
-    SpecialTokens,
-    TokenizerSettings,
-)
+from metaphrase.storage.hints import did_you_mean
+from metaphrase.tokenization.texts import DEFAULT_JOINER, checked_texts
 
 logger = logging.getLogger(__name__)
 
-CONTINUATION_PREFIX = "##"
+TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "byte", "char", "word", "pretokenized")
+NORMALIZATIONS = ("nfc", "nfd", "nfkc", "nfkd")
+# These kinds learn pieces until the vocabulary is full.
+KINDS_THAT_FILL_A_VOCABULARY = ("byte_bpe", "bpe", "unigram")
+KINDS_WITH_ALL_BYTES = ("byte_bpe", "byte", "char", "word")
+DEFAULT_VOCAB_SIZE = 8000
 SPACE_MARK = "\u2581"
 BYTE_LEVEL_SPACE = "\u0120"
-_PIECE_END = "(?: |$)"
-
-
-def build_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:
-    """Return a tokenizer with the pipeline of the settings' kind.
-
-    Special tokens are registered only if the model holds them: an empty model gives the pipeline to train it in.
-    """
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = _normalizer(settings)
-    tokenizer.pre_tokenizer = _pre_tokenizer(settings)
-    tokenizer.decoder = _decoder(settings)
-    if tokenizer.get_vocab_size():
-        _register_special_tokens(tokenizer, settings.special_tokens)
-    return tokenizer
-
-
-def _register_special_tokens(tokenizer: Tokenizer, special_tokens: SpecialTokens) -> None:
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special_tokens.control_tokens]
-    )
-    # With the library's "special" flag they would not be read from text (see SpecialTokens).
-    tokenizer.add_tokens(
-        [AddedToken(token, special=False, normalized=False) for token in special_tokens.additional_special_tokens]
-    )
-    eos = special_tokens.eos_token
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {eos}",
-        pair=f"$A {eos} $B:1 {eos}:1",
-        special_tokens=[(eos, special_tokens.tokens.index(eos))],
-    )
-
-
-def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
-    steps = []
-    if settings.normalization is not None:
-        steps.append(getattr(normalizers, settings.normalization.upper())())
-    if settings.lowercase:
-        steps.append(normalizers.Lowercase())
-    if settings.kind == "pretokenized":
-        # A piece spelled like a control token would become that token.
-        special = settings.special_tokens
-        names = "|".join(re.escape(token) for token in special.control_tokens if token != special.unk_token)
-        steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), special.unk_token))
-    return normalizers.Sequence(steps) if steps else None
-
-
-def _pre_tokenizer(settings: TokenizerSettings) -> pre_tokenizers.PreTokenizer | None:
-    splitter = _control_token_splitter(settings.special_tokens)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    match settings.kind:
-        case "byte_bpe":
-            return pre_tokenizers.Sequence([splitter, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        case "byte":
-            return byte_level
-        case "char":
-            return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated"), byte_level])
-        case "word":
-            # The first word gets a space like the others. The text's own spaces are spelled in bytes by then, so that a
-            # leading space is kept beside it.
-            prefix = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
-            space = pre_tokenizers.Metaspace(BYTE_LEVEL_SPACE, prepend_scheme="never", split=False)
-            # Text without a space, behind an additional token, is cut into bytes: whole, it could be a control token.
-            words = Regex(f"{BYTE_LEVEL_SPACE}[^{BYTE_LEVEL_SPACE}]*|[^{BYTE_LEVEL_SPACE}]")
-            return pre_tokenizers.Sequence(
-                [byte_level, prefix, space, pre_tokenizers.Split(words, behavior="isolated")]
-            )
-        case "bpe" | "unigram":
-            return pre_tokenizers.Sequence([pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first"), splitter])
-        case "wordpiece":
-            # A word that begins with `##` would become a continuation, so each `#` is split off.
-            hashes = pre_tokenizers.Split(Regex("#(?=#)|(?<=#)#"), behavior="isolated")
-            return pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), splitter, hashes])
-        case "pretokenized":
-            return pre_tokenizers.Split(" ", behavior="removed")
-    return None
-
-
-def _control_token_splitter(special_tokens: SpecialTokens) -> pre_tokenizers.PreTokenizer:
-    """Return a splitter that cuts text such as `</s>` behind its first character, so that it is no control token."""
-    names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in special_tokens.control_tokens)
-    return pre_tokenizers.Split(Regex(names), behavior="isolated")
-
-
-def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
-    match settings.kind:
-        case "byte_bpe" | "byte" | "char":
-            return decoders.ByteLevel()
-        case "word":
-            return decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-        case "bpe" | "unigram":
-            return decoders.Metaspace(SPACE_MARK, prepend_scheme="first")
-        case "wordpiece":
-            return decoders.WordPiece(prefix=CONTINUATION_PREFIX, cleanup=False)
-        case "pretokenized":
-            # No piece begins with a space, so this decoder puts a space before every piece.
-            spaced = decoders.WordPiece(prefix=" ", cleanup=False)
-            joined = decoders.Replace(Regex(re.escape(settings.joiner) + _PIECE_END), "")
-            return decoders.Sequence([spaced, decoders.Fuse(), joined])
-    return decoders.Fuse()
-
-
-def find_joiner(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the joiner that a tokenizer's decoder removes, or None if its texts are not split into pieces."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if decoder is None:
-        return None
-    settings = json.loads(decoder.__getstate__())
-    for decoder in settings.get("decoders", [settings]):
-        pattern = decoder.get("pattern", {}).get("Regex", "")
-        if decoder["type"] == "Replace" and pattern.endswith(_PIECE_END) and decoder["content"] == "":
-            return re.sub(r"\\(.)", r"\1", pattern.removesuffix(_PIECE_END))
-    return None
-
 
 # In characters. Learning merges is quadratic in a word's length: base64 or a long URL would take hours.
-LONGEST_WORD = 1000
-_LONG_WORD = re.compile(f"[^ ]{{{LONGEST_WORD + 1},}}")
+_LONGEST_WORD = 1000
+_LONG_WORD = re.compile(f"[^ ]{{{_LONGEST_WORD + 1},}}")
+_PIECE_END = "(?: |$)"
+# The printable character of each byte in a byte-level vocabulary. Source: section 2.2 of Radford et al. 2019.
+_BYTE_CHARACTERS = [bytes_to_unicode()[byte] for byte in range(256)]
 
-# The library restores lost characters with scores this far apart, in an order that differs per run.
-UNIGRAM_PENALTY_STEP = 1e-4
-UNIGRAM_SCORE_DECIMALS = 6
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Strings of the special tokens. A token's id is its index in `tokens`, in every tokenizer trained here.
+
+    The four control tokens come first, in the order of the fields, then `additional_special_tokens`:
+
+    - Control tokens are never read from text: `</s>` in a text stays four characters, so no text can end a sentence
+      early. Decoding with `skip_special_tokens=True` omits control tokens.
+    - Additional tokens (sentinels, language codes) are read from text: `<2de> Hello` starts with the token `<2de>`.
+      Decoding shows them.
+
+    Attributes:
+        pad_token: Padding of batches.
+        bos_token: First input of the decoder. The model adds it as it shifts labels right; no tokenizer does.
+        eos_token: End of every text.
+        unk_token: Replacement of unknown text. Kinds with all bytes have it, but never produce it.
+        additional_special_tokens: More tokens, each one vocabulary entry that is never split.
+
+    Raises:
+        ValueError: If a token is shorter than two characters, is not printable ASCII without spaces, or occurs twice.
+    """
+
+    pad_token: str = "<pad>"
+    bos_token: str = "<s>"
+    eos_token: str = "</s>"
+    unk_token: str = "<unk>"
+    additional_special_tokens: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "additional_special_tokens", tuple(self.additional_special_tokens))
+        for token in self.tokens:
+            # One character may be a letter of a text, and a byte-level decoder would read non-ASCII characters as bytes.
+            if not re.fullmatch("[!-~]{2,}", token) or self.tokens.count(token) > 1:
+                raise ValueError(
+                    "A special token must be two or more printable ASCII characters without a space, and differ from all "
+                    f"others, got {token!r} among {self.tokens}."
+                )
+
+    @property
+    def control_tokens(self) -> tuple[str, str, str, str]:
+        return (self.pad_token, self.bos_token, self.eos_token, self.unk_token)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return self.control_tokens + self.additional_special_tokens
+
+
+def sentinel_tokens(count: int) -> tuple[str, ...]:
+    """Return `<extra_id_0>` to `<extra_id_{count - 1}>`, which replace removed spans.
+
+    Source: span corruption, section 3.1.4 of Raffel et al. 2020 (arXiv 1910.10683).
+    """
+    return tuple(f"<extra_id_{index}>" for index in range(count))
+
+
+@dataclass(kw_only=True)
+class TokenizerSettings:
+    """Settings of `train_tokenizer`. None in `vocab_size`, `min_frequency` or `joiner` becomes the kind's default.
+
+    Attributes:
+        kind: One of the kinds of `train_tokenizer`.
+        vocab_size: Largest size of the vocabulary, with special tokens. None means 8000 for kinds that learn pieces, and
+            no limit for others. Texts too small to fill it give a smaller vocabulary and a line in the log.
+        min_frequency: Least count of a merge, a character, a word or a piece. None means 2 for merges, else 1. `unigram`
+            and `byte` have no such limit.
+        normalization: `"nfc"`, `"nfd"`, `"nfkc"`, `"nfkd"` or None.
+        lowercase: True to lower-case texts.
+        joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
+        special_tokens: The special tokens.
+        model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
+        show_progress: True to show progress bars.
+
+    Raises:
+        ValueError: If a field is invalid.
+    """
+
+    kind: str = "byte_bpe"
+    vocab_size: int | None = None
+    min_frequency: int | None = None
+    normalization: str | None = None
+    lowercase: bool = False
+    joiner: str | None = None
+    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
+    model_max_length: int | None = None
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", TOKENIZER_KINDS), ("normalization", NORMALIZATIONS)):
+            value = getattr(self, name)
+            if value not in (None, *known):
+                hint = did_you_mean(value, known)
+                raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
+        if self.min_frequency is not None and self.kind in ("unigram", "byte"):
+            raise ValueError(
+                f"`min_frequency` has no effect for kind {self.kind!r}, got {self.min_frequency}. Remove it."
+            )
+        is_pretokenized, learns_pieces = self.kind == "pretokenized", self.kind in KINDS_THAT_FILL_A_VOCABULARY
+        if self.joiner is not None and (not is_pretokenized or not self.joiner or " " in self.joiner):
+            raise ValueError(
+                f"`joiner` must be characters without a space, for kind 'pretokenized', got {self.joiner!r} for {self.kind!r}."
+            )
+        if self.joiner is None and is_pretokenized:
+            self.joiner = DEFAULT_JOINER
+        if self.min_frequency is None:
+            self.min_frequency = 2 if learns_pieces else 1
+        if self.vocab_size is None and learns_pieces:
+            self.vocab_size = DEFAULT_VOCAB_SIZE
+        has_all_bytes = self.kind in KINDS_WITH_ALL_BYTES
+        self.require_room_for(256 if has_all_bytes else 1, "bytes" if has_all_bytes else "character or piece")
+
+    def require_room_for(self, count: int, noun: str) -> None:
+        """Check that `vocab_size` has room for the special tokens and `count` more entries.
+
+        Raises:
+            ValueError: If there is too little room.
+        """
+        specials = len(self.special_tokens.tokens)
+        if self.vocab_size is not None and self.vocab_size < specials + count:
+            raise ValueError(
+                f"`vocab_size` must be at least {specials + count} for kind {self.kind!r} "
+                f"({specials} special tokens + {count} {noun}), got {self.vocab_size}."
+            )
 
 
 def train_tokenizer(
@@ -167,8 +175,6 @@ def train_tokenizer(
     - `byte`: one token per UTF-8 byte, exact. It needs no training, so `texts` is not read.
     - `bpe`, `unigram`: pieces of characters, with U+2581 for a space. Exact for known characters, except that a leading
       space is lost and U+2581 itself becomes a space.
-    - `wordpiece`: `##` marks pieces that continue a word. White space becomes single spaces. A word that begins like a
-      control token or holds `##` is split there, and a word with an unknown character is unknown as a whole.
     - `char`: one token per character. Another character is spelled in UTF-8 bytes. Exact; nothing is unknown.
     - `word`: one token per word between spaces, with the space before the word, for closed sets of symbols. Another word
       is spelled in UTF-8 bytes. Exact; nothing is unknown.
@@ -179,7 +185,7 @@ def train_tokenizer(
 
     Source: byte_bpe, section 2.2 of Radford et al. 2019 (Language Models are Unsupervised Multitask Learners); byte, Xue
     et al. 2022 (arXiv 2105.13626); bpe, Sennrich et al. 2016 (arXiv 1508.07909); unigram, Kudo 2018 (arXiv 1804.10959),
-    both with the white space of Kudo and Richardson 2018 (arXiv 1808.06226); wordpiece, Wu et al. 2016 (arXiv 1609.08144).
+    both with the white space of Kudo and Richardson 2018 (arXiv 1808.06226).
 
     Args:
         texts: The training texts, read once.
@@ -195,213 +201,194 @@ def train_tokenizer(
     additional = (*special_tokens.additional_special_tokens, *additional_special_tokens)
     special_tokens = replace(special_tokens, additional_special_tokens=additional)
     settings = TokenizerSettings(special_tokens=special_tokens, **settings)
+    tokenizer = _make_pipeline(_train_model(texts, settings), settings)
+    # Control tokens are not read from text (see SpecialTokens). With the library's "special" flag, others would not be, either.
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens.control_tokens]
+    )
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in additional])
+    eos = special_tokens.eos_token
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}",
+        pair=f"$A {eos} $B:1 {eos}:1",
+        special_tokens=[(eos, special_tokens.tokens.index(eos))],
+    )
     limit = {} if settings.model_max_length is None else {"model_max_length": settings.model_max_length}
     return PreTrainedTokenizerFast(
-        tokenizer_object=build_pipeline(_train_vocabulary(texts, settings), settings),
+        tokenizer_object=tokenizer,
         pad_token=special_tokens.pad_token,
         bos_token=special_tokens.bos_token,
-        eos_token=special_tokens.eos_token,
+        eos_token=eos,
         unk_token=special_tokens.unk_token,
         padding_side="right",
         truncation_side="right",
         # There are no segment embeddings.
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
-        # Control tokens are not read from text (see SpecialTokens).
         split_special_tokens=True,
         **limit,
     )
 
 
-def _train_vocabulary(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    """Train the vocabulary of the settings' kind. Special tokens are its first entries.
+def find_joiner(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the joiner that a tokenizer's decoder removes, or None if its texts are not split into pieces."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    settings = {} if decoder is None else json.loads(decoder.__getstate__())
+    for step in settings.get("decoders", [settings]):
+        pattern = step.get("pattern", {}).get("Regex", "")
+        if step.get("type") == "Replace" and pattern.endswith(_PIECE_END) and step["content"] == "":
+            return re.sub(r"\\(.)", r"\1", pattern.removesuffix(_PIECE_END))
+    return None
 
-    Raises:
-        ValueError: If `texts` is a single string, holds other objects than strings or no visible character, or has more
-            characters than `vocab_size` allows.
-    """
+
+def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:
+    """Return a tokenizer with the normalizer, splitter and decoder of the settings' kind."""
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = _normalizer(settings)
+    # Text such as `</s>` is cut behind its first character, so that it is no control token.
+    control_tokens = settings.special_tokens.control_tokens
+    names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in control_tokens)
+    splitter = pre_tokenizers.Split(Regex(names), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    match settings.kind:
+        case "byte_bpe":
+            steps = [splitter, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        case "byte":
+            steps = [byte_level]
+        case "char":
+            steps = [pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated"), byte_level]
+        case "word":
+            # The first word gets a space like the others. The text's own spaces are spelled in bytes by then, so that a
+            # leading space is kept beside it.
+            prefix = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
+            space = pre_tokenizers.Metaspace(BYTE_LEVEL_SPACE, prepend_scheme="never", split=False)
+            # Text without a space, behind an additional token, is cut into bytes: whole, it could be a control token.
+            words = Regex(f"{BYTE_LEVEL_SPACE}[^{BYTE_LEVEL_SPACE}]*|[^{BYTE_LEVEL_SPACE}]")
+            steps = [byte_level, prefix, space, pre_tokenizers.Split(words, behavior="isolated")]
+            tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+        case "bpe" | "unigram":
+            steps = [pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first"), splitter]
+            tokenizer.decoder = decoders.Metaspace(SPACE_MARK, prepend_scheme="first")
+        case "pretokenized":
+            steps = [pre_tokenizers.Split(" ", behavior="removed")]
+            # No piece begins with a space, so this decoder puts a space before every piece.
+            spaced = decoders.WordPiece(prefix=" ", cleanup=False)
+            joined = decoders.Replace(Regex(re.escape(settings.joiner) + _PIECE_END), "")
+            tokenizer.decoder = decoders.Sequence([spaced, decoders.Fuse(), joined])
+    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
+    steps = []
+    if settings.normalization is not None:
+        steps.append(getattr(normalizers, settings.normalization.upper())())
+    if settings.lowercase:
+        steps.append(normalizers.Lowercase())
+    if settings.kind == "pretokenized":
+        # A piece spelled like a control token would become that token.
+        special = settings.special_tokens
+        names = "|".join(re.escape(token) for token in special.control_tokens if token != special.unk_token)
+        steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), special.unk_token))
+    return normalizers.Sequence(steps) if steps else None
+
+
+def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    """Train the vocabulary of the settings' kind. Special tokens are its first entries."""
+    specials, unk_token = [*settings.special_tokens.tokens], settings.special_tokens.unk_token
     if settings.kind == "byte":
-        entries = [*settings.special_tokens.tokens, *byte_characters()]
-        return models.BPE({entry: index for index, entry in enumerate(entries)}, [])
-    train: Callable[[Iterable[str], TokenizerSettings], models.Model] = {
-        "byte_bpe": _train_bpe,
-        "bpe": _train_bpe,
-        "unigram": _train_unigram,
-        "wordpiece": _train_wordpiece,
-        "char": _collect,
-        "word": _collect,
-        "pretokenized": _collect,
-    }[settings.kind]
-    model = train(_training_texts(texts, settings), settings)
-    _report_size(Tokenizer(model).get_vocab_size(), settings)
-    return model
-
-
-def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
-    """Yield the text between additional special tokens. For kinds that learn pieces, cut words of over `LONGEST_WORD`."""
-    additional = sorted(settings.special_tokens.additional_special_tokens, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, additional))) if additional else None
-    has_visible_text, num_cut = False, 0
-    for text in checked_texts(texts):
-        parts = [text] if pattern is None else pattern.split(text)
-        has_visible_text = has_visible_text or any(part.strip() for part in parts)
-        for part in parts:
-            if len(part) <= LONGEST_WORD or settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
-                yield part
-                continue
-            words = [match.span() for match in _LONG_WORD.finditer(part)]
-            num_cut += len(words)
-            cuts = [cut for start, end in words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
-            yield from (part[start:end] for start, end in itertools.pairwise([0, *cuts, len(part)]))
-    if num_cut:
-        logger.warning("Words of more than %d characters were cut to train the vocabulary: %d.", LONGEST_WORD, num_cut)
-    if not has_visible_text:
-        raise ValueError("`texts` must hold at least one character that is not white space, got none.")
-
-
-def _report_size(size: int, settings: TokenizerSettings) -> None:
-    if settings.vocab_size is None:
-        return
-    if size > settings.vocab_size:
-        # The library ignores `vocab_size` for single characters.
-        specials = len(settings.special_tokens.tokens)
-        settings.require_room_for(size - specials, "characters of the texts")
-    if size < settings.vocab_size and settings.kind in KINDS_THAT_FILL_A_VOCABULARY:
+        return models.BPE({entry: index for index, entry in enumerate([*specials, *_BYTE_CHARACTERS])}, [])
+    texts = _training_texts(texts, settings)
+    if settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
+        return _collect(texts, settings)
+    options = {"special_tokens": specials, "show_progress": settings.show_progress, "vocab_size": settings.vocab_size}
+    if settings.kind == "unigram":
+        model, trainer = models.Unigram(), trainers.UnigramTrainer(unk_token=unk_token, **options)
+    else:
+        is_bytes = settings.kind == "byte_bpe"
+        model = models.BPE() if is_bytes else models.BPE(unk_token=unk_token, fuse_unk=True)
+        options["initial_alphabet"] = _BYTE_CHARACTERS if is_bytes else []
+        trainer = trainers.BpeTrainer(min_frequency=settings.min_frequency, **options)
+    tokenizer = _make_pipeline(model, settings)
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except Exception as error:
+        # The library has no error class for this.
+        if "not large enough" not in str(error):
+            raise
+        raise ValueError(
+            f"`vocab_size` must have room for all characters of the texts, got {settings.vocab_size}."
+        ) from error
+    if settings.kind == "unigram":
+        entries = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
+        pieces = _order_pieces(entries[len(specials) :], settings.vocab_size - len(specials))
+        tokenizer.model = models.Unigram(entries[: len(specials)] + pieces, specials.index(unk_token), False)
+    size = tokenizer.get_vocab_size()
+    # The library ignores `vocab_size` for single characters.
+    settings.require_room_for(size - len(specials), "characters of the texts")
+    if size < settings.vocab_size:
         # No warning: the size may have been chosen for the user.
         logger.info(
             "The vocabulary has %d entries, not `vocab_size` %d: the texts hold no more frequent pieces.",
             size,
             settings.vocab_size,
         )
+    return tokenizer.model
 
 
-def _train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    is_bytes = settings.kind == "byte_bpe"
-    model = models.BPE() if is_bytes else models.BPE(unk_token=settings.special_tokens.unk_token, fuse_unk=True)
-    alphabet = byte_characters() if is_bytes else []
-    options = {"min_frequency": settings.min_frequency, "initial_alphabet": alphabet}
-    return _fit(model, trainers.BpeTrainer, texts, settings, **options).model
+def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
+    """Yield the text between additional special tokens. For kinds that learn pieces, cut long words."""
+    additional = sorted(settings.special_tokens.additional_special_tokens, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, additional))) if additional else None
+    has_visible_text, num_cut = False, 0
+    for text in checked_texts(texts):
+        for part in [text] if pattern is None else pattern.split(text):
+            has_visible_text = has_visible_text or bool(part.strip())
+            words = []
+            if settings.kind in KINDS_THAT_FILL_A_VOCABULARY and len(part) > _LONGEST_WORD:
+                words = [match.span() for match in _LONG_WORD.finditer(part)]
+            num_cut += len(words)
+            cuts = [cut for start, end in words for cut in range(start + _LONGEST_WORD, end, _LONGEST_WORD)]
+            yield from (part[start:end] for start, end in itertools.pairwise([0, *cuts, len(part)]))
+    if num_cut:
+        logger.warning("Words of more than %d characters were cut to train the vocabulary: %d.", _LONGEST_WORD, num_cut)
+    if not has_visible_text:
+        raise ValueError("`texts` must hold at least one character that is not white space, got none.")
 
 
-def _fit(
-    model: models.Model,
-    make_trainer: Callable[..., trainers.Trainer],
-    texts: Iterable[str],
-    settings: TokenizerSettings,
-    continuations: Sequence[str] = (),
-    **options: Any,
-) -> Tokenizer:
-    """Train a model in its pipeline. The first entries are the special tokens, and then the continuations."""
-    tokenizer = build_pipeline(model, settings)
-    trainer = make_trainer(
-        vocab_size=settings.vocab_size,
-        special_tokens=[*settings.special_tokens.tokens, *continuations],
-        show_progress=settings.show_progress,
-        **options,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+def _order_pieces(entries: list[tuple[str, float]], room: int) -> list[tuple[str, float]]:
+    """Return all single characters and the best pieces that fit, in an order that is the same in every run.
 
-
-def _train_wordpiece(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    texts = list(texts)
-    # The trainer numbers continuation characters in an order that differs per run, and breaks ties by these numbers. As
-    # first entries they have fixed numbers.
-    continuations = [CONTINUATION_PREFIX + character for character in _alphabet(texts, settings)]
-    options = {"min_frequency": settings.min_frequency, "continuing_subword_prefix": CONTINUATION_PREFIX}
-    trained = _fit(models.WordPiece(), trainers.WordPieceTrainer, texts, settings, continuations, **options)
-    return models.WordPiece(
-        trained.get_vocab(),
-        unk_token=settings.special_tokens.unk_token,
-        # A longer word is unknown as a whole. Scripts without spaces have words as long as a sentence.
-        max_input_chars_per_word=10_000,
-        continuing_subword_prefix=CONTINUATION_PREFIX,
-    )
-
-
-def _alphabet(texts: Iterable[str], settings: TokenizerSettings) -> list[str]:
-    characters = set().union(*map(_text_normalizer(settings), texts))
-    # Unlike the library, Python counts some control characters as white space.
-    splitter = pre_tokenizers.WhitespaceSplit()
-    return sorted(character for character in characters if splitter.pre_tokenize_str(character))
-
-
-def _text_normalizer(settings: TokenizerSettings) -> Callable[[str], str]:
-    normalizer = build_pipeline(models.BPE(), settings).normalizer
-    return str if normalizer is None else normalizer.normalize_str
-
-
-def _train_unigram(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    normalize = _text_normalizer(settings)
-    characters = {SPACE_MARK}
-
-    def observed() -> Iterator[str]:
-        for text in texts:
-            characters.update(normalize(text))
-            yield text
-
-    special_tokens = settings.special_tokens
-    try:
-        options = {"unk_token": special_tokens.unk_token}
-        tokenizer = _fit(models.Unigram(), trainers.UnigramTrainer, observed(), settings, **options)
-    except Exception as error:
-        # The library has no error class for this.
-        if "not large enough" in str(error):
-            settings.require_room_for(len(characters - {" "}), "characters of the texts")
-        raise
-    entries = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
-    specials = len(special_tokens.tokens)
-    pieces = _within(settings.vocab_size - specials, _in_fixed_order(entries[specials:]))
-    return models.Unigram(entries[:specials] + pieces, special_tokens.tokens.index(special_tokens.unk_token), False)
-
-
-def _in_fixed_order(entries: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Return pieces and scores in an order that is the same in every run.
-
-    Runs differ in the last digits of scores, and in the scores of characters that no piece of the trained model covers.
+    Runs differ in the last digits of scores. They also differ in the scores of characters that no piece of the trained model
+    covers: the library restores these characters with the lowest scores, 1e-4 apart. It exceeds its limit by an entry if
+    single characters fill it.
     """
-    lowest = min(score for _, score in entries)
-    singles = sum(len(piece) == 1 for piece, _ in entries)
-    ceiling = lowest + (singles + 1) * UNIGRAM_PENALTY_STEP
-    restored = sorted(piece for piece, score in entries if len(piece) == 1 and score < ceiling)
-    scores = sorted(score for piece, score in entries if len(piece) == 1 and score < ceiling)
-    fixed = dict(entries) | dict(zip(restored, scores, strict=True))
-    rounded = [(piece, round(score, UNIGRAM_SCORE_DECIMALS)) for piece, score in fixed.items()]
-    return sorted(rounded, key=lambda entry: (-entry[1], entry[0]))
-
-
-def _within(room: int, ordered: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Return as many of the best pieces as fit, and all single characters.
-
-    The library exceeds its limit if single characters fill it.
-    """
+    singles = [piece for piece, _ in entries if len(piece) == 1]
+    ceiling = min(score for _, score in entries) + (len(singles) + 1) * 1e-4
+    restored = {piece: score for piece, score in entries if len(piece) == 1 and score < ceiling}
+    fixed = dict(entries) | dict(zip(sorted(restored), sorted(restored.values()), strict=True))
+    ordered = sorted(
+        ((piece, round(score, 6)) for piece, score in fixed.items()), key=lambda entry: (-entry[1], entry[0])
+    )
     by_need = sorted(ordered, key=lambda entry: len(entry[0]) > 1)
-    singles = sum(len(piece) == 1 for piece, _ in ordered)
-    selected = {piece for piece, _ in by_need[: max(room, singles)]}
+    selected = {piece for piece, _ in by_need[: max(room, len(singles))]}
     return [entry for entry in ordered if entry[0] in selected]
-
-
-def byte_characters() -> list[str]:
-    """Return the printable character of each byte 0 to 255 in a byte-level vocabulary.
-
-    Source: byte-level BPE, section 2.2 of Radford et al. 2019 (Language Models are Unsupervised Multitask Learners).
-    """
-    characters = bytes_to_unicode()
-    return [characters[byte] for byte in range(BYTE_COUNT)]
 
 
 def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     """Return a vocabulary of the characters, words or pieces of the texts, in byte-level spelling but for pieces."""
     noun = {"char": "characters", "word": "words", "pretokenized": "pieces"}[settings.kind]
     has_all_bytes = settings.kind in KINDS_WITH_ALL_BYTES
-    first_entries = dict.fromkeys([*settings.special_tokens.tokens, *(byte_characters() if has_all_bytes else ())])
+    first_entries = dict.fromkeys([*settings.special_tokens.tokens, *(_BYTE_CHARACTERS if has_all_bytes else ())])
 
     def spell(entry: str) -> str:
         entry = f" {entry}" if settings.kind == "word" else entry
         return entry.encode().decode("latin-1").translate(bytes_to_unicode()) if has_all_bytes else entry
 
-    counts = Counter()
-    for text in map(_text_normalizer(settings), texts):
+    normalizer, counts = _normalizer(settings), Counter()
+    for text in texts:
+        text = text if normalizer is None else normalizer.normalize_str(text)
         counts.update(text if settings.kind == "char" else text.split(" "))
     # Runs of spaces split into empty strings.
     for entry in [entry for entry in counts if not entry or spell(entry) in first_entries]:
@@ -409,31 +396,23 @@ def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     # Most frequent first, then in alphabetical order.
     ordered = sorted(counts, key=lambda entry: (-counts[entry], entry))
     entries = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
-    fate = "spelled in bytes" if has_all_bytes else "unknown"
-    _report_left_out(
-        counts, ordered[len(entries) :], noun, fate, f"rarer than `min_frequency` {settings.min_frequency}"
-    )
     if settings.vocab_size is not None:
-        limit = settings.vocab_size - len(first_entries)
-        _report_left_out(counts, entries[limit:], noun, fate, f"`vocab_size` {settings.vocab_size} is full")
-        entries = entries[:limit]
+        entries = entries[: settings.vocab_size - len(first_entries)]
+    if rest := ordered[len(entries) :]:
+        logger.warning(
+            "%d of %d different %s, %d of %d occurrences, are not in the vocabulary and will be %s: "
+            "`vocab_size` is %s, `min_frequency` is %d.",
+            len(rest),
+            len(counts),
+            noun,
+            sum(counts[entry] for entry in rest),
+            counts.total(),
+            "spelled in bytes" if has_all_bytes else "unknown",
+            settings.vocab_size,
+            settings.min_frequency,
+        )
     vocabulary = {entry: index for index, entry in enumerate([*first_entries, *map(spell, entries)])}
     if has_all_bytes:
         # Without merges, an entry is found only as a whole.
         return models.BPE(vocabulary, [], ignore_merges=True)
     return models.WordLevel(vocabulary, unk_token=settings.special_tokens.unk_token)
-
-
-def _report_left_out(counts: Counter, left_out: list[str], noun: str, fate: str, reason: str) -> None:
-    if left_out:
-        occurrences = sum(counts[entry] for entry in left_out)
-        logger.warning(
-            "%d of %d different %s, %d of %d occurrences, are not in the vocabulary and will be %s: %s.",
-            len(left_out),
-            len(counts),
-            noun,
-            occurrences,
-            counts.total(),
-            fate,
-            reason,
-        )

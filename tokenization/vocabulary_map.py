@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from metaphrase.storage.folders import read_text
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
 
 VOCABULARY_MAP_NAME = "vmap.txt"
@@ -65,7 +65,12 @@ class VocabularyMap:
         Raises:
             ValueError: If a token has white space, which the format does not allow.
         """
-        sources, targets = (_names(tokenizer) for tokenizer in (tokenizers.source, tokenizers.target))
+        vocabularies = tokenizers.source.get_vocab(), tokenizers.target.get_vocab()
+        if spaced := [name for names in vocabularies for name in names if not name or set(name) & set(" \t\r\n")]:
+            raise ValueError(
+                f"{VOCABULARY_MAP_NAME} needs tokens without white space, got {spaced[0]!r} in the vocabulary."
+            )
+        sources, targets = ({index: name for name, index in names.items()} for names in vocabularies)
         lines = [
             ("", self._is_always.nonzero()[0]),
             *((sources[key], self._tokens[key]) for key in sorted(self._tokens)),
@@ -91,11 +96,7 @@ def find_vocabulary_map(name_or_path: str | os.PathLike) -> Path | None:
 
 def _read(path: Path, sources: Mapping[str, int], targets: Mapping[str, int]) -> Iterator[tuple[int | None, list[int]]]:
     """Yield the source id of each line, or None for the line without, and its target ids."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} must be text in UTF-8, got an error: {error}") from error
-    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+    for number, line in enumerate(read_text(path).removesuffix("\n").split("\n"), start=1):
         source, _, names = line.partition("\t")
         try:
             yield sources[source] if source else None, [targets[name] for name in names.split(" ") if name]
@@ -104,12 +105,3 @@ def _read(path: Path, sources: Mapping[str, int], targets: Mapping[str, int]) ->
                 f"Line {number} of {path.name} must hold tokens of the model, got {error.args[0]!r} in {str(path)!r}. Make the "
                 "file again by `metaphrase shortlist`."
             ) from error
-
-
-def _names(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    names = {index: name for name, index in tokenizer.get_vocab().items()}
-    if spaced := [name for name in names.values() if not name or set(name) & set(" \t\r\n")]:
-        raise ValueError(
-            f"{VOCABULARY_MAP_NAME} needs tokens without white space, got {spaced[0]!r} in the vocabulary."
-        )
-    return names

@@ -29,14 +29,15 @@ def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or "ByteLevel" not in repr(backend.decoder):
         return tokens
-    readable = []
     # The whole decoder may remove the space of a first word.
     decoder = decoders.ByteLevel()
-    for token in tokens:
-        text = decoder.decode([token])
-        is_whole = text and _REPLACEMENT not in text
-        readable.append(text.replace(" ", SPACE_MARK) if is_whole else token.replace(BYTE_LEVEL_SPACE, SPACE_MARK))
-    return readable
+    texts = [decoder.decode([token]) for token in tokens]
+    return [
+        token.replace(BYTE_LEVEL_SPACE, SPACE_MARK)
+        if not text or _REPLACEMENT in text
+        else text.replace(" ", SPACE_MARK)
+        for token, text in zip(tokens, texts, strict=True)
+    ]
 
 
 def words_of_source(
@@ -59,9 +60,17 @@ def words_of_source(
     word_ids = None
     if tokenizer.is_fast:
         word_ids = word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
-    if word_ids is None:
-        word_ids = _ids_without_offsets(tokenizer, ids, len((prefix + text).split()), len(words))
-    return words, word_ids
+    if word_ids is not None:
+        return words, word_ids
+    # Find words by decoding, or by SentencePiece's marks if tokens are unknown.
+    num_with_prefix = len((prefix + text).split())
+    word_ids = _ids_by_decoding(tokenizer, ids)
+    if tokenizer.unk_token_id in ids or _count(word_ids) != num_with_prefix:
+        word_ids = _ids_by_marks(tokenizer, ids)
+    if _count(word_ids) != num_with_prefix:
+        return words, None
+    first = num_with_prefix - len(words)
+    return words, [None if index is None or index < first else index - first for index in word_ids]
 
 
 def words_of_target(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> tuple[list[str], WordIds | None]:
@@ -129,19 +138,6 @@ def word_ids_by_offsets(
         word_ids.append(words[piece] if piece < len(words) else None)
     # The rest is the end of sequence that `TokenizerPair` appends.
     return word_ids + [None] * (len(ids) - shared)
-
-
-def _ids_without_offsets(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], num_with_prefix: int, num_words: int
-) -> WordIds | None:
-    """Find words by decoding, or by SentencePiece's marks if tokens are unknown. Return None if both counts are wrong."""
-    word_ids = _ids_by_decoding(tokenizer, ids)
-    if tokenizer.unk_token_id in ids or _count(word_ids) != num_with_prefix:
-        word_ids = _ids_by_marks(tokenizer, ids)
-    if _count(word_ids) != num_with_prefix:
-        return None
-    first = num_with_prefix - num_words
-    return [None if index is None or index < first else index - first for index in word_ids]
 
 
 def _count(word_ids: WordIds) -> int:

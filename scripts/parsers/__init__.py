@@ -55,9 +55,11 @@ class VerbParser(argparse.ArgumentParser):
         name, text = match[1].split("/")[-1].lstrip("-"), match[2]
         raise ValueError(f"`{name}` {text}." if text.startswith("must ") else f"`{name}`: {text}.")
 
-    def format_help(self) -> str:
-        text, groups = self.full_help(), self.ordered_groups()
-        if text.count("\n") <= MAX_HELP_LINES:
+    def format_help(self, is_full: bool = False) -> str:
+        # The verb's own options come first, those of all verbs last.
+        groups = sorted(self._action_groups, key=lambda group: group.title == _COMMON_GROUP)
+        text = self._explain(groups)
+        if is_full or text.count("\n") <= MAX_HELP_LINES:
             return text
         lines = [f"\nmore options, explained by `{self.prog} --help_all`:"]
         for group in groups[2:]:
@@ -66,21 +68,12 @@ class VerbParser(argparse.ArgumentParser):
             lines.append(textwrap.fill(f"{group.title}: {names}", width, initial_indent="  ", subsequent_indent="    "))
         return self._explain(groups[:2]) + "\n".join(lines) + "\n"
 
-    def full_help(self) -> str:
-        """Return the help texts of all options."""
-        return self._explain(self.ordered_groups())
-
-    def ordered_groups(self) -> list[argparse._ArgumentGroup]:
-        """Return the groups, positional arguments and the verb's own options first, options of all verbs last."""
-        return sorted(self._action_groups, key=lambda group: group.title == _COMMON_GROUP)
-
     def _explain(self, groups: Sequence[argparse._ArgumentGroup]) -> str:
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, [], [])
         formatter.add_text(self.description)
         for group in groups:
             formatter.start_section(group.title)
-            formatter.add_text(group.description)
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
         return formatter.format_help()
@@ -154,7 +147,7 @@ def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
     names = {name[:2] + name[2:].replace("_", "-"): name for name in parser._option_string_actions}
     words = ["".join((names.get(name, name), *rest)) for name, *rest in (word.partition("=") for word in words)]
     if "--help_all" in words or {"-h", "--help"} & {*words}:
-        print(parser.full_help() if "--help_all" in words else parser.format_help(), end="")
+        print(parser.format_help(is_full="--help_all" in words), end="")
         parser.exit()
     own_words, fields, is_own = [], [], True
     for word in words:
@@ -162,7 +155,13 @@ def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
         if word.startswith("--") and " " not in name and word != "--":
             is_own = name in names.values()
             if not is_own and verb in RECIPE_VERBS:
-                _check_field(name, parser)
+                field = name.removeprefix("--").partition(".")[0].replace("-", "_")
+                if not {field, field.removeprefix("no_")} & set(recipe_fields()):
+                    known = [*recipe_fields(), *(option.removeprefix("--") for option in names.values())]
+                    hint = did_you_mean(field, known) or " Fields of the network go below `model`."
+                    raise ValueError(
+                        f"Every field must be one that a recipe has, got `{field}` in the command line.{hint}"
+                    )
             elif not is_own and "--" not in own_words:
                 hint = did_you_mean(name, names.values()) or f" See `{parser.prog} --help`."
                 raise ValueError(f"unknown option {name}.{hint}")
@@ -189,15 +188,6 @@ def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
                 f"A file of pairs must exist, got {missing[0]!r}. Pass --data_dir FOLDER if it is not in this folder."
             )
     return arguments
-
-
-def _check_field(name: str, parser: VerbParser) -> None:
-    """Refuse an option that is no field of a recipe."""
-    field = name.removeprefix("--").partition(".")[0].replace("-", "_")
-    if not {field, field.removeprefix("no_")} & set(recipe_fields()):
-        options = [option.removeprefix("--") for option in parser._option_string_actions]
-        hint = did_you_mean(field, [*recipe_fields(), *options]) or " Fields of the network go below `model`."
-        raise ValueError(f"Every field must be one that a recipe has, got `{field}` in the command line.{hint}")
 
 
 @functools.cache

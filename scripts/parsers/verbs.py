@@ -5,7 +5,6 @@ A test compares the names and defaults with those of the rooms.
 
 import argparse
 import dataclasses
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +13,8 @@ from typing import Any, NamedTuple
 from metaphrase.serving.limits import Limits
 from metaphrase.storage.generation_options import GENERATION_OPTIONS
 
-ENGINES = ("auto", "torch", "ctranslate2")
-ENSEMBLE_MEANS = ("linear", "log_linear")
 METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
-DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
-UTILITIES = ("chrf", "bleu")
-TEXT_FORMATS = ("text", "html", "xml")
-KEPT_PATTERNS = ("url", "email", "placeholder", "number")
-TASKS = ("translation", "summarization", "text2text-generation")
 PAIR_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".parquet")
-FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
-TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 FILTER_RULES = (
     *("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers"),
     *("links", "brackets", "repetition", "duplicate", "language", "alignment"),
@@ -65,6 +55,17 @@ def _refuse(text: str, word: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"must be {text}, got {word!r}")
 
 
+def _matching(pattern: str, text: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """Return a function that parses words of a pattern."""
+
+    def parse(word: str) -> Any:
+        if not re.fullmatch(pattern, word, re.ASCII):
+            raise _refuse(text, word)
+        return convert(word)
+
+    return parse
+
+
 def parse_bool(word: str) -> bool:
     """Parse a truth value."""
     values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
@@ -78,16 +79,13 @@ def bool_or_never(word: str) -> bool | str:
     return word if word == "never" else parse_bool(word)
 
 
-def input_file(word: str) -> str:
-    """Parse the path of a file to read."""
-    if not Path(word).exists():
+def _input_file(word: str) -> str:
+    if not Path(word).exists() or Path(word).is_dir():
         raise _refuse("a file that exists", word)
-    if Path(word).is_dir():
-        raise _refuse("a file and no folder", word)
     return word
 
 
-def model_name(word: str) -> str:
+def _model_name(word: str) -> str:
     """Parse the folder or Hub id of a model."""
     is_path = word.startswith((".", "/", "~")) or word.count("/") > 1
     if Path(word).is_file() or (is_path and not Path(word).exists()):
@@ -95,103 +93,42 @@ def model_name(word: str) -> str:
     return word
 
 
-def output_path(word: str) -> str:
-    """Parse the path of a file or folder to write."""
-    if word == "-":
-        raise _refuse("a path", word)
-    return word
+def _shard(word: str) -> tuple[int, int]:
+    """Parse a part of the input: its number, from 1, and the number of parts."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", word, re.ASCII)
+    number, num_shards = map(int, numbers.groups()) if numbers else (0, 0)
+    if not 1 <= number <= num_shards:
+        raise _refuse("K/N with K from 1 to N", word)
+    return number, num_shards
 
 
-def file_or_standard_output(word: str) -> str | None:
-    """Parse the path of a file to write; `-` and `None` are standard output."""
-    return None if word == "-" else word
-
-
-def layer_or_mean(word: str) -> int | None:
-    """Parse a value of `layer`; `None` is the mean."""
-    if word != "mean" and not word.lstrip("-").isdecimal():
-        raise _refuse("a whole number or mean", word)
-    return None if word == "mean" else int(word)
-
-
-def port(word: str) -> int:
-    """Parse a port to listen on."""
-    if not word.isdecimal() or int(word) > 65_535:
-        raise _refuse("a whole number from 0 to 65535", word)
-    return int(word)
-
-
-def hub_name(word: str) -> str:
-    """Parse the name of a repository of the Hub."""
-    if "/" not in word:
-        raise _refuse("user/name or organization/name", word)
-    return word
-
-
-def column(word: str) -> str | int:
-    """Parse a column: a number or a name."""
-    return int(word) if word.isascii() and word.isdecimal() else word
-
-
-def count_or_zero(word: str) -> int:
-    """Parse a whole number of at least 0."""
-    if not (word.isascii() and word.isdecimal()):
-        raise _refuse("a whole number of at least 0", word)
-    return int(word)
-
-
-def shard(word: str) -> tuple[int, int]:
-    """Parse a part of the input: its number, from 1, and the number of parts; or `auto`."""
-    if word != "auto":
-        numbers = re.fullmatch(r"(\d+)/(\d+)", word, re.ASCII)
-        number, num_shards = map(int, numbers.groups()) if numbers else (0, 0)
-        if not 1 <= number <= num_shards:
-            raise _refuse("K/N with K from 1 to N, or auto", word)
-        return number, num_shards
-    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]
-    if names[0] in os.environ:
-        number, first, last, count = (int(os.environ[name]) for name in names)
-        # Some tasks of an array that are submitted again would take the parts of other tasks.
-        if first > 1 or last - first + 1 != count:
-            text = f"auto needs an array that counts from 0 or 1 without gaps, got {count} tasks from {first} to {last}"
-            raise argparse.ArgumentTypeError(f"{text}; pass --shard K/N")
-        return number - first + 1, count
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]) + 1, int(os.environ["WORLD_SIZE"])
-    raise argparse.ArgumentTypeError("auto needs a Slurm array, or RANK and WORLD_SIZE, got neither; pass --shard K/N")
-
-
+_new_path = _matching("(?!-$).+", "a path")
 TYPES: dict[str, Callable[[str], Any]] = {
     "INT": int,
     "FLOAT": float,
-    "COUNT": count_or_zero,
+    "COUNT": _matching(r"\d+", "a whole number of at least 0", int),
     "BOOL": parse_bool,
     "BOOL|never": bool_or_never,
-    "FILE": input_file,
-    "NEW_FILE": output_path,
-    "NEW_FILE|-": file_or_standard_output,
-    "DIR": output_path,
-    "MODEL": model_name,
-    "COLUMN": column,
-    "K/N|auto": shard,
-    "INT|mean": layer_or_mean,
-    "PORT": port,
-    "OWNER/NAME": hub_name,
+    "FILE": _input_file,
+    "NEW_FILE": _new_path,
+    # None is standard output.
+    "NEW_FILE|-": lambda word: None if word == "-" else word,
+    "DIR": _new_path,
+    "MODEL": _model_name,
+    # The number or the name of a column.
+    "COLUMN": lambda word: int(word) if word.isascii() and word.isdecimal() else word,
+    "K/N": _shard,
+    "INT|mean": _matching(r"-?\d+|mean", "a whole number or mean", lambda word: None if word == "mean" else int(word)),
+    "PORT": _matching(r"\d{1,5}", "a whole number from 0 to 65535", int),
+    "OWNER/NAME": _matching(".*/.*", "user/name or organization/name"),
 }
 # Pairs of options that exclude each other.
 EXCLUSIVE = (("overwrite", "resume"), ("rules", "skip_rules"))
 
 # Options of several verbs
 
-_LINE = {
-    f"--max_line_characters INT = {MAX_LINE_CHARACTERS}": "maximum characters of a line to read; a longer line is an error"
-}
-_SHARD = {
-    "--shard K/N|auto": (
-        "work on part K of N of the input; cat joins the outputs; auto takes K and N from a Slurm array, "
-        "or from RANK and WORLD_SIZE"
-    )
-}
+_LINE = {"--max_line_characters INT = 100000": "maximum characters of a line to read; a longer line is an error"}
+_SHARD = {"--shard K/N": "work on part K of N of the input; cat joins the outputs"}
 _SPLIT = {
     "--split_sentences LANG?": (
         "decode each sentence of a line alone, and keep the layout between them; LANG is the language of "
@@ -215,31 +152,23 @@ _LANGUAGES = {
 }
 _ENSEMBLE = {
     "--ensemble MODEL...": "more models for an ensemble with the first",
-    f"--ensemble_mean {'|'.join(ENSEMBLE_MEANS)}": "mean of probabilities or of log-probabilities [linear]",
+    "--ensemble_mean linear|log_linear": "mean of probabilities or of log-probabilities [linear]",
 }
 
 
 def _engine(default: str) -> Options:
     return {
-        f"--batch_size INT = {DEFAULT_BATCH_SIZE}": "maximum sources in a batch",
-        f"--max_tokens_per_batch INT = {DEFAULT_MAX_TOKENS_PER_BATCH}": "maximum source tokens in a batch, padding included",
-        f"--engine {'|'.join(ENGINES)} = {default}": (
-            "library that decodes; auto: ctranslate2 where it is faster and writes the same tokens, else "
-            "torch; ctranslate2 takes an exported folder, or converts a Metaphrase model first"
-        ),
-        "--use_vmap": (
-            "select target tokens among those that vmap.txt in the folder of the model permits; see "
-            "`metaphrase shortlist`"
-        ),
+        "--batch_size INT = 64": "maximum sources in a batch",
+        "--max_tokens_per_batch INT = 8192": "maximum source tokens in a batch, padding included",
+        f"--engine auto|torch|ctranslate2 = {default}": "library that decodes; auto: the faster one",
+        "--use_vmap": "select among the target tokens that vmap.txt of the model permits; see `metaphrase shortlist`",
     }
 
 
 _STREAM = {
     **_LINE,
     "--chunk_size, --window INT = 4096": "sources that are sorted and decoded together",
-    "--num_processes INT = 1": (
-        "processes that decode chunks in parallel; they share the cores of a CPU, or take the accelerators in turn"
-    ),
+    "--num_processes INT = 1": "processes that decode chunks in parallel, on the cores or on the accelerators in turn",
     **_SHARD,
 }
 _SCORES = {
@@ -250,10 +179,7 @@ _SCORES = {
 _LOADING_FILES = {
     **_DEVICE,
     "--dtype TEXT = auto": "type of the weights [auto: as saved]; int8 and float16 are faster on a CPU",
-    "--max_source_length INT": (
-        "maximum tokens of a source, end of sequence included; longer sources are truncated and counted "
-        "[none: a source that the model cannot read is an error]"
-    ),
+    "--max_source_length INT": "maximum tokens of a source; longer sources are truncated and counted [none]",
     "--trust_remote_code": "run code that comes with the model or its tokenizer",
 }
 _LOADING = {**_LOADING_FILES, "--seed INT = 42": "random seed for sampling"}
@@ -270,9 +196,7 @@ VERBS = {
         "Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2.",
         {
             "": {
-                "--output_dir TEXT = runs/demo": (
-                    "new folder for the run, or that of an earlier demo, which is replaced"
-                ),
+                "--output_dir TEXT = runs/demo": "folder for the run; an earlier demo is replaced",
                 "--num_train INT = 30000": "number of training pairs",
                 "--resume": "resume a stopped run from its last checkpoint",
             }
@@ -287,12 +211,9 @@ VERBS = {
                 "--source_files FILE...": "texts for a separate source tokenizer",
                 "--target_files FILE...": "texts for a separate target tokenizer",
                 "--output DIR!": "folder to write",
-                "--kind TEXT = byte_bpe": f"one of {', '.join(TOKENIZER_KINDS)}",
+                "--kind TEXT = byte_bpe": "byte_bpe, bpe, unigram, byte, char, word or pretokenized",
                 "--target_kind TEXT": "kind of a separate target tokenizer, if different",
-                "--vocab_size INT": (
-                    "maximum entries, special tokens included [8000 for byte_bpe, bpe, unigram, wordpiece; else no "
-                    "limit]"
-                ),
+                "--vocab_size INT": "maximum entries [8000 for byte_bpe, bpe, unigram; else no limit]",
                 "--min_frequency INT": "minimum number of occurrences of a learned piece",
                 "--normalization TEXT": "Unicode normalization, nfc, nfd, nfkc or nfkd [none]",
                 "--lowercase": "lowercase all text",
@@ -316,9 +237,7 @@ VERBS = {
                 "--rejected NEW_FILE": "TSV file to write: rule, source and target of each dropped pair",
                 "--source_lang CODE": "language of the sources, such as en; switches the rule `language` on",
                 "--target_lang CODE": "language of the targets, such as en; switches the rule `language` on",
-                "--normalize": (
-                    "repair the encoding, straighten quotes, apply NFC, and reduce spaces, before the rules see a text"
-                ),
+                "--normalize": "repair encoding and quotes, apply NFC, and reduce spaces, before the rules see a text",
                 "--overwrite": "replace existing outputs",
                 "--resume": "resume a stopped run of the same command; start from scratch if there is none",
             },
@@ -331,9 +250,7 @@ VERBS = {
                 "--min_language_probability FLOAT = 0.05": "minimum probability of the language",
                 "--min_dual_score FLOAT = 0.01": "minimum score of the two models, from 0 to 1",
                 "--max_targets_per_source INT = 50": "maximum pairs with the same source",
-                "--duplicates near|exact = near": (
-                    "pairs that are duplicates; near: equal but for case, punctuation, spaces and digits"
-                ),
+                "--duplicates near|exact = near": "near: pairs that are equal but for case, punctuation, spaces and digits",
             },
             "models of the rule dual_cross_entropy": {
                 "--forward_model MODEL": "folder or Hub id of a model from source to target",
@@ -341,11 +258,8 @@ VERBS = {
                 **_DEVICE,
             },
             "columns, lines and parts": {
-                "--source_column COLUMN": "column of sources in FILE: a name, or a number from 0 in a .tsv file",
-                "--target_column COLUMN": "column of targets in FILE: a name, or a number from 0 in a .tsv file",
-                f"--max_line_characters INT = {MAX_LINE_CHARACTERS}": (
-                    "maximum characters of a line to read; longer lines are dropped"
-                ),
+                **_COLUMNS,
+                "--max_line_characters INT = 100000": "maximum characters of a line; longer lines are dropped",
                 **_SHARD,
             },
         },
@@ -353,18 +267,13 @@ VERBS = {
     ),
     "backtranslate": Verb(
         "make pairs from text in the target language",
-        "Write pairs of a synthetic source and a real target: text in the target language goes through a model that "
-        "writes the source language. A tag marks the synthetic sources, so that a model that is trained on both "
-        "kinds can tell them apart.",
+        "Write pairs of a synthetic source and a real target, from text in the target language.",
         {
             "": {
                 "--input FILE": "file with one target in each line, UTF-8 [standard input]",
                 "--output NEW_FILE|-": "a .tsv or .jsonl file to write, or - [standard output, with tabs]",
                 **_STREAM_OUTPUT,
-                "--tag TEXT": (
-                    "text before each synthetic source, such as '<BT>'; one token if the recipe of the new model "
-                    "lists it in additional_special_tokens"
-                ),
+                "--tag TEXT": "text before each synthetic source, such as '<BT>'",
                 "model MODEL": "folder or Hub id of a model from the target to the source language",
                 **_LANGUAGES,
             },
@@ -375,26 +284,20 @@ VERBS = {
     ),
     "distill": Verb(
         "make pairs from the targets of teachers",
-        "Write pairs of a source and the target that teachers write for it, to train a small model on. Several "
-        "teachers form an ensemble.",
+        "Write pairs of a source and the target that one teacher, or an ensemble of them, writes.",
         {
             "": {
-                "--input FILE": (
-                    "pairs in one .tsv, .csv, .jsonl, .json or .parquet file, or one source in each line [standard "
-                    "input]"
-                ),
+                "--input FILE": "pairs in one file, or one source in each line [standard input]",
                 "--target FILE": "file with one reference in each line, for an input of sources",
                 "--output NEW_FILE|-": "a .tsv or .jsonl file to write, or - [standard output, with tabs]",
                 **_STREAM_OUTPUT,
-                "--select bleu|chrf": (
-                    "of num_return_sequences targets, write the nearest to the reference by this score [write all]"
-                ),
+                "--select bleu|chrf": "of num_return_sequences targets, write the nearest to the reference [write all]",
                 "teachers MODEL...": "folder or Hub id of any encoder-decoder model",
                 **_LANGUAGES,
             },
             "loading": _LOADING,
             "ensemble, batches and engine": {
-                f"--ensemble_mean {'|'.join(ENSEMBLE_MEANS)}": "mean of probabilities or of log-probabilities [linear]",
+                "--ensemble_mean linear|log_linear": "mean of probabilities or of log-probabilities [linear]",
                 **_engine("auto"),
                 **_STREAM,
                 **_SPLIT,
@@ -405,15 +308,10 @@ VERBS = {
     ),
     "train": Verb(
         "train a model by a recipe",
-        "Train a model by a recipe, or from files of pairs alone. Each field of a recipe is an option too: --field "
-        "value. The most used are --output_dir DIR [runs/NAME], --time_budget 20m, --validation_file, --test_file "
-        "and --model_name_or_path, a model to fine-tune.",
+        "Train by a recipe, or from files of pairs alone. Each field of a recipe is an option too: --field value.",
         {
             "": {
-                "recipe*": (
-                    "a YAML file, the name of a recipe of the package, a file of pairs, two parallel files, or a data "
-                    "set: a folder or OWNER/NAME on the Hub; what a recipe leaves open is chosen from the pairs"
-                ),
+                "recipe*": "YAML file or name of a recipe, one or two files of pairs, or a data set (folder or OWNER/NAME)",
                 "--help_fields": "list all fields of a recipe and exit",
                 "--resume": "resume from the last checkpoint in output_dir, if there is one",
                 "--dry_run": "print what the run needs, and do not train",
@@ -441,10 +339,7 @@ VERBS = {
                 "--source FILE": "file with one source in each line",
                 "--target FILE": "file with one reference in each line",
                 "--file FILE": "sources and references in one .tsv, .csv, .jsonl or .parquet file",
-                "--output NEW_FILE": (
-                    "file to write, or folder for metrics.json; an existing file is replaced [metrics.json beside the "
-                    "model, or in this folder if that file has scores of training, other pairs or other settings]"
-                ),
+                "--output NEW_FILE": "file to write, or folder for metrics.json [metrics.json beside the model]",
                 "--predictions NEW_FILE": "file to write the decoded targets to",
                 "model MODEL": "folder or Hub id of any encoder-decoder model",
                 **_LANGUAGES,
@@ -452,16 +347,13 @@ VERBS = {
             },
             "loading": _LOADING,
             "pairs and scores": {
-                "--source_column COLUMN": "column of sources in --file: a name, or a number from 0 in a .tsv file",
-                "--target_column COLUMN": "column of targets in --file: a name, or a number from 0 in a .tsv file",
+                **_COLUMNS,
                 "--malformed error|skip = error": "how to treat lines without a pair",
                 "--invalid_utf8 error|skip = error": "how to treat pairs that are not UTF-8",
                 **_LINE,
                 "--bleu_tokenize TEXT": "sacreBLEU's tokenizer [13a]; none for tokenized text",
                 "--lowercase": "ignore case, as sacreBLEU's -lc",
-                "--confidence_n COUNT = 1000": (
-                    "bootstrap resamples for the 95 %% interval of each score, as in sacreBLEU; 0 for no interval"
-                ),
+                "--confidence_n COUNT = 1000": "bootstrap resamples for the 95 %% interval of each score; 0 for no interval",
                 "--joiner TEXT": "mark that joins subwords of references, such as @@ [that of the tokenizer]",
             },
             "ensemble, batches and engine": {**_ENSEMBLE, **_engine("torch")},
@@ -470,21 +362,15 @@ VERBS = {
     ),
     "compare": Verb(
         "compare outputs of systems: scores, tests of significance, largest differences",
-        "Compare outputs of systems on one test set: scores with 95 % intervals, paired tests of significance by "
-        "sacreBLEU, scores by length and by word frequency, and the sentences that differ the most.",
+        "Compare outputs of systems on one test set: scores, paired tests, and the sentences that differ the most.",
         {
             "": {
                 "outputs FILE...": "files with one output in each line, of any system; the first one is the baseline",
                 "--target FILE!": "file with one reference in each line",
                 "--source FILE": "file with one source in each line, to show beside the outputs",
-                "--train_target_file FILE": (
-                    "training targets, one in each line, for the frequency of words [the references]"
-                ),
+                "--train_target_file FILE": "training targets, for the frequency of words [the references]",
                 "--names NAME...": "names of the systems [those of the files]",
-                '--output NEW_FILE... = ""': (
-                    "report to write beside the text on standard output: .json, .html or both; existing files are "
-                    "replaced"
-                ),
+                '--output NEW_FILE... = ""': "report to write beside the text: .json, .html or both",
                 **_SCORES,
                 "--paired_bs_n COUNT = 1000": "paired bootstrap resamples, as in sacreBLEU",
                 "--paired_ar_n COUNT = 10000": "approximate randomization trials, as in sacreBLEU",
@@ -506,9 +392,7 @@ VERBS = {
                 "--input FILE": "file with one source in each line, UTF-8 [standard input]",
                 "--output NEW_FILE|-": "file to write, or - [standard output]",
                 **_STREAM_OUTPUT,
-                "--n_best": (
-                    "write `index ||| target ||| score` for every target; implied by num_return_sequences above 1"
-                ),
+                "--n_best": "write `index ||| target ||| score` for every target; implied by num_return_sequences",
                 "model MODEL": "folder or Hub id of any encoder-decoder model",
                 **_LANGUAGES,
             },
@@ -516,21 +400,13 @@ VERBS = {
             "ensemble, batches and engine": {**_ENSEMBLE, **_engine("auto"), **_STREAM},
             "whole texts": {
                 **_SPLIT,
-                "--format text|html|xml = text": (
-                    "format of the input; html and xml are read as a whole, and tags return to their words"
-                ),
-                '--keep NAME... = ""': (
-                    f"parts that every target keeps: {', '.join(KEPT_PATTERNS)}, or a regular expression"
-                ),
-                "--glossary FILE": (
-                    "file with a source term, a tab and a target term on each line; targets contain the target terms"
-                ),
+                "--format text|html|xml = text": "format of the input; tags of html and xml return to their words",
+                '--keep NAME... = ""': "parts that every target keeps: url, email, placeholder, number, or a regular expression",
+                "--glossary FILE": "file with a source term, a tab and a target term on each line",
             },
             "generation": _GENERATION,
             "speculative and minimum Bayes risk decoding": {
-                "--assistant_model MODEL": (
-                    "smaller model that drafts tokens for the model to check: same output, less time"
-                ),
+                "--assistant_model MODEL": "smaller model that drafts tokens for the model: same output, less time",
                 "--num_assistant_tokens INT": "tokens in a draft",
                 "--mbr_candidates INT": "number of samples for minimum Bayes risk decoding",
                 "--mbr_references INT": "number of pseudo-references [the candidates themselves]",
@@ -547,17 +423,12 @@ VERBS = {
     ),
     "convert": Verb(
         "convert weights of T5, BART, Marian and others, and back",
-        "Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a "
-        "Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings "
-        "are copied.",
+        "Convert a checkpoint of a known family, or with --to, a Metaphrase model to a family. Both compute the same.",
         {
             "": {
                 "source MODEL": "folder or Hub id, with weights in safetensors",
                 "output DIR": "folder to write",
-                "--to FAMILY": (
-                    "family to convert a Metaphrase model to: t5, mt5, umt5, bart, mbart, plbart, pegasus, marian, "
-                    "m2m_100, fsmt"
-                ),
+                "--to FAMILY": "convert to t5, mt5, umt5, bart, mbart, plbart, pegasus, marian, m2m_100 or fsmt",
                 "--revision TEXT": "branch, tag or commit on the Hub",
                 "--overwrite": "replace an existing conversion",
                 "--max_shard_size SIZE = 5GB": "maximum size of a file of weights, such as 500MB",
@@ -566,16 +437,12 @@ VERBS = {
     ),
     "shortlist": Verb(
         "learn the target tokens of each source token, for faster decoding",
-        "Write vmap.txt into the folder of a model: for each source token the target tokens that translations may "
-        "hold, learned from pairs. The option --use_vmap then decodes faster.",
+        "Write vmap.txt into the folder of a model, learned from pairs. The option --use_vmap then decodes faster.",
         {
             "": {
                 "model MODEL": "folder of a Metaphrase model",
-                "pairs FILE...": (
-                    "training pairs: one .tsv, .csv, .jsonl, .json or .parquet file, or two parallel files"
-                ),
-                "--source_column COLUMN": "column of sources in one file: a name, or a number from 0 in a .tsv file",
-                "--target_column COLUMN": "column of targets in one file: a name, or a number from 0 in a .tsv file",
+                "pairs FILE...": "training pairs: one file of pairs, or two parallel files",
+                **_COLUMNS,
                 "--num_per_token INT = 200": "target tokens that a source token permits",
                 "--num_frequent INT = 100": "most frequent target tokens, which all sources permit",
                 "--overwrite": "replace an existing vmap.txt",
@@ -585,26 +452,20 @@ VERBS = {
     ),
     "export": Verb(
         "export a model to CTranslate2 or ONNX",
-        "Export a Metaphrase model with tokenizers and generation settings. A model that the format does not "
-        "support is an error.",
+        "Export a Metaphrase model with tokenizers and generation settings.",
         {
             "": {
                 "model MODEL": "folder or Hub id of a Metaphrase model",
                 "output DIR": "folder to write",
                 "--format ctranslate2|onnx!": "format to write",
-                "--quantization TYPE": (
-                    "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, "
-                    "int8_float16 or int8_bfloat16 [as saved]; ONNX is always float32"
-                ),
+                "--quantization TYPE": "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float16 ...",
                 "--overwrite, --force": "replace an existing export",
             }
         },
     ),
     "attention": Verb(
         "show cross-attention: picture or word alignment",
-        "Show the cross-attention of sources and targets: of one layer or head, or the mean over all. png is a "
-        "picture of one sentence, pharaoh a word alignment with one line of links `source word-target word` for "
-        "each sentence. `metaphrase explain` writes a page with all kinds of attention.",
+        "Show cross-attention: png is a picture of one sentence, pharaoh a line of word links for each sentence.",
         {
             "": {
                 "--source TEXT": ("source text; may be given several times", {"action": "append"}),
@@ -613,9 +474,7 @@ VERBS = {
                 "--target_input FILE": "file with one target in each line [generated]",
                 "--layer INT|mean = -1": "decoder layer to show; -1 is the last, mean is the mean of all layers",
                 "--head INT": "head of that layer [mean of all heads]",
-                "--output NEW_FILE": (
-                    "file to write: .png, .align or .txt [attention.png, or standard output for pharaoh]"
-                ),
+                "--output NEW_FILE": "file to write: .png, .align or .txt [attention.png, or standard output]",
                 "--format png|pharaoh": "format [by the suffix of the output, or png]",
                 "model MODEL": "folder or Hub id of any encoder-decoder model",
                 **_LANGUAGES,
@@ -627,9 +486,7 @@ VERBS = {
     ),
     "explain": Verb(
         "show what each stage of a model computes for a pair: page or text",
-        "Show what each stage of an encoder-decoder computes for a pair: tokens, shapes, position encodings, masks, "
-        "attention, teacher forcing, and the next tokens of greedy search, beam search, top-k and top-p. The page "
-        "is one HTML file.",
+        "Show what each stage of an encoder-decoder computes for a pair, on one HTML page: from tokens to searches.",
         {
             "": {
                 "--source TEXT!": (
@@ -662,24 +519,16 @@ VERBS = {
     ),
     "serve": Verb(
         "serve models by HTTP",
-        "Serve models by HTTP, for the clients of Hugging Face, LibreTranslate, DeepL, OpenAI and the Open "
-        "Inference Protocol. /ui is a page to try the models, /docs describes the API.",
+        "Serve models by HTTP. /ui is a page to try the models, /docs describes the API.",
         {
             "": {
-                "models [NAME=]MODEL...": (
-                    "folders or Hub ids; en-de=FOLDER gives a model a name and its languages [those of its recipe]"
-                ),
+                "models [NAME=]MODEL...": "folders or Hub ids; en-de=FOLDER gives a model a name and its languages",
                 "--host TEXT = 127.0.0.1": "address to listen on; 0.0.0.0 is all networks",
                 "--port PORT = 8000": "port to listen on",
-                "--api_keys FILE": (
-                    "file with one key of a client on each line [METAPHRASE_API_KEYS, keys with commas between; else "
-                    "no keys]"
-                ),
+                "--api_keys FILE": "file with one key of a client on each line [METAPHRASE_API_KEYS; else no keys]",
                 '--cors_origins URL... = ""': "origins of web pages that may call the server; * is all",
                 '--glossaries NAME=FILE... = ""': "files of terms, as for generate; their id in requests is NAME",
-                "--task translation|summarization|text2text-generation": (
-                    "task of the models [translation for a model with two languages]"
-                ),
+                "--task translation|summarization|text2text-generation": "task of the models [translation with two languages]",
             },
             "loading": _LOADING_FILES,
             "batches and engine": _engine("auto"),
@@ -689,9 +538,7 @@ VERBS = {
     ),
     "push": Verb(
         "upload a model to the Hub",
-        "Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and "
-        "predictions, and no other files. Secrets in the recipe are left out, and absolute paths cut to their last "
-        "part.",
+        "Upload model, code, tokenizers, card, licence, recipe and scores to the Hub, and no other files.",
         {
             "": {
                 "folder": "folder with a trained model",

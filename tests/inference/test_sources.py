@@ -159,7 +159,7 @@ def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
             Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
 
 
-@pytest.mark.parametrize("kind", ["byte_bpe", "wordpiece"])
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe"])
 def test_a_limit_leaves_place_for_a_text_behind_the_prefix(kind):
     generator = tiny_generator(kind=kind)
     options = {"source_prefix": "the cat sleeps: "}

@@ -26,7 +26,7 @@ from metaphrase.scripts.parsers import (
 )
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
-from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
+from metaphrase.tokenization.tokenizer_trainer import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
 from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS
 
@@ -41,28 +41,31 @@ def test_every_option_is_one_of_transformers():
 
 def test_names_and_defaults_are_those_of_the_rooms():
     """The parsers repeat them, because importing the rooms takes seconds."""
-    assert (verbs.ENGINES, verbs.ENSEMBLE_MEANS) == (ENGINES, ENSEMBLE_MEANS)
-    sizes = (verbs.DEFAULT_BATCH_SIZE, verbs.DEFAULT_MAX_TOKENS_PER_BATCH, verbs.MAX_LINE_CHARACTERS)
-    assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS)
-    assert (tuple(METRICS), tuple(UTILITIES)) == (verbs.METRICS, verbs.UTILITIES)
-    assert (TEXT_FORMATS, tuple(PATTERNS)) == (verbs.TEXT_FORMATS, verbs.KEPT_PATTERNS)
-    assert (tuple(FAMILIES), TOKENIZER_KINDS) == (verbs.FAMILIES, verbs.TOKENIZER_KINDS)
-    assert tuple(READERS) == verbs.PAIR_SUFFIXES
+    assert tuple(METRICS) == verbs.METRICS and tuple(READERS) == verbs.PAIR_SUFFIXES
     assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
+    sizes = {"batch_size": DEFAULT_BATCH_SIZE, "max_tokens_per_batch": DEFAULT_MAX_TOKENS_PER_BATCH}
+    sizes |= {"max_line_characters": MAX_LINE_CHARACTERS}
+    assert sizes.items() <= {name: make_parser("generate").get_default(name) for name in sizes}.items()
     assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
-    texts = {verb: " ".join(make_parser(verb).full_help().split()) for verb in verbs.VERBS}
-    assert f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]" in texts["tokenize"]
-    assert f"at most {MAX_PAIRS} pairs" in texts["explain"]
-    assert "|".join(DEFAULT_OUTPUTS) in texts["attention"] and "|".join(FORMATS) in texts["export"]
-    assert f"[{DEFAULT_METRIC}]" in texts["average"]
+    texts = {verb: " ".join(make_parser(verb).format_help(is_full=True).split()) for verb in verbs.VERBS}
+    for verb, names in {
+        "generate": [*ENGINES, *ENSEMBLE_MEANS, *UTILITIES, *TEXT_FORMATS, *PATTERNS],
+        "tokenize": [*TOKENIZER_KINDS, f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else"],
+        "convert": FAMILIES,
+        "explain": [f"at most {MAX_PAIRS} pairs"],
+        "attention": ["|".join(DEFAULT_OUTPUTS)],
+        "export": ["|".join(FORMATS)],
+        "average": [f"[{DEFAULT_METRIC}]"],
+    }.items():
+        assert [name for name in names if name not in texts[verb]] == []
 
 
 @pytest.mark.parametrize("verb", verbs.VERBS)
 def test_help_fits_a_screen_and_names_all_options(verb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     parser = make_parser(verb)
-    short, full = parser.format_help(), parser.full_help()
+    short, full = parser.format_help(), parser.format_help(is_full=True)
     assert len(short.splitlines()) <= MAX_HELP_LINES
     for action in parser._actions:
         assert (action.option_strings or [action.metavar or action.dest])[0] in short

@@ -1,13 +1,11 @@
 """Parts of an input: the outputs of all shards, one after the other, are the output of a run without shards."""
 
-import argparse
-
 import pytest
 from tiny_generator import SOURCES, TARGETS
 from verbs import execute
 
 from metaphrase.scripts import backtranslate, distill, filter, generate
-from metaphrase.scripts.parsers import verbs
+from metaphrase.scripts.parsers import parse
 from metaphrase.tokenization.texts import shard_range
 
 NUM_LINES, CHUNK_SIZE = 23, 3
@@ -65,46 +63,11 @@ def test_parts_are_nearly_equal_and_begin_at_chunks():
         shard_range(3, (4, 4))
 
 
-ARRAY = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_COUNT")
-
-
-@pytest.mark.parametrize(
-    ("word", "environment", "expected"),
-    [
-        ("3/64", {}, (3, 64)),
-        ("auto", dict(zip(ARRAY, ("5", "1", "8", "8"), strict=True)), (5, 8)),
-        ("auto", dict(zip(ARRAY, ("5", "0", "7", "8"), strict=True)), (6, 8)),
-        ("auto", {"RANK": "0", "WORLD_SIZE": "2"}, (1, 2)),
-        ("auto", {**dict(zip(ARRAY, ("1", "1", "8", "8"), strict=True)), "RANK": "1", "WORLD_SIZE": "2"}, (1, 8)),
-        ("0/64", {}, "K from 1 to N"),
-        ("65/64", {}, "K from 1 to N"),
-        ("3", {}, "K from 1 to N"),
-        ("auto", {}, "got neither; pass --shard K/N"),
-        # Tasks 7 and 8 of an array that are submitted once more, and an array with gaps.
-        ("auto", dict(zip(ARRAY, ("7", "7", "8", "2"), strict=True)), "got 2 tasks from 7 to 8"),
-        ("auto", dict(zip(ARRAY, ("4", "0", "8", "3"), strict=True)), "got 3 tasks from 0 to 8"),
-    ],
-)
-def test_the_part_of_a_task(monkeypatch, word, environment, expected):
-    for name in (*ARRAY, "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if isinstance(expected, tuple):
-        assert verbs.shard(word) == expected
-    else:
-        with pytest.raises(argparse.ArgumentTypeError, match=expected):
-            verbs.shard(word)
-
-
-def test_without_the_option_a_task_of_an_array_decodes_the_whole_input(words, tmp_path, monkeypatch):
-    for name, value in zip(ARRAY, ("2", "1", "3", "3"), strict=True):
-        monkeypatch.setenv(name, value)
-    for name, more in (("whole", []), ("part", ["--shard", "auto"]), ("second", ["--shard", "2/3"])):
-        execute(generate, [*words(generate), "--output", str(tmp_path / name), *more])
-    sizes = {name: len((tmp_path / name).read_bytes().splitlines()) for name in ("whole", "part")}
-    assert sizes == {"whole": NUM_LINES, "part": 9}
-    assert (tmp_path / "part").read_bytes() == (tmp_path / "second").read_bytes()
+@pytest.mark.parametrize("word", ["0/64", "65/64", "3", "auto"])
+def test_a_part_is_one_of_the_parts(word):
+    assert parse("generate", ["some/model", "--shard", "3/64"]).shard == (3, 64)
+    with pytest.raises(ValueError, match="`shard` must be K/N with K from 1 to N, got"):
+        parse("generate", ["some/model", "--shard", word])
 
 
 def test_filtered_shards_together_are_the_whole_output_but_for_duplicates(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def test_back_translation_may_sample_several_sources_of_a_target(cli_model, fold
     assert pairs[0] != pairs[1] and pairs != pairs_of("other.tsv")
 
 
-@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "wordpiece"])
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram"])
 def test_a_tag_is_one_token_if_the_tokenizer_has_it(kind):
     pair = TokenizerPair.train(
         SOURCES * 3, TARGETS * 3, joint=True, kind=kind, additional_special_tokens=["<BT>"], show_progress=False

@@ -1,23 +1,35 @@
-"""Tests of outputs in one step: complete or absent, whoever is killed, and one writer at a time."""
+"""Tests of outputs in one step, complete or absent whoever is killed, and of locks against a second writer."""
 
 import contextlib
+import errno
 import functools
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from converted_models import bart_like, draw
+from small_experiments import make_recipe
+from tiny_generator import SOURCES
+from verbs import execute
 
+from metaphrase.inference.line_files import NewFile, ResumedFile
+from metaphrase.scripts import generate
 from metaphrase.scripts.__main__ import run
-from metaphrase.storage.folders import (
-    check_output,
-    file_in_one_step,
-    folder_in_one_step,
-    write_provenance,
-)
+from metaphrase.storage import folders
+from metaphrase.storage.folders import WriteLock, check_output, file_in_one_step, folder_in_one_step, write_provenance
+from metaphrase.training.experiment import Experiment
 
+HOLD = """
+import sys, time
+from metaphrase.storage.folders import WriteLock
+with WriteLock(sys.argv[1], "output"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
 WRITE = """
 import sys, time
 from pathlib import Path
@@ -67,13 +79,12 @@ def test_the_next_run_replaces_what_a_killed_run_has_left(tmp_path):
     assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["new"]
 
 
-def test_a_folder_that_a_living_run_writes_is_refused_and_kept(tmp_path):
-    bart_like("bart", draw("bart", 100), tie_word_embeddings=True).save_pretrained(tmp_path / "bart")
+def test_a_folder_that_a_living_run_writes_is_refused_and_kept(bart, tmp_path):
     with writer("folder", tmp_path / "ours"):
-        assert run("convert", [str(tmp_path / "bart"), str(tmp_path / "ours")]) == 2
+        assert run("convert", [str(bart[0]), str(tmp_path / "ours")]) == 2
         assert names(tmp_path / ".ours.partial") == ["weights"]
-    assert run("convert", [str(tmp_path / "bart"), str(tmp_path / "ours")]) == 0
-    assert names(tmp_path) == ["bart", "ours"]
+    assert run("convert", [str(bart[0]), str(tmp_path / "ours")]) == 0
+    assert names(tmp_path) == ["ours"]
 
 
 def test_a_folder_that_a_killed_run_was_replacing_gets_its_name_back(tmp_path):
@@ -122,30 +133,29 @@ def test_of_two_runs_with_one_output_the_later_is_refused(tmp_path):
 
     write(output, during=begin_again, content="first")
     assert (output / "model.safetensors").read_text() == "first" and names(tmp_path) == ["model"]
+    # Weights may be read by whom the other files may.
+    assert len({path.stat().st_mode for path in output.iterdir()}) == 1
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "checkpoint-9/model.safetensors", "metrics.json"])
-def test_only_what_was_written_here_is_replaced(name, tmp_path):
+def test_only_what_was_written_here_is_replaced(tmp_path):
     output = tmp_path / "model"
     write(output, content="old")
-    (output / name).parent.mkdir(exist_ok=True)
-    (output / name).write_text("mine")
-    if name == "metrics.json":
-        # `evaluate` writes the scores of the old model there.
-        write(output, overwrite=True)
-        assert names(output) == ["made.json", "model.safetensors"]
-        return
-    with pytest.raises(ValueError, match=f"`output` must hold only the files that made.json lists .* with {name}"):
-        write(output, overwrite=True)
-    assert (output / name).read_text() == "mine" and (output / "model.safetensors").read_text() == "old"
-
-
-def test_what_the_user_adds_meanwhile_is_kept_too(tmp_path):
-    output = tmp_path / "model"
-    write(output, content="old")
-    with pytest.raises(ValueError, match=r"only the files that made\.json lists .* with notes"):
-        write(output, overwrite=True, during=(output / "notes").touch)
-    assert names(output) == ["made.json", "model.safetensors", "notes"] and names(tmp_path) == ["model"]
+    (output / "metrics.json").write_text("{}")
+    # `evaluate` writes the scores of the old model there.
+    write(output, overwrite=True, content="new")
+    assert names(output) == ["made.json", "model.safetensors"]
+    for name in ("notes.txt", "checkpoint-9/model.safetensors"):
+        (output / name).parent.mkdir(exist_ok=True)
+        # What the user adds meanwhile is kept too.
+        for before in (False, True):
+            during = (lambda: None) if before else (output / name).touch
+            with pytest.raises(
+                ValueError, match=f"`output` must hold only the files that made.json lists .* with {name}"
+            ):
+                write(output, overwrite=True, during=during)
+            assert (output / name).exists() and (output / "model.safetensors").read_text() == "new"
+        (output / name).unlink()
+    assert names(tmp_path) == ["model"]
 
 
 def test_the_next_run_finds_the_folder_that_a_killed_one_was_replacing(tmp_path):
@@ -159,15 +169,104 @@ def test_the_next_run_finds_the_folder_that_a_killed_one_was_replacing(tmp_path)
     assert (output / "model.safetensors").read_text() == "old"
 
 
-def test_weights_may_be_read_by_whom_the_other_files_may(tmp_path):
-    write(tmp_path / "model")
-    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
-    assert len(modes) == 1
-
-
 def test_a_device_is_written_and_not_replaced(tmp_path):
     link = tmp_path / "null"
     link.symlink_to(os.devnull)
     with file_in_one_step(link) as path:
         path.write_text("nothing")
     assert names(tmp_path) == ["null"] and not Path(os.devnull).is_file()
+
+
+REFUSAL = r"`output` must be written by one run at a time, got .*, which another one is writing\.$"
+
+
+def is_free(path):
+    try:
+        WriteLock(path, "output").release()
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, tmp_path, monkeypatch):
+    path = tmp_path / "place"
+    path.touch() if kind == "file" else path.mkdir()
+    with WriteLock(path, "output") as lock:
+        with pytest.raises(ValueError, match=REFUSAL):
+            WriteLock(path, "output")
+        lock.release()
+        assert is_free(path)
+    with WriteLock(path, "output"):
+        # What was released does not let go of what others took since.
+        lock.release()
+        assert not is_free(path)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        assert not is_free(path)
+        process.kill()
+    assert is_free(path)
+    # A forked process outlives the lock of its parent, and does not hold it.
+    lock = WriteLock(path, "output")
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    assert not is_free(path)
+    lock.release()
+    assert is_free(path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    # A file system without locks locks nothing.
+    monkeypatch.setattr(folders.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks available")))
+    with WriteLock(path, "output"):
+        assert is_free(path)
+
+
+def test_devices_may_be_written_by_many():
+    with NewFile(os.devnull) as first, NewFile(os.devnull) as second:
+        first.write("one\n")
+        second.write("two\n")
+    # What is written elsewhere first and then put in place would have made a file of it.
+    assert Path(os.devnull).is_char_device() and Path(os.devnull).read_bytes() == b""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_output_that_is_being_written_is_left_alone(resume, cli_model, tmp_path):
+    (tmp_path / "in").write_text("".join(line + "\n" for line in SOURCES), encoding="utf-8")
+    words = [cli_model, "--device", "cpu", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    words += ["--resume" if resume else "--overwrite"]
+    options = {"num_targets": 1, "with_scores": False, "chunk_size": 5}
+    with NewFile(tmp_path / "out") if not resume else ResumedFile(tmp_path / "out", **options) as first:
+        first.write("a line\n")
+        with pytest.raises(ValueError, match=REFUSAL):
+            execute(generate, words)
+        assert (tmp_path / "out").read_text("utf-8") == "a line\n"
+    (tmp_path / "out").unlink()
+    execute(generate, words)
+    assert len((tmp_path / "out").read_text("utf-8").splitlines()) == len(SOURCES)
+
+
+def test_a_folder_that_a_training_writes_to_is_left_alone(data, tmp_path):
+    fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
+    run = tmp_path / "run"
+    # Both begin before anything is there.
+    experiment, second = (Experiment(make_recipe(data, run, **fields)) for _ in range(2))
+    refused = []
+
+    def begin_another():
+        tokenizers = type(experiment).make_tokenizers(experiment)
+        with pytest.raises(ValueError, match=r"`output_dir` must be written by one run at a time, got .*run, which"):
+            second.train()
+        refused.append(sorted(path.name for path in run.iterdir()))
+        return tokenizers
+
+    experiment.make_tokenizers = begin_another
+    experiment.train()
+    assert refused == [[]] and (run / "model.safetensors").is_file()
+
+
+def test_a_run_that_fails_before_it_writes_leaves_no_folder(data, tmp_path):
+    experiment = Experiment(make_recipe(data, tmp_path / "run", max_tokens_per_batch=5))
+    with pytest.raises(ValueError, match="must hold the longest pair"):
+        experiment.train()
+    assert not (tmp_path / "run").exists()

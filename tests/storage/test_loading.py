@@ -1,29 +1,35 @@
-"""Tests of loading: missing, truncated or misshapen weights are an error."""
+"""Tests of loading: damaged weights and settings are an error of one line that names the file, in every verb."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from other_families import other_model
 from safetensors.torch import load_file, save_file
+from tiny_generator import tiny_pair
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage.loading import load_whole
+from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
 
 LOST = "model.decoder.layers.0.mlp.up_proj.weight"
-
-
 VERBS = {
     "generate": ["MODEL", "--input", "FILE"],
     "evaluate": ["MODEL", "--source", "FILE", "--target", "FILE", "--output", "NEW"],
+    "attention": ["MODEL", "--source", "a", "--format", "pharaoh"],
+    "explain": ["MODEL", "--source", "a", "--text"],
+    "convert": ["MODEL", "NEW", "--to", "bart"],
     "export": ["MODEL", "NEW", "--format", "ctranslate2"],
     "average": ["TWIN", "MODEL", "--output", "NEW"],
+    "push": ["MODEL", "user/name", "--dry_run"],
     "train": ["FILE", "FILE", "--model_name_or_path", "MODEL", "--output_dir", "NEW", "--use_cpu", "--max_steps", "1"],
 }
 
@@ -33,23 +39,36 @@ def folder(cli_model, tmp_path):
     return shutil.copytree(cli_model, tmp_path / "model")
 
 
-def change(folder, edit):
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """The folders of small models of other families, with tokenizers."""
+    root = tmp_path_factory.mktemp("saved")
+    for family in ("bart", "marian"):
+        other_model(family).save_pretrained(root / family)
+        tiny_pair().save_pretrained(root / family)
+    return root
+
+
+def run_verb(verb, folder, tmp_path):
+    if verb == "export":
+        pytest.importorskip("ctranslate2")
+    (tmp_path / "text").write_text("a\n", encoding="utf-8")
+    words = {"MODEL": folder, "TWIN": tmp_path / "twin", "NEW": tmp_path / "new", "FILE": tmp_path / "text"}
+    return run(verb, [str(words.get(word, word)) for word in VERBS[verb]])
+
+
+# Weights
+
+
+def change_weights(folder, edit):
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def lose(folder):
-    change(folder, lambda tensors: tensors.pop(LOST))
-
-
-def reshape(folder):
-    change(folder, lambda tensors: tensors.update({LOST: tensors[LOST][1:].clone()}))
-
-
 def cut(folder):
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
 def damage_index(folder, text="{}"):
@@ -57,92 +76,67 @@ def damage_index(folder, text="{}"):
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-def write_brackets(folder):
-    damage_index(folder, "[" * 100_000)
-
-
 DAMAGES = {
-    lose: rf"must hold whole weights, got \S+model, where these are missing: {LOST}\.",
-    reshape: rf"The weight `{LOST}` of \S+model must have the shape \(\d+, \d+\), got \(\d+, \d+\)",
-    cut: r"must hold whole weights, got \S+model: ",
-    damage_index: r"index\.json must be an index of weights, with a `weight_map`, and is damaged",
-    write_brackets: r"index\.json must be ",
+    "lost": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.pop(LOST)),
+        rf"must hold whole weights, got \S+model, where these are missing: {LOST}\.",
+    ),
+    "reshaped": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.update({LOST: tensors[LOST][1:].clone()})),
+        rf"The weight `{LOST}` of \S+model must have the shape \(\d+, \d+\), got \(\d+, \d+\)",
+    ),
+    "cut": (cut, r"must hold whole weights, got \S+model: "),
+    "empty index": (damage_index, r"index\.json must name files in safetensors beside it, got none"),
+    "brackets": (lambda folder: damage_index(folder, "[" * 100_000), r"index\.json` must be readable"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_model_that_is_not_whole_is_not_used(damage, folder):
-    damage(folder)
-    with pytest.raises(ValueError, match=DAMAGES[damage]):
+    make, message = DAMAGES[damage]
+    make(folder)
+    with pytest.raises(ValueError, match=message):
         Generator.from_pretrained(folder)
-    with pytest.raises(ValueError, match=DAMAGES[damage]):
+    with pytest.raises(ValueError, match=message):
         load_base(Recipe(train_file="a", model_name_or_path=str(folder)))
 
 
-@pytest.mark.parametrize("engine", ["ctranslate2", "onnx"])
-def test_model_that_is_not_whole_is_not_exported(engine, folder, capsys):
-    pytest.importorskip({"ctranslate2": "ctranslate2", "onnx": "onnxscript"}[engine])
-    lose(folder)
-    output = folder.parent / "exported"
-    assert run("export", [str(folder), str(output), "--format", engine]) == 2
-    assert f"where these are missing: {LOST}." in capsys.readouterr().err.splitlines()[-1]
-    assert not output.exists()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("verb", ["generate", "evaluate", "export", "average", "train"])
-def test_weights_that_are_not_finite_are_refused(verb, value, folder, tmp_path, capsys):
-    if verb == "export":
-        pytest.importorskip("ctranslate2")
+def test_weights_that_are_not_finite_are_refused(verb, folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / "twin")
-    change(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), value))
-    (tmp_path / "text").write_text("a\n", encoding="utf-8")
-    words = {"MODEL": folder, "TWIN": tmp_path / "twin", "NEW": tmp_path / "new", "FILE": tmp_path / "text"}
-    assert run(verb, [str(words.get(word, word)) for word in VERBS[verb]]) == 2
+    change_weights(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), float("nan")))
+    assert run_verb(verb, folder, tmp_path) == 2
     message = f"The weight `{LOST}` of {folder} must hold finite numbers, got NaN or infinity."
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_weights_that_are_not_finite_are_not_converted(tmp_path):
-    model = other_model("bart")
-    model.model.decoder.layers[0].fc1.weight.data[1, 2] = torch.nan
-    model.save_pretrained(tmp_path / "bart")
-    with pytest.raises(ValueError, match=r"`model.decoder.layers.0.fc1.weight` of \S+bart must hold finite numbers"):
-        convert(tmp_path / "bart", tmp_path / "new")
+def test_weights_that_are_not_finite_are_not_converted(others, tmp_path):
+    folder = shutil.copytree(others / "bart", tmp_path / "bart")
+    name = "model.decoder.layers.0.fc1.weight"
+    change_weights(folder, lambda tensors: tensors[name].__setitem__((1, 2), torch.nan))
+    with pytest.raises(ValueError, match=rf"`{name}` of \S+bart must hold finite numbers"):
+        convert(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_weights_that_float16_cannot_hold_are_refused(folder):
-    change(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), 1e5))
-    load_whole(folder, trust_remote_code=False)
+def test_weights_that_float16_cannot_hold_are_refused_and_others_are_those_saved(folder):
+    change_weights(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), 1e5))
+    model = load_whole(folder, trust_remote_code=False)
+    assert torch.equal(model.state_dict()[LOST], load_file(folder / "model.safetensors")[LOST])
     with pytest.raises(ValueError, match=rf"`{LOST}` of \S+ must hold finite numbers"):
         load_whole(folder, dtype=torch.float16, trust_remote_code=False)
 
 
-def test_whole_model_is_what_was_saved(cli_model):
-    model = load_whole(cli_model, trust_remote_code=False)
-    assert torch.equal(model.state_dict()[LOST], load_file(f"{cli_model}/model.safetensors")[LOST])
-
-
-def test_other_families_may_make_weights_anew(tmp_path):
+def test_other_families_may_make_weights_anew(others, tmp_path):
     # BART's head is its embedding, and a bias that no checkpoint need hold is zero.
-    other_model("bart").save_pretrained(tmp_path)
-    change(tmp_path, lambda tensors: tensors.pop("final_logits_bias"))
-    assert (load_whole(tmp_path, trust_remote_code=False).final_logits_bias == 0).all()
-
-
-def test_configuration_of_another_type_is_one_line(folder, capsys):
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"hidden_size": "32"}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert run("attention", [str(folder), "--source", "a", "--format", "pharaoh"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"metaphrase attention: error: {str(folder / 'config.json')!r} must hold usable fields: ")
-    assert "'hidden_size'" in said and "'32'" in said
+    folder = shutil.copytree(others / "bart", tmp_path / "bart")
+    change_weights(folder, lambda tensors: tensors.pop("final_logits_bias"))
+    assert (load_whole(folder, trust_remote_code=False).final_logits_bias == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
-    for size in (1, 7, 67, 1000):
+    for size in (1, 7, 1000):
         weight = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
         assert is_finite(weight) and is_finite(weight[:0]) and is_finite(torch.ones(3, dtype=torch.int64))
         for index in {0, size // 2, size - 1}:
@@ -152,24 +146,131 @@ def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
                 assert not is_finite(changed) and not is_finite(changed.expand(2, size).T)
 
 
-def as_pickle(folder):
+@pytest.mark.parametrize("is_in_index", [False, True])
+def test_no_pickle_is_ever_opened(folder, is_in_index, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("A pickle was opened."))
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    return weights
-
-
-@pytest.mark.parametrize("kind", ["alone", "in the index", "empty index"])
-def test_no_pickle_is_ever_opened(folder, kind, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("A pickle was opened."))
-    names = dict.fromkeys(as_pickle(folder), "pytorch_model.bin") if kind != "empty index" else {}
-    if kind == "empty index":
-        (folder / "model.safetensors").unlink()
-    if kind != "alone":
+    if is_in_index:
+        names = dict.fromkeys(weights, "pytorch_model.bin")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    words = [str(folder), "--source", "a", "--target", "b", "--output", str(tmp_path / "a.png")]
-    assert run("attention", words) == 2
+    assert run_verb("attention", folder, tmp_path) == 2
     assert "A pickle such as pytorch_model.bin is never opened" in capsys.readouterr().err
     for load in (load_whole, Generator.from_pretrained):
         with pytest.raises(ValueError, match=r"A pickle such as pytorch_model\.bin is never opened"):
             load(folder, trust_remote_code=False)
+
+
+# Settings
+
+CONTENTS = {
+    "empty": b"",
+    "list": b"[]",
+    "brackets": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "no UTF-8": b'{"a": "\xff\xe9"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+}
+
+
+def change(folder, file, **fields):
+    """Set fields of a file, which need not exist. None stands for null."""
+    path = folder / file
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(old | fields), encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_damaged_file_is_named(file, folder):
+    path = folder / file
+    for content in (*CONTENTS.values(), path.read_bytes()[: path.stat().st_size // 2]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^[^\n]*`{re.escape(file)}`[^\n]*$"):
+            Generator.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "average"])
+def test_every_verb_names_the_broken_field_before_it_reads_weights(verb, folder, tmp_path, capsys):
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    change(folder, "generation_config.json", forced_bos_token_id={})
+    assert run_verb(verb, folder, tmp_path) == 2
+    path = str(folder / "generation_config.json")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"metaphrase {verb}: error: `forced_bos_token_id` in {path!r} must be ")
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("config.json", "model_type", {}),
+        ("config.json", "dtype", "x"),
+        ("config.json", "dropout", {}),
+        ("generation_config.json", "num_beams", 1.5),
+        ("generation_config.json", "num_beams", "4"),
+        ("generation_config.json", "max_new_tokens", 2**70),
+        ("generation_config.json", "temperature", float("nan")),
+        ("generation_config.json", "top_p", {"a": 1}),
+        ("generation_config.json", "do_sample", "never"),
+        ("generation_config.json", "early_stopping", "always"),
+        ("generation_config.json", "decoder_start_token_id", -1),
+    ],
+)
+@pytest.mark.parametrize("family", ["metaphrase", "bart"])
+def test_field_with_a_wrong_value_is_named(family, file, field, value, folder, others, tmp_path):
+    if family == "bart":
+        folder = shutil.copytree(others / "bart", tmp_path / "bart")
+    change(folder, "generation_config.json", forced_bos_token_id=None, num_beams=None)
+    change(folder, "tokenizer_config.json", model_max_length=None)
+    # Null stands for the default.
+    check_model_folder(folder)
+    change(folder, file, **{field: value})
+    with pytest.raises(ValueError, match=rf"^[^\n]*{file}'[^\n]*$") as caught:
+        check_model_folder(folder)
+    assert field in str(caught.value) or file == "config.json"
+
+
+def test_ids_that_index_the_embedding_must_be_its_rows(others, tmp_path):
+    folder = shutil.copytree(others / "marian", tmp_path / "marian")
+    rule = r"in '\S+config.json' must be an id of the vocabulary, from 0 to \d+, got"
+    change(folder, "config.json", eos_token_id=[0, 10**6])
+    with pytest.raises(ValueError, match=rf"^`eos_token_id` {rule} \[0, 1000000\]"):
+        check_model_folder(folder)
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": 0}
+    del fields["decoder_start_token_id"]
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    # The default of Marian's class.
+    with pytest.raises(ValueError, match=rf"^`decoder_start_token_id` {rule} 58100"):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoder_ffn_dim": 2**70}, "`encoder_ffn_dim` must be at most 2147483647, got 1180591620717411303424"),
+        ({"decoder_layers": 2**70}, "`decoder_layers` must be at most 10000, got 1180591620717411303424"),
+        ({"norm_eps": float("nan")}, "`norm_eps` must be above 0, got nan"),
+        ({"norm_eps": 0}, "`norm_eps` must be above 0, got 0"),
+        ({"attention_scale": float("inf")}, "`attention_scale` must be at most 2147483647, got inf"),
+        ({"logits_scale": -5.0}, "`logits_scale` must be above 0, got -5.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, r"`rope_theta` above 0 .*, got 0"),
+        ({"rope_parameters": {"rope_type": {}}}, "`rope_parameters` must have a `rope_type` of default,"),
+        (
+            {"position_embedding_type": "sinusoidal", "max_position_embeddings": 2**31 - 1},
+            "`max_position_embeddings` must be at most 524288 with `position_offset` for a table of this width, got 2147483647",
+        ),
+    ],
+)
+def test_configuration_refuses_sizes_of_no_tensor(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MetaphraseConfig(**fields)
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "[" * 1000, '{"scores": []}', '{"log_history": 7}', "{"])
+@pytest.mark.parametrize("file", ["metrics.json", "trainer_state.json", "recipe.yaml"])
+def test_push_names_the_broken_file_of_the_card(file, content, folder, capsys):
+    (folder / file).write_text(content, encoding="utf-8")
+    # Each file has other fields.
+    is_accepted = "scores" in content and file != "metrics.json"
+    is_accepted |= "log_history" in content and file != "trainer_state.json"
+    assert run("push", [str(folder), "user/name", "--dry_run"]) == (0 if is_accepted else 2)
+    assert is_accepted or file in capsys.readouterr().err.splitlines()[-1]

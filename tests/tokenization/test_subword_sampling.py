@@ -101,7 +101,7 @@ def test_full_memory_changes_no_draw(monkeypatch):
     assert draws[0] == draws[1]
 
 
-@pytest.mark.parametrize("kind", ["byte", "word", "wordpiece"])
+@pytest.mark.parametrize("kind", ["byte", "word"])
 def test_a_tokenizer_without_merges_or_scores_is_refused(kind):
     tokenizer = train_tokenizer(TEXTS, kind=kind, show_progress=False)
     with pytest.raises(ValueError, match="`subword_sampling` must come with a tokenizer"):

@@ -31,10 +31,7 @@ def test_iterate_lines_names_file_and_line_of_invalid_bytes(tmp_path):
 def test_a_long_line_is_a_problem_and_takes_little_memory(name, tmp_path):
     path = tmp_path / name
     with gzip.open(path, "wb", compresslevel=1) if name.endswith(".gz") else open(path, "wb") as file:
-        file.write(b"\xef\xbb\xbf" + "ä".encode() * 1000 + b"\r\n")
-        for _ in range(50):
-            file.write(b"b" * 10**6)
-        file.write(b"\nend" + b"c" * 998)
+        file.write(b"\xef\xbb\xbf" + "ä".encode() * 1000 + b"\r\n" + b"b" * 10**7 + b"\nend" + b"c" * 998)
     tracemalloc.start()
     try:
         lines = list(read_lines(path, 1000))
@@ -48,9 +45,7 @@ def test_a_long_line_is_a_problem_and_takes_little_memory(name, tmp_path):
     text = f"Each line of `{path}` must have at most 1000 characters, but line 2 has more. Set `max_line_characters` higher"
     with pytest.raises(ValueError, match=re.escape(text)):
         list(iterate_lines(path, keep_invalid=True, max_line_characters=1000))
-    assert [len(line.content) for line in read_lines(path, 2**70)] == [1000, 50 * 10**6, 1001]
-    with pytest.raises(ValueError, match="`max_line_characters` must be at least 1, got 0"):
-        next(read_lines(path, 0))
+    assert [len(line.content) for line in read_lines(path, 2**70)] == [1000, 10**7, 1001]
 
 
 @pytest.mark.parametrize(

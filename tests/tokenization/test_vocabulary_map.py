@@ -29,7 +29,7 @@ def test_mistakes(tmp_path):
     with pytest.raises(ValueError, match=r"Line 2 of vmap\.txt must hold tokens of the model, got 'of_another_model'"):
         VocabularyMap.from_pretrained(tmp_path, pair)
     (tmp_path / VOCABULARY_MAP_NAME).write_bytes(b"\ta b\nc\t\xff\n")
-    with pytest.raises(ValueError, match=r"vmap\.txt' must be text in UTF-8, got an error"):
+    with pytest.raises(ValueError, match=r"`vmap\.txt` must be UTF-8, got an error"):
         VocabularyMap.from_pretrained(tmp_path, pair)
     # This tokenizer has a token for the space.
     with pytest.raises(ValueError, match=r"vmap\.txt needs tokens without white space, got ' '"):

@@ -143,7 +143,7 @@ def test_sentences_stay_in_their_document():
     assert moved > 15
 
 
-@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "wordpiece"])
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram"])
 def test_full_stops_of_a_tokenizer(kind):
     texts = ["It rains. Does it? It does! (So they say.) 3.5 is a number, of course.", 'He said: "No." And left.'] * 20
     tokenizer = train_tokenizer(texts, kind=kind, show_progress=False)

@@ -23,7 +23,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"num_test": 5, "dataset_name": "x", "dataset_test_split": "test"}, ("num_test", "dataset_test_split")),
         ({"num_test": -1}, ("num_test",)),
         ({"objective": "ul2", "subword_sampling": 0.1}, ("objective", "subword_sampling")),
-        ({"tokenizer_kind": "wordpiece", "subword_sampling": 0.1}, ("tokenizer_kind", "subword_sampling")),
+        ({"tokenizer_kind": "word", "subword_sampling": 0.1}, ("tokenizer_kind", "subword_sampling")),
         ({"augmentation": {"typo": 0.1}}, ("augmentation.typo",)),
         ({"augmentation": {"typos": 2}}, ("augmentation.typos",)),
         ({"augmentation": {"terms": 0.1}, "joint_vocabulary": False}, ("augmentation.terms",)),
