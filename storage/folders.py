@@ -114,11 +114,11 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
     written = (read_fields(output / mark) or {}).get("files") or ()
     # Other verbs write a card and scores beside a model.
-    others = _files_in(output) - {_CARD_NAME, "metrics.json", mark, *written}
-    if others or not (output / mark).is_file():
+    unknown = _files_in(output) - {_CARD_NAME, "metrics.json", mark, *written}
+    if unknown or not (output / mark).is_file():
         raise ValueError(
             f"`output` must hold only the files that {mark} lists to be overwritten, got {output} with "
-            f"{', '.join(sorted(others)[:3])}. Move the other files, or choose another folder."
+            f"{', '.join(sorted(unknown)[:3])}. Move the other files, or choose another folder."
         )
 
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -125,11 +126,6 @@ def project(template, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_pages_have_code_and_commands():
-    verbs = {"train", "generate", "evaluate", "attention", "push", "convert"}
-    assert {command.split()[1] for command in COMMANDS} >= verbs and len(CODE) >= 3
-
-
 @pytest.mark.parametrize("name", [*PAGES, *sorted(LIFE)])
 def test_links_and_paths_lead_somewhere(name):
     page = (PAGES | LIFE)[name]
@@ -211,7 +207,7 @@ def test_new_language_becomes_a_model_that_writes_it(project, capsys):
 
     convert("models/nllb-tyv", "runs/nllb-tyv")
     words = "tuvan.tsv --model_name_or_path runs/nllb-tyv --source_lang rus_Cyrl --target_lang tyv_Cyrl --use_cpu"
-    words += " --output_dir runs/trained --max_steps 2 --learning_rate 0.1 --per_device_train_batch_size 4"
+    words += " --output_dir runs/trained --max_steps 1 --learning_rate 0.1 --per_device_train_batch_size 4"
     execute(importlib.import_module("metaphrase.scripts.train"), words.split())
     generator = Generator.from_pretrained("runs/trained", device="cpu")
     assert generator.model.generation_config.forced_bos_token_id == new
@@ -227,16 +223,9 @@ def test_training_command_parses(command, project, monkeypatch):
         # No demo has made this folder, so it would be refused.
         shutil.rmtree(project / "runs" / "demo")
     module = importlib.import_module(f"metaphrase.scripts.{verb}")
-
-    class Parsed(Exception):
-        pass
-
-    def stop(recipe, *_, **__):
-        raise Parsed(recipe.output_dir)
-
     for name in ("Experiment", "complete", "Tuning"):
-        monkeypatch.setattr(module, name, stop, raising=False)
-    with pytest.raises(Parsed, match="runs/"):
+        monkeypatch.setattr(module, name, Mock(side_effect=InterruptedError("parsed")), raising=False)
+    with pytest.raises(InterruptedError, match="parsed"):
         execute(module, words)
 
 
@@ -261,14 +250,6 @@ def test_packaged_recipes_load_and_name_no_folder(path):
     assert recipe.data_dir is None
     for value in yaml.safe_load(path.read_text(encoding="utf-8")).values():
         assert not (isinstance(value, str) and value.startswith(("/", "~", "..")))
-
-
-def test_every_verb_prints_its_help(capsys):
-    for verb in VERBS:
-        with pytest.raises(SystemExit) as stop:
-            execute(importlib.import_module(f"metaphrase.scripts.{verb}"), ["--help"])
-        assert stop.value.code == 0
-        assert f"metaphrase {verb}" in capsys.readouterr().out
 
 
 def test_readme_is_short():

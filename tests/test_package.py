@@ -1,4 +1,4 @@
-"""Tests of the distribution: an sdist is whole, and wheel and editable install work for Python and for type checkers."""
+"""Tests of the distribution: an sdist is whole, and wheel and editable install work."""
 
 import json
 import os
@@ -14,34 +14,6 @@ import pytest
 from source_files import ROOT
 
 pytestmark = pytest.mark.slow
-
-USER_SCRIPT = """
-from metaphrase.inference import Generator
-from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.recipe.recipe import load_recipe
-
-config: MetaphraseConfig = MetaphraseConfig(hidden_size=64)
-texts: list[str] = Generator.from_pretrained("folder").generate(["A cat."], num_beams=4)
-load_recipe(None).save("recipe.yaml")
-"""
-# Each line has a fault that is seen only where the types of the package are known.
-FAULTS = """
-from metaphrase.inference import Generator
-from metaphrase.modeling import lost_name
-number: int = Generator.from_pretrained("folder").generate(["A cat."])
-"""
-# Reading these libraries takes mypy a minute. Types of other libraries are not checked.
-MYPY_SETTINGS = """
-[mypy]
-ignore_missing_imports = True
-follow_imports = silent
-[mypy-torch.*,transformers.*,datasets.*]
-follow_imports = skip
-"""
-CHECKERS = {
-    "mypy": ["--no-incremental", "--config-file=mypy.ini", "--python-executable"],
-    "pyright": ["--level=error", "--pythonpath"],
-}
 
 
 def run(*command, **options):
@@ -132,24 +104,6 @@ def test_an_editable_install_sees_a_new_file(pythons, tmp_path):
     for folder in (tmp_path, tree):
         code = "from metaphrase.storage.new_module import ANSWER; print(ANSWER)"
         assert run(pythons["editable"], "-c", code, cwd=folder) == "42\n"
-
-
-@pytest.mark.parametrize("checker", CHECKERS)
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_type_checkers_resolve_the_package(kind, checker, pythons, tmp_path):
-    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    program = shutil.which(checker, path=search_path) or shutil.which(f"based{checker}", path=search_path)
-    if program is None:
-        pytest.skip(f"{checker} is not installed: the extra `typing` has pyright")
-    command = [program, *CHECKERS[checker], pythons[kind]]
-    (tmp_path / "mypy.ini").write_text(MYPY_SETTINGS)
-    script, wrong = tmp_path / "script.py", tmp_path / "wrong.py"
-    script.write_text(USER_SCRIPT)
-    run(*command, script, cwd=tmp_path)
-    wrong.write_text(FAULTS)
-    done = subprocess.run([*map(str, command), str(wrong)], cwd=tmp_path, capture_output=True, text=True, timeout=1200)
-    assert "lost_name" in done.stdout and "list[str]" in done.stdout
-    assert done.returncode == 1
 
 
 def test_wheel_runs_the_demo(pythons, tmp_path):

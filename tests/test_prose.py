@@ -6,7 +6,7 @@ import re
 import tokenize
 from itertools import groupby
 
-from source_files import ROOT, SOURCES
+from source_files import ROOT, SOURCES, TREES
 
 # Lower each number when the tree has fewer.
 MAX_SHARE_OF_WEAK_OPENINGS = 0.001
@@ -18,7 +18,6 @@ WEAK_OPENING = re.compile(r"\W*(as|how|lets|of|so|that|those|what|when|where|whe
 WEAK_NAMES = {"asked", "each", "found", "given", "kept", "others", "own", "place", "places", "seen"}
 # An item of a list, or an argument in a docstring, begins a new sentence.
 NEW_SENTENCE = re.compile(r"^(?=\s*([-*] |\d+\. |[`*\w][^:.\n]{0,60}:( |$)))", re.MULTILINE)
-TREES = {file: ast.parse(source) for file, source in SOURCES.items()}
 
 
 def docstrings(tree):
@@ -55,6 +54,8 @@ def comments(source):
 
 
 def long_sentences(text):
+    if len(text.split()) <= MAX_WORDS_PER_SENTENCE:
+        return []
     blocks = NEW_SENTENCE.sub("\n\n", text).split("\n\n")
     sentences = [sentence for block in blocks for sentence in re.split(r"(?<=[.!?])\s+", block)]
     return [sentence for sentence in sentences if len(re.findall(r"\S*\w\S*", sentence)) > MAX_WORDS_PER_SENTENCE]

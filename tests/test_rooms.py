@@ -7,16 +7,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from source_files import SOURCES
+from source_files import ROOT, SOURCES, TREES
 
 MAX_FILES_PER_FOLDER = 20
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
 # Rooms by the room that may import them, from the table of the page. A sub-room without a row belongs to its parent.
-PAGE = (
-    (Path(__file__).parents[1] / "docs" / "house.md")
-    .read_text(encoding="utf-8")
-    .partition("## Which room may import")[2]
-)
+PAGE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8").partition("## Which room may import")[2]
 ROWS = re.findall(r"^\| `([\w/]+)` \| (.*) \|$", PAGE.partition("\n## ")[0], re.MULTILINE)
 MAY_IMPORT = {room.replace("/", "."): re.findall(r"`([\w/.]+)`", cell.replace("/", ".")) for room, cell in ROWS}
 MAY_IMPORT["scripts"] = list(MAY_IMPORT)
@@ -30,7 +26,7 @@ def room_of(module):
 
 
 def import_statements(file):
-    return [node for node in ast.walk(ast.parse(SOURCES[file])) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in ast.walk(TREES[file]) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imported_names(file):

@@ -9,7 +9,7 @@ from metaphrase.tokenization.tokenizer_pair import (
     set_languages,
     shorten,
 )
-from metaphrase.tokenization.tokenizer_trainer import TOKENIZER_KINDS, SpecialTokens, sentinel_tokens, train_tokenizer
+from metaphrase.tokenization.tokenizer_trainer import CONTROL_TOKENS, TOKENIZER_KINDS, sentinel_tokens, train_tokenizer
 from metaphrase.tokenization.words import (
     readable_tokens,
     word_ids_by_offsets,
@@ -19,8 +19,8 @@ from metaphrase.tokenization.words import (
 )
 
 __all__ = [
+    "CONTROL_TOKENS",
     "TOKENIZER_KINDS",
-    "SpecialTokens",
     "TextFrame",
     "TokenizerPair",
     "check_target_language",

@@ -167,7 +167,7 @@ class TokenizerPair:
         source.save_pretrained(folder)
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Add entries to a joint vocabulary, like the additional tokens of `SpecialTokens`.
+        """Add entries to a joint vocabulary, like `additional_special_tokens` of `train_tokenizer`.
 
         Raises:
             ValueError: If source and target have separate vocabularies.

@@ -6,7 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -24,6 +24,9 @@ NORMALIZATIONS = ("nfc", "nfd", "nfkc", "nfkd")
 KINDS_THAT_FILL_A_VOCABULARY = ("byte_bpe", "bpe", "unigram")
 KINDS_WITH_ALL_BYTES = ("byte_bpe", "byte", "char", "word")
 DEFAULT_VOCAB_SIZE = 8000
+# First entries of every vocabulary. Kinds with all bytes never produce the unknown token. No tokenizer adds the beginning: the
+# model does, as it shifts labels right.
+CONTROL_TOKENS = PAD, BOS, EOS, UNK = ("<pad>", "<s>", "</s>", "<unk>")
 SPACE_MARK = "\u2581"
 BYTE_LEVEL_SPACE = "\u0120"
 
@@ -33,53 +36,6 @@ _LONG_WORD = re.compile(f"[^ ]{{{_LONGEST_WORD + 1},}}")
 _PIECE_END = "(?: |$)"
 # The printable character of each byte in a byte-level vocabulary. Source: section 2.2 of Radford et al. 2019.
 _BYTE_CHARACTERS = [bytes_to_unicode()[byte] for byte in range(256)]
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Strings of the special tokens. A token's id is its index in `tokens`, in every tokenizer trained here.
-
-    The four control tokens come first, in the order of the fields, then `additional_special_tokens`:
-
-    - Control tokens are never read from text: `</s>` in a text stays four characters, so no text can end a sentence
-      early. Decoding with `skip_special_tokens=True` omits control tokens.
-    - Additional tokens (sentinels, language codes) are read from text: `<2de> Hello` starts with the token `<2de>`.
-      Decoding shows them.
-
-    Attributes:
-        pad_token: Padding of batches.
-        bos_token: First input of the decoder. The model adds it as it shifts labels right; no tokenizer does.
-        eos_token: End of every text.
-        unk_token: Replacement of unknown text. Kinds with all bytes have it, but never produce it.
-        additional_special_tokens: More tokens, each one vocabulary entry that is never split.
-
-    Raises:
-        ValueError: If a token is shorter than two characters, is not printable ASCII without spaces, or occurs twice.
-    """
-
-    pad_token: str = "<pad>"
-    bos_token: str = "<s>"
-    eos_token: str = "</s>"
-    unk_token: str = "<unk>"
-    additional_special_tokens: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "additional_special_tokens", tuple(self.additional_special_tokens))
-        for token in self.tokens:
-            # One character may be a letter of a text, and a byte-level decoder would read non-ASCII characters as bytes.
-            if not re.fullmatch("[!-~]{2,}", token) or self.tokens.count(token) > 1:
-                raise ValueError(
-                    "A special token must be two or more printable ASCII characters without a space, and differ from all "
-                    f"others, got {token!r} among {self.tokens}."
-                )
-
-    @property
-    def control_tokens(self) -> tuple[str, str, str, str]:
-        return (self.pad_token, self.bos_token, self.eos_token, self.unk_token)
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        return self.control_tokens + self.additional_special_tokens
 
 
 def sentinel_tokens(count: int) -> tuple[str, ...]:
@@ -103,7 +59,8 @@ class TokenizerSettings:
         normalization: `"nfc"`, `"nfd"`, `"nfkc"`, `"nfkd"` or None.
         lowercase: True to lower-case texts.
         joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
-        special_tokens: The special tokens.
+        additional_special_tokens: More tokens, such as sentinels or language codes, each one entry that is never split. Each
+            has two or more printable ASCII characters without a space.
         model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
         show_progress: True to show progress bars.
 
@@ -117,11 +74,19 @@ class TokenizerSettings:
     normalization: str | None = None
     lowercase: bool = False
     joiner: str | None = None
-    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
+    additional_special_tokens: Sequence[str] = ()
     model_max_length: int | None = None
     show_progress: bool = True
 
     def __post_init__(self) -> None:
+        self.special_tokens = [*CONTROL_TOKENS, *self.additional_special_tokens]
+        for token in self.special_tokens:
+            # One character may be a letter of a text, and a byte-level decoder would read non-ASCII characters as bytes.
+            if not re.fullmatch("[!-~]{2,}", token) or self.special_tokens.count(token) > 1:
+                raise ValueError(
+                    "A special token must be two or more printable ASCII characters without a space, and differ from all "
+                    f"others, got {token!r} among {self.special_tokens}."
+                )
         for name, known in (("kind", TOKENIZER_KINDS), ("normalization", NORMALIZATIONS)):
             value = getattr(self, name)
             if value not in (None, *known):
@@ -151,7 +116,7 @@ class TokenizerSettings:
         Raises:
             ValueError: If there is too little room.
         """
-        specials = len(self.special_tokens.tokens)
+        specials = len(self.special_tokens)
         if self.vocab_size is not None and self.vocab_size < specials + count:
             raise ValueError(
                 f"`vocab_size` must be at least {specials + count} for kind {self.kind!r} "
@@ -159,17 +124,15 @@ class TokenizerSettings:
             )
 
 
-def train_tokenizer(
-    texts: Iterable[str],
-    *,
-    special_tokens: SpecialTokens | None = None,
-    additional_special_tokens: Sequence[str] = (),
-    **settings: Any,
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenizerFast:
     """Train a tokenizer. The same texts and settings give the same vocabulary.
 
-    Every kind ends a text with the end-of-sequence token; a pair becomes `A </s> B </s>`. Decoding with
-    `skip_special_tokens=True`, without `normalization` and `lowercase`, depends on the kind:
+    Ids begin with `<pad>`, `<s>`, `</s>`, `<unk>` and the additional tokens. Every kind ends a text with `</s>`; a pair becomes
+    `A </s> B </s>`. The four control tokens are never read from text: `</s>` in a text stays four characters, so no text can end
+    a sentence early. Decoding with `skip_special_tokens=True` omits them. Additional tokens are read from text: `<2de> Hello`
+    starts with the token `<2de>`, and decoding shows it.
+
+    Decoding without `normalization` and `lowercase` depends on the kind:
 
     - `byte_bpe`: merges of bytes. Decodes every text exactly; nothing is unknown.
     - `byte`: one token per UTF-8 byte, exact. It needs no training, so `texts` is not read.
@@ -189,37 +152,28 @@ def train_tokenizer(
 
     Args:
         texts: The training texts, read once.
-        special_tokens: The special tokens. None means `SpecialTokens()`.
-        additional_special_tokens: Tokens to append to those of `special_tokens`.
-        **settings: The other fields of `TokenizerSettings`.
+        **settings: Fields of `TokenizerSettings`.
 
     Raises:
         ValueError: If a setting is invalid, the texts hold no visible character, or their characters do not fit into
             `vocab_size` and the kind has no bytes.
     """
-    special_tokens = special_tokens or SpecialTokens()
-    additional = (*special_tokens.additional_special_tokens, *additional_special_tokens)
-    special_tokens = replace(special_tokens, additional_special_tokens=additional)
-    settings = TokenizerSettings(special_tokens=special_tokens, **settings)
+    settings = TokenizerSettings(**settings)
     tokenizer = _make_pipeline(_train_model(texts, settings), settings)
-    # Control tokens are not read from text (see SpecialTokens). With the library's "special" flag, others would not be, either.
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special_tokens.control_tokens]
-    )
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in additional])
-    eos = special_tokens.eos_token
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
+    # With the library's "special" flag, these would not be read from text, either.
+    additional = [AddedToken(token, special=False, normalized=False) for token in settings.additional_special_tokens]
+    tokenizer.add_tokens(additional)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {eos}",
-        pair=f"$A {eos} $B:1 {eos}:1",
-        special_tokens=[(eos, special_tokens.tokens.index(eos))],
+        single=f"$A {EOS}", pair=f"$A {EOS} $B:1 {EOS}:1", special_tokens=[(EOS, CONTROL_TOKENS.index(EOS))]
     )
     limit = {} if settings.model_max_length is None else {"model_max_length": settings.model_max_length}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=special_tokens.pad_token,
-        bos_token=special_tokens.bos_token,
-        eos_token=eos,
-        unk_token=special_tokens.unk_token,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
         padding_side="right",
         truncation_side="right",
         # There are no segment embeddings.
@@ -246,8 +200,7 @@ def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenize
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = _normalizer(settings)
     # Text such as `</s>` is cut behind its first character, so that it is no control token.
-    control_tokens = settings.special_tokens.control_tokens
-    names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in control_tokens)
+    names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in CONTROL_TOKENS)
     splitter = pre_tokenizers.Split(Regex(names), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -288,15 +241,14 @@ def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
         steps.append(normalizers.Lowercase())
     if settings.kind == "pretokenized":
         # A piece spelled like a control token would become that token.
-        special = settings.special_tokens
-        names = "|".join(re.escape(token) for token in special.control_tokens if token != special.unk_token)
-        steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), special.unk_token))
+        names = "|".join(map(re.escape, (PAD, BOS, EOS)))
+        steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), UNK))
     return normalizers.Sequence(steps) if steps else None
 
 
 def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     """Train the vocabulary of the settings' kind. Special tokens are its first entries."""
-    specials, unk_token = [*settings.special_tokens.tokens], settings.special_tokens.unk_token
+    specials = settings.special_tokens
     if settings.kind == "byte":
         return models.BPE({entry: index for index, entry in enumerate([*specials, *_BYTE_CHARACTERS])}, [])
     texts = _training_texts(texts, settings)
@@ -304,10 +256,10 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
         return _collect(texts, settings)
     options = {"special_tokens": specials, "show_progress": settings.show_progress, "vocab_size": settings.vocab_size}
     if settings.kind == "unigram":
-        model, trainer = models.Unigram(), trainers.UnigramTrainer(unk_token=unk_token, **options)
+        model, trainer = models.Unigram(), trainers.UnigramTrainer(unk_token=UNK, **options)
     else:
         is_bytes = settings.kind == "byte_bpe"
-        model = models.BPE() if is_bytes else models.BPE(unk_token=unk_token, fuse_unk=True)
+        model = models.BPE() if is_bytes else models.BPE(unk_token=UNK, fuse_unk=True)
         options["initial_alphabet"] = _BYTE_CHARACTERS if is_bytes else []
         trainer = trainers.BpeTrainer(min_frequency=settings.min_frequency, **options)
     tokenizer = _make_pipeline(model, settings)
@@ -323,7 +275,7 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
     if settings.kind == "unigram":
         entries = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
         pieces = _order_pieces(entries[len(specials) :], settings.vocab_size - len(specials))
-        tokenizer.model = models.Unigram(entries[: len(specials)] + pieces, specials.index(unk_token), False)
+        tokenizer.model = models.Unigram(entries[: len(specials)] + pieces, specials.index(UNK), False)
     size = tokenizer.get_vocab_size()
     # The library ignores `vocab_size` for single characters.
     settings.require_room_for(size - len(specials), "characters of the texts")
@@ -339,7 +291,7 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
 
 def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
     """Yield the text between additional special tokens. For kinds that learn pieces, cut long words."""
-    additional = sorted(settings.special_tokens.additional_special_tokens, key=len, reverse=True)
+    additional = sorted(settings.additional_special_tokens, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, additional))) if additional else None
     has_visible_text, num_cut = False, 0
     for text in checked_texts(texts):
@@ -380,7 +332,7 @@ def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     """Return a vocabulary of the characters, words or pieces of the texts, in byte-level spelling but for pieces."""
     noun = {"char": "characters", "word": "words", "pretokenized": "pieces"}[settings.kind]
     has_all_bytes = settings.kind in KINDS_WITH_ALL_BYTES
-    first_entries = dict.fromkeys([*settings.special_tokens.tokens, *(_BYTE_CHARACTERS if has_all_bytes else ())])
+    first_entries = dict.fromkeys([*settings.special_tokens, *(_BYTE_CHARACTERS if has_all_bytes else ())])
 
     def spell(entry: str) -> str:
         entry = f" {entry}" if settings.kind == "word" else entry
@@ -415,4 +367,4 @@ def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     if has_all_bytes:
         # Without merges, an entry is found only as a whole.
         return models.BPE(vocabulary, [], ignore_merges=True)
-    return models.WordLevel(vocabulary, unk_token=settings.special_tokens.unk_token)
+    return models.WordLevel(vocabulary, unk_token=UNK)

@@ -54,7 +54,7 @@ def words_of_source(
 
     Returns:
         The words, and one index per id: None for special tokens and the prefix. The indices are None as a whole if the
-        tokenizer has no offsets and its tokens do not add up to the words.
+        tokenizer has no offsets and its tokens do not add up to the words, such as with unknown characters.
     """
     words, pieces = _split(text, find_joiner(tokenizer))
     word_ids = None
@@ -62,12 +62,9 @@ def words_of_source(
         word_ids = word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
     if word_ids is not None:
         return words, word_ids
-    # Find words by decoding, or by SentencePiece's marks if tokens are unknown.
     num_with_prefix = len((prefix + text).split())
     word_ids = _ids_by_decoding(tokenizer, ids)
-    if tokenizer.unk_token_id in ids or _count(word_ids) != num_with_prefix:
-        word_ids = _ids_by_marks(tokenizer, ids)
-    if _count(word_ids) != num_with_prefix:
+    if 1 + max((index for index in word_ids if index is not None), default=-1) != num_with_prefix:
         return words, None
     first = num_with_prefix - len(words)
     return words, [None if index is None or index < first else index - first for index in word_ids]
@@ -140,10 +137,6 @@ def word_ids_by_offsets(
     return word_ids + [None] * (len(ids) - shared)
 
 
-def _count(word_ids: WordIds) -> int:
-    return 1 + max((index for index in word_ids if index is not None), default=-1)
-
-
 def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds:
     """Find words by the text that each token adds."""
     special = set(tokenizer.all_special_ids)
@@ -166,16 +159,4 @@ def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Word
     if after.endswith(_REPLACEMENT):
         for earlier in waiting:
             word_ids[earlier] = len(after.split()) - 1
-    return word_ids
-
-
-def _ids_by_marks(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds:
-    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    word_ids: WordIds = []
-    word = -1
-    for index, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
-        is_text = index not in special
-        if is_text and (token.startswith(SPACE_MARK) or word < 0):
-            word += 1
-        word_ids.append(word if is_text else None)
     return word_ids

@@ -119,7 +119,6 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "COLUMN": lambda word: int(word) if word.isascii() and word.isdecimal() else word,
     "K/N": _shard,
     "INT|mean": _matching(r"-?\d+|mean", "a whole number or mean", lambda word: None if word == "mean" else int(word)),
-    "PORT": _matching(r"\d{1,5}", "a whole number from 0 to 65535", int),
     "OWNER/NAME": _matching(".*/.*", "user/name or organization/name"),
 }
 # Pairs of options that exclude each other.
@@ -524,7 +523,7 @@ VERBS = {
             "": {
                 "models [NAME=]MODEL...": "folders or Hub ids; en-de=FOLDER gives a model a name and its languages",
                 "--host TEXT = 127.0.0.1": "address to listen on; 0.0.0.0 is all networks",
-                "--port PORT = 8000": "port to listen on",
+                "--port COUNT = 8000": "port to listen on",
                 "--api_keys FILE": "file with one key of a client on each line [METAPHRASE_API_KEYS; else no keys]",
                 '--cors_origins URL... = ""': "origins of web pages that may call the server; * is all",
                 '--glossaries NAME=FILE... = ""': "files of terms, as for generate; their id in requests is NAME",

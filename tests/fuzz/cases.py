@@ -1,6 +1,7 @@
 """A case of the fuzz tests: a command line that meets broken input, run in a process of its own within limits."""
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -11,6 +12,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from other_families import other_model
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 
 # Processor time and time by the clock, of a machine that does other work too.
 CPU_SECONDS, CLOCK_SECONDS = 40, 300
@@ -38,8 +42,6 @@ class Case(NamedTuple):
         expected: Contents that files must have after exit status 0, where the broken part cannot matter.
         check: Returns what is wrong after exit status 0 or a clean error, or "".
         guarded: Files that must stay as they are. Without any, these are the files that the words name, except outputs.
-        stdin: File of standard input.
-        stdout: File to which standard output is appended.
     """
 
     name: str
@@ -47,19 +49,17 @@ class Case(NamedTuple):
     expected: Mapping[Path, bytes] = {}
     check: Callable[[Result], str] | None = None
     guarded: Sequence[Path] = ()
-    stdin: Path | None = None
-    stdout: Path | None = None
     fields: Sequence[str] = ()
 
 
-def run(words: list[str], folder: Path, stdin: Path | None = None, stdout: Path | None = None) -> Result:
+def run(words: list[str], folder: Path) -> Result:
     """Run a command line in a forked process, with `folder / "work"` as the current folder."""
     (folder / "work").mkdir(parents=True, exist_ok=True)
     log, started = folder / "log", time.monotonic()
     base_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     sys.stdout.flush()
     if not (child := os.fork()):
-        _run_here(words, folder / "work", log, stdin, stdout)
+        _run_here(words, folder / "work", log)
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() - started > CLOCK_SECONDS:
             os.kill(child, signal.SIGXCPU)
@@ -73,16 +73,15 @@ def run(words: list[str], folder: Path, stdin: Path | None = None, stdout: Path 
     return Result(None if code == -signal.SIGXCPU else code, text, usage.ru_maxrss * 1024 - base_bytes)
 
 
-def _run_here(words: list[str], folder: Path, log: Path, stdin: Path | None, stdout: Path | None) -> None:
+def _run_here(words: list[str], folder: Path, log: Path) -> None:
     """Run a command line in this process, and end the process."""
     code: Any = 1
     try:
         os.setpgid(0, 0)
         os.chdir(folder)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(os.open(stdin or os.devnull, os.O_RDONLY), 0)
-        # Without O_TRUNC: a shell that empties a file leaves nothing to guard.
-        os.dup2(os.open(stdout, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if stdout else descriptor, 1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -102,12 +101,19 @@ def _run_here(words: list[str], folder: Path, log: Path, stdin: Path | None, std
         os._exit(code if isinstance(code, int) else 1)
 
 
-def mutate(content: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """Return the name of a mutation of bytes, and the mutated bytes."""
+def mutate(content: bytes, rng: random.Random, added: Sequence[str] = ()) -> tuple[str, bytes]:
+    """Return the name of a mutation of bytes or of a field of JSON, and the mutated bytes.
+
+    Args:
+        content: Any bytes.
+        rng: Source of all random choices.
+        added: Fields that JSON may get.
+    """
+    if content.startswith(b"{") and rng.random() < 0.65:
+        return _mutate_field(json.loads(content), rng, added)
     start, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     value = bytes([rng.choice((0, 9, 10, 13, 34, 44, 91, 123, 125, 0xC3, 0xED, 0xFF, rng.randrange(256)))])
-    kind = rng.choice(("cut", "byte", "insert", "remove", "repeat", "junk", "UTF-16", "empty", "brackets"))
-    return f"{kind} {start}:{end} {value!r}", {
+    mutations = {
         "cut": content[:end],
         "byte": content[:start] + value + content[start + 1 :],
         "insert": content[:start] + value * rng.choice((1, 3, 2**17)) + content[start:],
@@ -116,5 +122,36 @@ def mutate(content: bytes, rng: random.Random) -> tuple[str, bytes]:
         "junk": rng.randbytes(rng.randrange(1, 300)),
         "UTF-16": content.decode("utf-8", errors="ignore").encode("utf-16"),
         "empty": b"",
-        "brackets": b"[" * 2000,
-    }[kind]
+        "list": b"[]",
+        "null": b"null",
+        "brackets": b'{"a": ' + b"[" * 100_000,
+    }
+    kind = rng.choice([*mutations])
+    return f"{kind} {start}:{end} {value!r}", mutations[kind]
+
+
+def _mutate_field(fields: dict, rng: random.Random, added: Sequence[str]) -> tuple[str, bytes]:
+    owner: Any = fields
+    path = [rng.choice(added)] if added and rng.random() < 0.35 else []
+    while not path or (isinstance(owner.get(path[-1]), dict) and owner[path[-1]] and rng.random() < 0.6):
+        owner = owner[path[-1]] if path else owner
+        path.append(rng.choice(list(owner)))
+    if rng.random() < 0.15:
+        owner.pop(path[-1], None)
+        return f"{'.'.join(path)} is missing", json.dumps(fields).encode()
+    owner[path[-1]] = rng.choice(VALUES)
+    return f"{'.'.join(path)} is {owner[path[-1]]!r}"[:80], json.dumps(fields).encode()
+
+
+def write_world(folder: Path) -> Path:
+    """Write texts and models that all parts use, and return the folder.
+
+    `in` and `targets` have a text on each line, and `pairs.tsv` both. `model` is a small model of ours, and `bart` one of BART.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, texts in (("in", SOURCES), ("targets", TARGETS), ("pairs.tsv", map("{}\t{}".format, SOURCES, TARGETS))):
+        (folder / name).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    save_generator(tiny_generator(), folder / "model")
+    other_model("bart").save_pretrained(folder / "bart")
+    tiny_pair().save_pretrained(folder / "bart")
+    return folder

@@ -1,33 +1,23 @@
 """Cases with a broken file in a run folder: a run that resumes, an average, and a checkpoint that generates."""
 
-import json
 import os
 import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from cases import VALUES, Case, mutate, run
-from recipes import BASE, train_words, write_pairs
-from tiny_generator import SOURCES
+from cases import Case, mutate, run, write_world
+from recipes import BASE, train_words
 
 from metaphrase.training.checkpointing.folders import what_is_missing
 
 RECIPE = BASE | {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "num_validation": 0}
 
 
-def break_fields(content: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """Return the name of a field and JSON in which the field has another value."""
-    fields = json.loads(content)
-    name, value = rng.choice(list(fields)), rng.choice(VALUES)
-    return f"{name}={str(value)[:30]!r}", json.dumps(fields | {name: value}).encode()
-
-
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines, each with a copy of a run folder that has one broken file."""
     rng = random.Random(seed)
-    write_pairs(folder)
-    (folder / "in").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
+    write_world(folder)
     words = train_words(folder, RECIPE, folder / "whole" / "run")
     run(words, folder / "whole")
     weights = (folder / "whole" / "run" / "model.safetensors").read_bytes()
@@ -37,13 +27,12 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         copy = Path(shutil.copytree(folder / "whole" / "run", root / "run", copy_function=os.link))
         last = copy / "checkpoint-3"
         file = rng.choice([path for path in sorted(rng.choice((copy, last)).rglob("*")) if path.is_file()])
-        content, kind = file.read_bytes(), rng.choice(("bytes", "missing", "field", "none"))
+        content, kind = file.read_bytes(), rng.choice(("broken", "broken", "missing", "none"))
         file.unlink()
         if kind == "none":
             file.write_bytes(content)
         elif kind != "missing":
-            is_json = kind == "field" and file.suffix == ".json" and content.startswith(b"{")
-            kind, content = (break_fields if is_json else mutate)(content, rng)
+            kind, content = mutate(content, rng)
             file.write_bytes(content)
         verb = rng.choice(("train", "train", "average", "generate"))
         expected = {}

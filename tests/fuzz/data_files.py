@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from cases import Case, mutate, run
-from recipes import BASE, train_words, write_pairs
+from cases import Case, mutate, run, write_world
+from recipes import BASE, train_words
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 KINDS = ("tsv", "csv", "jsonl", "json", "parquet", "txt")
@@ -77,11 +77,9 @@ VERBS = (*VERBS_OF_TEXT, "evaluate", "train", "distill", "filter", "shortlist", 
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines with a broken file of texts or pairs."""
     rng, pairs = random.Random(seed), list(zip(SOURCES, TARGETS, strict=True))
-    write_pairs(folder)
-    model = str(save_generator(tiny_generator(), folder / "model"))
-    whole = write(folder / "whole.txt", pairs)
-    run(["generate", model, "--input", str(whole), "--output", str(folder / "targets")], folder)
-    targets = (folder / "targets").read_bytes()
+    model, whole = str(write_world(folder) / "model"), folder / "in"
+    run(["generate", model, "--input", str(whole), "--output", str(folder / "written")], folder)
+    targets = (folder / "written").read_bytes()
     for index in range(number):
         root, verb = folder / str(index), rng.choice(VERBS)
         root.mkdir()

@@ -1,42 +1,21 @@
 """Cases with a broken file in a model folder, for every verb that reads such a folder."""
 
-import copy
 import json
 import os
 import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from cases import Case
+from cases import Case, mutate, write_world
 from other_families import other_model
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 
 from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.inference import Generator
 
 OURS, THEIRS = ("one", "two", "converted"), ("t5", "bart", "marian")
-# Contents that are no model file, whatever the file.
-CONTENTS: dict[str, bytes] = {
-    "empty": b"",
-    "list": b"[]",
-    "list of numbers": b"[1, 2]",
-    "null": b"null",
-    "number": b"7",
-    "text": b'"x"',
-    "brackets": b"[" * 100_000,
-    "braces": b'{"a": ' * 100_000,
-    "nested field": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "no UTF-8": b'{"a": "\xff\xfe\xe9"}',
-    "UTF-16": '{"a": 1}'.encode("utf-16"),
-    "fields of another file": b'{"a": {"b": []}, "c": null}',
-}
-VALUES: list[Any] = [
-    *({}, [], {"a": 1}, [1, "x"], [[1]], None, True, False, "", "x", "1", "../x"),
-    *(-1, 0, 1, 3, 1.5, -0.5, 2**31, 2**63, 2**70, -(2**70), float("nan"), float("inf"), 1e300),
-]
 # Fields that a file of a tiny model lacks.
 ADDED = {
     "config.json": "dtype torch_dtype model_type architectures auto_map num_beams max_length quantization_config id2label "
@@ -78,46 +57,9 @@ def make_folders(folder: Path) -> dict[str, Path]:
     return paths | {"exported": folder / "exported" / "model"}
 
 
-def _mutate(content: bytes, file: str, rng: random.Random) -> tuple[str, bytes]:
-    """Return the name of a mutation, and the mutated content."""
-    kind = rng.choices(("content", "cut", "byte", "field"), (6, 1, 2, 16))[0]
-    if kind == "content":
-        name = rng.choice(list(CONTENTS))
-        return name, CONTENTS[name]
-    if kind == "cut":
-        end = rng.choice((len(content) // 2, rng.randrange(len(content))))
-        return f"cut at {end}", content[:end]
-    if kind == "byte":
-        offset, value = rng.randrange(len(content)), rng.randrange(256)
-        return f"byte {offset} is {value}", content[:offset] + bytes([value]) + content[offset + 1 :]
-    fields = json.loads(content)
-    owner, key, path = _choose_field(fields, file, rng)
-    if rng.random() < 0.15 and (isinstance(owner, list) or key in owner):
-        del owner[key]
-        return f"{path} is missing", json.dumps(fields).encode()
-    owner[key] = value = copy.deepcopy(rng.choice(VALUES))
-    return f"{path} is {value!r}"[:80], json.dumps(fields).encode()
-
-
-def _choose_field(fields: dict, file: str, rng: random.Random) -> tuple[dict | list, Any, str]:
-    """Return a mapping or list in `fields`, one of its keys, and the path of the key."""
-    if rng.random() < 0.35 and file in ADDED:
-        key = rng.choice(ADDED[file].split())
-        return fields, key, key
-    owner: dict | list = fields
-    path: list[str] = []
-    while True:
-        key = rng.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
-        path.append(str(key))
-        value = owner[key]
-        if not isinstance(value, dict | list) or not value or rng.random() < 0.4:
-            return owner, key, ".".join(path)
-        owner = value
-
-
 def _verbs(base: str, data: Path) -> dict[str, list[str]]:
     """Return the command line of each verb, with `{model}` for a model folder and `{out}` for the folder around it."""
-    sources, pairs = str(data / "sources.txt"), str(data / "pairs.tsv")
+    sources, pairs = str(data / "in"), str(data / "pairs.tsv")
     one = ["--source", SOURCES[1]]
     train = ["--train_file", pairs, "--max_steps", "1", "--report_to", "none", "--use_cpu", "--max_source_length", "32"]
     train += ["--max_target_length", "32", "--per_device_train_batch_size", "2", "--save_strategy", "no"]
@@ -153,9 +95,7 @@ def _decode(folder: Path) -> bytes:
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines, each with a model folder of its own that has one broken file."""
     rng, paths = random.Random(seed), make_folders(folder / "whole")
-    (folder / "sources.txt").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
-    lines = [f"{source}\t{target}\n" for source, target in zip(SOURCES, TARGETS, strict=True)]
-    (folder / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
+    write_world(folder)
     targets = {base: _decode(path) for base, path in paths.items() if base != "exported"}
     for index in range(number):
         base = rng.choices([*paths], (4, 2, 2, 2, 2, 2, 1))[0]
@@ -167,7 +107,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         files = [path for path in sorted((root / "model").rglob("*.*")) if path.suffix in (".json", ".yaml")]
         likely = {"config.json": 6, "generation_config.json": 4, "tokenizer_config.json": 4, "tokenizer.json": 4}
         file = rng.choices(files, [likely.get(path.name, 1) for path in files])[0]
-        mutation, content = _mutate(file.read_bytes(), file.name, rng)
+        mutation, content = mutate(file.read_bytes(), rng, ADDED.get(file.name, "").split())
         file.unlink()
         file.write_bytes(content)
         is_unread = verb == "generate" and file.name in _UNREAD

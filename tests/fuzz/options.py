@@ -5,10 +5,9 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from cases import VALUES, Case, Result, run
-from other_families import other_model
-from recipes import BASE, train_words, write_pairs
-from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from cases import VALUES, Case, Result, run, write_world
+from recipes import BASE, train_words
+from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.scripts.parsers import make_parser
 
@@ -29,12 +28,8 @@ SEARCHES += [["--engine", "ctranslate2", "--num_beams", "2"], ["--num_beams", "2
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines of all verbs, with a few options of random values."""
     rng = random.Random(seed)
-    pairs = str(write_pairs(folder))
-    model = str(save_generator(tiny_generator(), folder / "model"))
-    bart = str(folder / "bart")
-    other_model("bart").save_pretrained(bart)
-    tiny_pair().save_pretrained(bart)
-    (folder / "in").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
+    write_world(folder)
+    pairs, model, bart = (str(folder / name) for name in ("pairs.tsv", "model", "bart"))
     base = {
         "generate": [model, "--input", str(folder / "in")],
         "evaluate": [model, "--file", pairs, "--source_column", "0", "--target_column", "1"],
@@ -52,8 +47,8 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         "shortlist": [model, pairs],
     }
     search = ["--num_beams", "3", "--length_penalty", "0.5", "--batch_size", "2"]
-    run(["generate", *base["generate"], *search, "--output", str(folder / "targets")], folder)
-    targets = (folder / "targets").read_bytes()
+    run(["generate", *base["generate"], *search, "--output", str(folder / "written")], folder)
+    targets = (folder / "written").read_bytes()
     for index in range(number):
         root, verb = folder / str(index), rng.choice([*base, "train", "same"])
         root.mkdir()

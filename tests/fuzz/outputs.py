@@ -6,10 +6,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from cases import Case, run
-from other_families import other_model
-from recipes import BASE, train_words, write_pairs
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+from cases import Case, run, write_world
+from recipes import BASE, train_words
+from tiny_generator import save_generator, tiny_generator
 
 # Folders that the verbs write, and their command lines without options.
 FOLDERS = {
@@ -26,14 +25,10 @@ NOTES += ("README.md", "LICENSE", "link", "folder link", "")
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines, each in a copy of a user's folder, of which no other file may change than an output."""
     rng, whole = random.Random(seed), folder / "whole"
-    write_pairs(whole)
+    write_world(whole)
+    save_generator(tiny_generator(), whole / "draft")
     for name in ("model", "twin"):
         save_generator(tiny_generator(joint=False), whole / name)
-    save_generator(tiny_generator(), whole / "draft")
-    other_model("bart").save_pretrained(whole / "bart")
-    tiny_pair().save_pretrained(whole / "bart")
-    (whole / "in").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
-    (whole / "targets").write_text("".join(f"{text}\n" for text in TARGETS), encoding="utf-8")
     (whole / "notes").write_text("mine\n", encoding="utf-8")
     (whole / "terms.tsv").write_text("dog\tHund\n", encoding="utf-8")
     for verb, words in FOLDERS.items():
@@ -42,7 +37,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     run(train_words(whole, BASE, whole / "run"), folder)
     for index in range(number):
         root = Path(shutil.copytree(whole, folder / str(index), symlinks=True))
-        kind = rng.choices((_file, _stream, _folder, _run), (3, 3, 4, 2))[0]
+        kind = rng.choices((_file, _folder, _run), (5, 4, 2))[0]
         yield kind(root, rng)
 
 
@@ -58,60 +53,36 @@ def _files(root: Path) -> list[Path]:
     return [path for path in sorted(root.rglob("*")) if path.is_symlink() or path.is_file()]
 
 
-def _choose_file(root: Path, rng: random.Random) -> tuple[Path, Path]:
-    """Return the path of an output, which may be a link, and the file to which the path leads."""
-    read = [root / name for name in ("in", "targets", "terms.tsv", "pairs.tsv")]
-    models = [path for name in ("model", "twin", "draft") for path in _files(root / name)]
-    file = rng.choice((rng.choice(read), rng.choice(models), root / "notes", root / "new"))
-    kind = rng.choice(("path", "path", "link", "hard link", "folder link", "dots"))
-    if kind == "link" or (kind == "hard link" and file.exists()):
-        path = root / "link"
-        (path.symlink_to if kind == "link" else path.hardlink_to)(file)
-        return path, file
-    if kind == "folder link":
-        (root / "folder").symlink_to(file.parent)
-        return root / "folder" / file.name, file
-    return (root / "model" / ".." / file.relative_to(root) if kind == "dots" else file), file
-
-
-def _words(verb: str, root: Path, rng: random.Random) -> tuple[list[str], list[Path]]:
-    """Return the command line of a verb that writes a file, and the files that it reads beside those of `model`."""
-    read, options = [root / "in"], []
-    if verb == "evaluate":
-        read = rng.choice(([root / "pairs.tsv"], [root / "in", root / "targets"]))
-        options = ["--file", read[0]] if len(read) == 1 else ["--source", read[0], "--target", read[1]]
-    elif verb == "explain":
-        read, options = [], ["--source", SOURCES[0]]
-    elif verb == "attention":
-        options = ["--input", read[0], "--format", "pharaoh"]
-        if rng.random() < 0.5:
-            read.append(root / "targets")
-            options += ["--target_input", read[1]]
-    else:
-        options = ["--input", read[0]]
-        kind = rng.choice(("plain", "plain", "glossary", "draft", "ensemble", "n_best", "resume"))
-        added = {"glossary": root / "terms.tsv", "draft": root / "draft", "ensemble": root / "twin"}.get(kind)
-        read += [] if added is None else [added] if added.is_file() else _files(added)
-        if kind != "plain":
-            options += ["--assistant_model" if kind == "draft" else f"--{kind}", *([] if added is None else [added])]
-    return [verb, str(root / "model"), *map(str, options)], read
-
-
 def _file(root: Path, rng: random.Random) -> Case:
     """Return a case whose output may be a file that it reads, or a file of its model."""
-    verb = rng.choice(("generate", "generate", "generate", "evaluate", "evaluate", "attention", "explain"))
-    option = "--predictions" if verb == "evaluate" and rng.random() < 0.5 else "--output"
-    words, read = _words(verb, root, rng)
-    path, file = _choose_file(root, rng)
-    words += [option, str(path)]
-    can_replace = verb != "generate" or rng.random() < 0.7
-    if verb == "generate" and can_replace and "--resume" not in words:
+    options, read = {
+        "plain": ([], []),
+        "glossary": (["--glossary", root / "terms.tsv"], [root / "terms.tsv"]),
+        "draft": (["--assistant_model", root / "draft"], _files(root / "draft")),
+        "ensemble": (["--ensemble", root / "twin"], _files(root / "twin")),
+        "resume": (["--resume"], []),
+    }[rng.choice(("plain", "glossary", "draft", "ensemble", "resume"))]
+    words = ["generate", str(root / "model"), "--input", str(root / "in"), *map(str, options)]
+    if rng.random() < 0.4:
+        read = [root / "targets"]
+        words = ["evaluate", str(root / "model"), "--source", str(root / "in"), "--target", str(root / "targets")]
+    models = [path for name in ("model", "twin", "draft") for path in _files(root / name)]
+    file = rng.choice(
+        (root / "in", root / "targets", root / "terms.tsv", rng.choice(models), root / "notes", root / "new")
+    )
+    kind, path = rng.choice(("path", "link", "hard link", "dots")), file
+    if kind == "dots":
+        path = root / "model" / ".." / file.relative_to(root)
+    elif kind == "link" or (kind == "hard link" and file.exists()):
+        path = root / "link"
+        (path.symlink_to if kind == "link" else path.hardlink_to)(file)
+    words += ["--output", str(path)]
+    can_replace = words[0] != "generate" or rng.random() < 0.7
+    if words[0] == "generate" and can_replace and "--resume" not in words:
         words.append("--overwrite")
-    if option == "--predictions":
-        words += ["--output", str(root / "scores.json")]
-    name = f"{' '.join(words[2:])} -> {file.relative_to(root)}"
     everything = [file for file in _files(root) if file.exists()]
-    return Case(name, words, guarded=_guarded(root, read, path) if can_replace else everything)
+    guarded = _guarded(root, [root / "in", *read], path) if can_replace else everything
+    return Case(f"{' '.join(words[2:])} -> {file.relative_to(root)}", words, guarded=guarded)
 
 
 def _guarded(root: Path, read: list[Path], path: Path) -> list[Path]:
@@ -121,23 +92,6 @@ def _guarded(root: Path, read: list[Path], path: Path) -> list[Path]:
     if path.exists():
         outputs += [file for file in _files(root) if file.samefile(path)]
     return [file for file in _files(root) if file in read or file not in outputs]
-
-
-def _stream(root: Path, rng: random.Random) -> Case:
-    """Return a case whose standard output may be its standard input, a file that it reads, or a file of its model."""
-    verb = rng.choice(("generate", "generate", "attention", "explain"))
-    words, read = _words(verb, root, rng)
-    words = [word for word in words if word != "--resume"]
-    stdin = None
-    if "--input" in words and rng.random() < 0.7:
-        stdin, start = root / "in", words.index("--input")
-        del words[start : start + 2]
-    words += ["--text"] * (verb == "explain")
-    path, file = _choose_file(root, rng)
-    has_output = verb == "generate" and rng.random() < 0.3
-    words += ["--output", str(path), "--overwrite"] * has_output
-    name = f"{' '.join(words[2:])} < {stdin and stdin.name} >> {path.name} -> {file.relative_to(root)}"
-    return Case(name, words, guarded=_guarded(root, read, path), stdin=stdin, stdout=None if has_output else path)
 
 
 def _add_notes(output: Path, kind: str, root: Path) -> None:

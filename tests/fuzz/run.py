@@ -55,7 +55,7 @@ def digests(case: Case) -> dict[Path, bytes]:
 def outcome_of(case: Case, folder: Path) -> tuple[str, str]:
     """Run a case, and return the outcome and the reason of a failure."""
     before = digests(case)
-    result = run(case.words, folder, case.stdin, case.stdout)
+    result = run(case.words, folder)
     # Files that a run writes into its own folder are no loss.
     after = before if "--resume" in case.words and not case.guarded else digests(case)
     changed = [str(file) for file in before if after.get(file) != before[file]]
@@ -126,7 +126,10 @@ def main() -> int:
     failures = [line for line in lines if line["outcome"] in FAILURES]
     for line in failures:
         print(f"\n{line['outcome']}, {line['part']}: {line['name']}\n  {' '.join(line['words'])}\n  {line['reason']}")
-    print_table(lines)
+    counts, columns = Counter((line["part"], line["outcome"]) for line in lines), (CLEAN, EQUAL, *FAILURES)
+    print(f"\n{'':12}" + "".join(f"{name:>13}" for name in columns))
+    for part in arguments.parts:
+        print(f"{part:12}" + "".join(f"{counts[part, name]:13}" for name in columns))
     seconds, name = max(((line["seconds"], line["name"]) for line in lines), default=(0, ""))
     print(f"{len(lines)} cases in {time.monotonic() - started:.0f} seconds, the longest {seconds:.0f} seconds: {name}")
     if failures or any(statuses):
@@ -134,15 +137,6 @@ def main() -> int:
         return 1
     shutil.rmtree(root)
     return 0
-
-
-def print_table(lines: list[dict]) -> None:
-    """Print the number of cases by part and outcome."""
-    counts, columns = Counter((line["part"], line["outcome"]) for line in lines), (CLEAN, EQUAL, *FAILURES)
-    print(f"\n{'':12}" + "".join(f"{name:>13}" for name in columns))
-    for part in dict.fromkeys(line["part"] for line in lines):
-        print(f"{part:12}" + "".join(f"{counts[part, name]:13}" for name in columns))
-    print(f"{'all':12}" + "".join(f"{sum(counts[part, name] for part in PARTS):13}" for name in columns))
 
 
 if __name__ == "__main__":

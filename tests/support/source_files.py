@@ -1,5 +1,6 @@
 """The source files of the package."""
 
+import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -9,3 +10,4 @@ SOURCES = {
     for room in ROOMS
     for path in sorted((ROOT / room).rglob("*.py"))
 }
+TREES = {file: ast.parse(source) for file, source in SOURCES.items()}

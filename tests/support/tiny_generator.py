@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from metaphrase.inference import Generator
-from metaphrase.tokenization import SpecialTokens, TokenizerPair, train_tokenizer
+from metaphrase.tokenization import CONTROL_TOKENS, TokenizerPair, train_tokenizer
 
 SOURCES = ["a small dog runs", "the cat sleeps", "a cat", "two dogs and the small cat run", "the dog"]
 TARGETS = ["ein kleiner Hund läuft", "die Katze schläft", "eine Katze", "zwei Hunde und die Katze laufen", "der Hund"]
@@ -34,7 +34,7 @@ def tiny_pair(joint: bool = True, kind: str | None = None) -> TokenizerPair:
 def _letter_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = train_tokenizer(texts, kind="char", show_progress=False)
     counts = Counter("".join(texts))
-    entries = [*SpecialTokens().tokens, *sorted(counts, key=lambda letter: (-counts[letter], letter))]
+    entries = [*CONTROL_TOKENS, *sorted(counts, key=lambda letter: (-counts[letter], letter))]
     backend = tokenizer.backend_tokenizer
     backend.model = models.BPE({entry: index for index, entry in enumerate(entries)}, [], unk_token="<unk>")
     backend.pre_tokenizer, backend.decoder = None, decoders.Fuse()

@@ -12,7 +12,6 @@ import pytest
 
 from metaphrase.tokenization import (
     TOKENIZER_KINDS,
-    SpecialTokens,
     TokenizerPair,
     readable_tokens,
     sentinel_tokens,
@@ -110,10 +109,9 @@ def test_text_of_seen_characters_comes_back(kind):
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_KINDS)
-def test_control_tokens_spelled_like_words_are_never_read_from_text(kind):
-    special_tokens = SpecialTokens(eos_token="EOS", pad_token="-*-", unk_token="[UNK]")
-    tokenizer = train(kind, ["EOS xEOSx", "EOS -*- x-*-"] * 50, vocab_size=None, special_tokens=special_tokens)
-    for text in ["EOS", "x EOS x", "xEOSx -*-"]:
+def test_control_tokens_are_never_read_from_text(kind):
+    tokenizer = train(kind, ["</s> x</s>x", "</s> <s> x<s>"] * 50, vocab_size=None)
+    for text in ["</s>", "x </s> x", "x</s>x <s>"]:
         assert not {0, 1, 2} & set(tokenizer(text, add_special_tokens=False)["input_ids"])
         assert kind == "pretokenized" or round_trip(tokenizer, text) == text
 
