@@ -82,8 +82,9 @@ class VerbParser(argparse.ArgumentParser):
 def make_parser(verb: str) -> VerbParser:
     """Return the parser of a verb, from its table."""
     table = VERBS[verb]
-    parser = VerbParser(prog=f"metaphrase {verb}", description=table.description, allow_abbrev=False, add_help=False)
-    for title, options in {**table.groups, _COMMON_GROUP: _COMMON}.items():
+    description = f"{table.summary[0].upper()}{table.summary[1:]}."
+    parser = VerbParser(prog=f"metaphrase {verb}", description=description, allow_abbrev=False, add_help=False)
+    for title, options in {"": table.options, **table.groups, _COMMON_GROUP: _COMMON}.items():
         group = parser.add_argument_group(title) if title else parser
         for key, value in options.items():
             names, settings = _argument(key, *([value, {}] if isinstance(value, str) else value))

@@ -36,15 +36,15 @@ class Verb(NamedTuple):
     """A verb of the command line.
 
     Attributes:
-        summary: Its line in the list of all verbs.
-        description: Text of its help.
-        groups: Options by the title of their group; the empty title is that of its own options.
+        summary: Its line in the list of all verbs, and the first line of its help.
+        options: Its most used options.
+        groups: Other options, by the title of their group.
         usage: Usage line, if that of the required options does not say enough.
     """
 
     summary: str
-    description: str
-    groups: dict[str, Options]
+    options: Options
+    groups: dict[str, Options] = {}
     usage: str | None = None
 
 
@@ -191,55 +191,48 @@ _GENERATION = {f"--{name} {_METAVARS[option.type]}": option.help for name, optio
 
 VERBS = {
     "demo": Verb(
-        "train and show a small model on a generated corpus",
-        "Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2.",
+        "train and show a small English-German model on a generated corpus",
         {
-            "": {
-                "--output_dir TEXT = runs/demo": "folder for the run; an earlier demo is replaced",
-                "--num_train INT = 30000": "number of training pairs",
-                "--resume": "resume a stopped run from its last checkpoint",
-            }
+            "--output_dir TEXT = runs/demo": "folder for the run; an earlier demo is replaced",
+            "--num_train INT = 30000": "number of training pairs",
+            "--resume": "resume a stopped run from its last checkpoint",
         },
     ),
     "tokenize": Verb(
-        "train a tokenizer",
-        "Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line.",
+        "train a tokenizer for AutoTokenizer on text files, plain or .gz",
         {
-            "": {
-                "--files FILE...": "texts for a joint tokenizer of both sides",
-                "--source_files FILE...": "texts for a separate source tokenizer",
-                "--target_files FILE...": "texts for a separate target tokenizer",
-                "--output DIR!": "folder to write",
-                "--kind TEXT = byte_bpe": "byte_bpe, bpe, unigram, byte, char, word or pretokenized",
-                "--target_kind TEXT": "kind of a separate target tokenizer, if different",
-                "--vocab_size INT": "maximum entries [8000 for byte_bpe, bpe, unigram; else no limit]",
-                "--min_frequency INT": "minimum number of occurrences of a learned piece",
-                "--normalization TEXT": "Unicode normalization, nfc, nfd, nfkc or nfkd [none]",
-                "--lowercase": "lowercase all text",
-                "--joiner TEXT": "for pretokenized: mark at the end of a piece inside a word [@@]",
-                '--additional_special_tokens TOKEN... = ""': "such as language codes",
-                **_LINE,
-                "--overwrite": "replace an existing tokenizer",
-            }
+            "--files FILE...": "texts for a joint tokenizer of both sides",
+            "--source_files FILE...": "texts for a separate source tokenizer",
+            "--target_files FILE...": "texts for a separate target tokenizer",
+            "--output DIR!": "folder to write",
+            "--kind TEXT = byte_bpe": "byte_bpe, bpe, unigram, byte, char, word or pretokenized",
+            "--target_kind TEXT": "kind of a separate target tokenizer, if different",
+            "--vocab_size INT": "maximum entries [8000 for byte_bpe, bpe, unigram; else no limit]",
+            "--min_frequency INT": "minimum number of occurrences of a learned piece",
+            "--normalization TEXT": "Unicode normalization, nfc, nfd, nfkc or nfkd [none]",
+            "--lowercase": "lowercase all text",
+            "--joiner TEXT": "for pretokenized: mark at the end of a piece inside a word [@@]",
+            '--additional_special_tokens TOKEN... = ""': "such as language codes",
+            **_LINE,
+            "--overwrite": "replace an existing tokenizer",
         },
     ),
     "filter": Verb(
-        "drop pairs that are noise",
-        "Write the pairs that break no rule, in the same order, and report how many fell by which rule.",
+        "drop pairs that are noise, and report how many fell by which rule",
         {
-            "": {
-                "file FILE?": "pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but Parquet may end in .gz",
-                "--source FILE": "file with one source in each line, in place of FILE",
-                "--target FILE": "file with one target in each line, in place of FILE",
-                "--output NEW_FILE...!": "a .tsv or .jsonl file to write, or two text files; each may end in .gz",
-                "--report NEW_FILE": "JSON file to write: counts by rule, and examples",
-                "--rejected NEW_FILE": "TSV file to write: rule, source and target of each dropped pair",
-                "--source_lang CODE": "language of the sources, such as en; switches the rule `language` on",
-                "--target_lang CODE": "language of the targets, such as en; switches the rule `language` on",
-                "--normalize": "repair encoding and quotes, apply NFC, and reduce spaces, before the rules see a text",
-                "--overwrite": "replace existing outputs",
-                "--resume": "resume a stopped run of the same command; start from scratch if there is none",
-            },
+            "file FILE?": "pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but Parquet may end in .gz",
+            "--source FILE": "file with one source in each line, in place of FILE",
+            "--target FILE": "file with one target in each line, in place of FILE",
+            "--output NEW_FILE...!": "a .tsv or .jsonl file to write, or two text files; each may end in .gz",
+            "--report NEW_FILE": "JSON file to write: counts by rule, and examples",
+            "--rejected NEW_FILE": "TSV file to write: rule, source and target of each dropped pair",
+            "--source_lang CODE": "language of the sources, such as en; switches the rule `language` on",
+            "--target_lang CODE": "language of the targets, such as en; switches the rule `language` on",
+            "--normalize": "repair encoding and quotes, apply NFC, and reduce spaces, before the rules see a text",
+            "--overwrite": "replace existing outputs",
+            "--resume": "resume a stopped run of the same command; start from scratch if there is none",
+        },
+        {
             "rules and thresholds": {
                 "--rules RULE...": f"rules to apply [all]: {', '.join(FILTER_RULES)}",
                 "--skip_rules RULE...": "rules to leave out",
@@ -262,38 +255,36 @@ VERBS = {
                 **_SHARD,
             },
         },
-        "%(prog)s [file] --output FILE [option ...]",
+        usage="%(prog)s [file] --output FILE [option ...]",
     ),
     "backtranslate": Verb(
-        "make pairs from text in the target language",
-        "Write pairs of a synthetic source and a real target, from text in the target language.",
+        "make pairs of a synthetic source and a real target, from target texts",
         {
-            "": {
-                "--input FILE": "file with one target in each line, UTF-8 [standard input]",
-                "--output NEW_FILE|-": "a .tsv or .jsonl file to write, or - [standard output, with tabs]",
-                **_STREAM_OUTPUT,
-                "--tag TEXT": "text before each synthetic source, such as '<BT>'",
-                "model MODEL": "folder or Hub id of a model from the target to the source language",
-                **_LANGUAGES,
-            },
+            "--input FILE": "file with one target in each line, UTF-8 [standard input]",
+            "--output NEW_FILE|-": "a .tsv or .jsonl file to write, or - [standard output, with tabs]",
+            **_STREAM_OUTPUT,
+            "--tag TEXT": "text before each synthetic source, such as '<BT>'",
+            "model MODEL": "folder or Hub id of a model from the target to the source language",
+            **_LANGUAGES,
+        },
+        {
             "loading": _LOADING,
             "ensemble, batches and engine": {**_ENSEMBLE, **_engine("auto"), **_STREAM, **_SPLIT},
             "generation": _GENERATION,
         },
     ),
     "distill": Verb(
-        "make pairs from the targets of teachers",
-        "Write pairs of a source and the target that one teacher, or an ensemble of them, writes.",
+        "make pairs of a source and the target that one teacher or several write",
         {
-            "": {
-                "--input FILE": "pairs in one file, or one source in each line [standard input]",
-                "--target FILE": "file with one reference in each line, for an input of sources",
-                "--output NEW_FILE|-": "a .tsv or .jsonl file to write, or - [standard output, with tabs]",
-                **_STREAM_OUTPUT,
-                "--select bleu|chrf": "of num_return_sequences targets, write the nearest to the reference [write all]",
-                "teachers MODEL...": "folder or Hub id of any encoder-decoder model",
-                **_LANGUAGES,
-            },
+            "--input FILE": "pairs in one file, or one source in each line [standard input]",
+            "--target FILE": "file with one reference in each line, for an input of sources",
+            "--output NEW_FILE|-": "a .tsv or .jsonl file to write, or - [standard output, with tabs]",
+            **_STREAM_OUTPUT,
+            "--select bleu|chrf": "of num_return_sequences targets, write the nearest to the reference [write all]",
+            "teachers MODEL...": "folder or Hub id of any encoder-decoder model",
+            **_LANGUAGES,
+        },
+        {
             "loading": _LOADING,
             "ensemble, batches and engine": {
                 "--ensemble_mean linear|log_linear": "mean of probabilities or of log-probabilities [linear]",
@@ -306,44 +297,37 @@ VERBS = {
         },
     ),
     "train": Verb(
-        "train a model by a recipe",
-        "Train by a recipe, or from files of pairs alone. Each field of a recipe is an option too: --field value.",
+        "train a model by a recipe, or from files of pairs alone",
         {
-            "": {
-                "recipe*": "YAML file or name of a recipe, one or two files of pairs, or a data set (folder or OWNER/NAME)",
-                "--help_fields": "list all fields of a recipe and exit",
-                "--resume": "resume from the last checkpoint in output_dir, if there is one",
-                "--dry_run": "print what the run needs, and do not train",
-            }
+            "recipe*": "YAML file or name of a recipe, one or two files of pairs, or a data set (folder or OWNER/NAME)",
+            "--help_fields": "list all fields of a recipe and exit",
+            "--resume": "resume from the last checkpoint in output_dir, if there is one",
+            "--dry_run": "print what the run needs, and do not train",
         },
-        "%(prog)s [recipe] [option ...] [--field value ...]",
+        usage="%(prog)s [recipe] [option ...] [--field value ...]",
     ),
     "tune": Verb(
-        "search for a better recipe",
-        "Search for better values of the fields that a recipe lists in `search`. Each field is an option too.",
+        "search for better values of the fields that a recipe lists in `search`",
         {
-            "": {
-                "recipe*": "a recipe or files of pairs, as for `metaphrase train`",
-                "--trials INT": "maximum number of trials [all that fit into the time budget]",
-                "--resume": "resume the search in output_dir",
-            }
+            "recipe*": "a recipe or files of pairs, as for `metaphrase train`",
+            "--trials INT": "maximum number of trials [all that fit into the time budget]",
+            "--resume": "resume the search in output_dir",
         },
-        "%(prog)s [recipe] [--time_budget 30m] [option ...] [--field value ...]",
+        usage="%(prog)s [recipe] [--time_budget 30m] [option ...] [--field value ...]",
     ),
     "evaluate": Verb(
-        "score a model on a test set",
-        "Decode a test set, score it, and write metrics.json with the signature of every score.",
+        "score a model on a test set, and write metrics.json with signatures",
         {
-            "": {
-                "--source FILE": "file with one source in each line",
-                "--target FILE": "file with one reference in each line",
-                "--file FILE": "sources and references in one .tsv, .csv, .jsonl or .parquet file",
-                "--output NEW_FILE": "file to write, or folder for metrics.json [metrics.json beside the model]",
-                "--predictions NEW_FILE": "file to write the decoded targets to",
-                "model MODEL": "folder or Hub id of any encoder-decoder model",
-                **_LANGUAGES,
-                "--metrics NAME... = bleu chrf": (f"scores: {', '.join(METRICS)} [bleu chrf]"),
-            },
+            "--source FILE": "file with one source in each line",
+            "--target FILE": "file with one reference in each line",
+            "--file FILE": "sources and references in one .tsv, .csv, .jsonl or .parquet file",
+            "--output NEW_FILE": "file to write, or folder for metrics.json [metrics.json beside the model]",
+            "--predictions NEW_FILE": "file to write the decoded targets to",
+            "model MODEL": "folder or Hub id of any encoder-decoder model",
+            **_LANGUAGES,
+            "--metrics NAME... = bleu chrf": (f"scores: {', '.join(METRICS)} [bleu chrf]"),
+        },
+        {
             "loading": _LOADING,
             "pairs and scores": {
                 **_COLUMNS,
@@ -361,21 +345,20 @@ VERBS = {
     ),
     "compare": Verb(
         "compare outputs of systems: scores, tests of significance, largest differences",
-        "Compare outputs of systems on one test set: scores, paired tests, and the sentences that differ the most.",
         {
-            "": {
-                "outputs FILE...": "files with one output in each line, of any system; the first one is the baseline",
-                "--target FILE!": "file with one reference in each line",
-                "--source FILE": "file with one source in each line, to show beside the outputs",
-                "--train_target_file FILE": "training targets, for the frequency of words [the references]",
-                "--names NAME...": "names of the systems [those of the files]",
-                '--output NEW_FILE... = ""': "report to write beside the text: .json, .html or both",
-                **_SCORES,
-                "--paired_bs_n COUNT = 1000": "paired bootstrap resamples, as in sacreBLEU",
-                "--paired_ar_n COUNT = 10000": "approximate randomization trials, as in sacreBLEU",
-                "--num_sentences COUNT = 20": "sentences with the largest differences in --output, in each direction",
-                **_LINE,
-            },
+            "outputs FILE...": "files with one output in each line, of any system; the first one is the baseline",
+            "--target FILE!": "file with one reference in each line",
+            "--source FILE": "file with one source in each line, to show beside the outputs",
+            "--train_target_file FILE": "training targets, for the frequency of words [the references]",
+            "--names NAME...": "names of the systems [those of the files]",
+            '--output NEW_FILE... = ""': "report to write beside the text: .json, .html or both",
+            **_SCORES,
+            "--paired_bs_n COUNT = 1000": "paired bootstrap resamples, as in sacreBLEU",
+            "--paired_ar_n COUNT = 10000": "approximate randomization trials, as in sacreBLEU",
+            "--num_sentences COUNT = 20": "sentences with the largest differences in --output, in each direction",
+            **_LINE,
+        },
+        {
             "external scores": {
                 "--scores FILE...": "files with one score in each line, such as of COMET, one for each system",
                 "--scores_name NAME": "name of the external scores [external]",
@@ -385,16 +368,15 @@ VERBS = {
     ),
     "generate": Verb(
         "translate, summarize, ...: one target line for each source line",
-        "Write one target line for each source line, in the same order.",
         {
-            "": {
-                "--input FILE": "file with one source in each line, UTF-8 [standard input]",
-                "--output NEW_FILE|-": "file to write, or - [standard output]",
-                **_STREAM_OUTPUT,
-                "--n_best": "write `index ||| target ||| score` for every target; implied by num_return_sequences",
-                "model MODEL": "folder or Hub id of any encoder-decoder model",
-                **_LANGUAGES,
-            },
+            "--input FILE": "file with one source in each line, UTF-8 [standard input]",
+            "--output NEW_FILE|-": "file to write, or - [standard output]",
+            **_STREAM_OUTPUT,
+            "--n_best": "write `index ||| target ||| score` for every target; implied by num_return_sequences",
+            "model MODEL": "folder or Hub id of any encoder-decoder model",
+            **_LANGUAGES,
+        },
+        {
             "loading": _LOADING,
             "ensemble, batches and engine": {**_ENSEMBLE, **_engine("auto"), **_STREAM},
             "whole texts": {
@@ -421,63 +403,53 @@ VERBS = {
         },
     ),
     "convert": Verb(
-        "convert weights of T5, BART, Marian and others, and back",
-        "Convert a checkpoint of a known family, or with --to, a Metaphrase model to a family. Both compute the same.",
+        "convert weights of T5, BART, Marian and others, or back with --to",
         {
-            "": {
-                "source MODEL": "folder or Hub id, with weights in safetensors",
-                "output DIR": "folder to write",
-                "--to FAMILY": "convert to t5, mt5, umt5, bart, mbart, plbart, pegasus, marian, m2m_100 or fsmt",
-                "--revision TEXT": "branch, tag or commit on the Hub",
-                "--overwrite": "replace an existing conversion",
-                "--max_shard_size SIZE = 5GB": "maximum size of a file of weights, such as 500MB",
-            }
+            "source MODEL": "folder or Hub id, with weights in safetensors",
+            "output DIR": "folder to write",
+            "--to FAMILY": "convert to t5, mt5, umt5, bart, mbart, plbart, pegasus, marian, m2m_100 or fsmt",
+            "--revision TEXT": "branch, tag or commit on the Hub",
+            "--overwrite": "replace an existing conversion",
+            "--max_shard_size SIZE = 5GB": "maximum size of a file of weights, such as 500MB",
         },
     ),
     "shortlist": Verb(
-        "learn the target tokens of each source token, for faster decoding",
-        "Write vmap.txt into the folder of a model, learned from pairs. The option --use_vmap then decodes faster.",
+        "learn the target tokens of each source token, for faster decoding by --use_vmap",
         {
-            "": {
-                "model MODEL": "folder of a Metaphrase model",
-                "pairs FILE...": "training pairs: one file of pairs, or two parallel files",
-                **_COLUMNS,
-                "--num_per_token INT = 200": "target tokens that a source token permits",
-                "--num_frequent INT = 100": "most frequent target tokens, which all sources permit",
-                "--overwrite": "replace an existing vmap.txt",
-            }
+            "model MODEL": "folder of a Metaphrase model",
+            "pairs FILE...": "training pairs: one file of pairs, or two parallel files",
+            **_COLUMNS,
+            "--num_per_token INT = 200": "target tokens that a source token permits",
+            "--num_frequent INT = 100": "most frequent target tokens, which all sources permit",
+            "--overwrite": "replace an existing vmap.txt",
         },
-        "%(prog)s MODEL PAIRS [option ...]",
+        usage="%(prog)s MODEL PAIRS [option ...]",
     ),
     "export": Verb(
-        "export a model to CTranslate2 or ONNX",
-        "Export a Metaphrase model with tokenizers and generation settings.",
+        "export a model to CTranslate2 or ONNX, with tokenizers and settings",
         {
-            "": {
-                "model MODEL": "folder or Hub id of a Metaphrase model",
-                "output DIR": "folder to write",
-                "--format ctranslate2|onnx!": "format to write",
-                "--quantization TYPE": "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float16 ...",
-                "--overwrite, --force": "replace an existing export",
-            }
+            "model MODEL": "folder or Hub id of a Metaphrase model",
+            "output DIR": "folder to write",
+            "--format ctranslate2|onnx!": "format to write",
+            "--quantization TYPE": "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float16 ...",
+            "--overwrite, --force": "replace an existing export",
         },
     ),
     "attention": Verb(
-        "show cross-attention: picture or word alignment",
-        "Show cross-attention: png is a picture of one sentence, pharaoh a line of word links for each sentence.",
+        "show cross-attention: png of one sentence, or word alignment (pharaoh)",
         {
-            "": {
-                "--source TEXT": ("source text; may be given several times", {"action": "append"}),
-                "--target TEXT": ("target text for each --source [generated]", {"action": "append"}),
-                "--input FILE": "file with one source in each line [standard input, without --source]",
-                "--target_input FILE": "file with one target in each line [generated]",
-                "--layer INT|mean = -1": "decoder layer to show; -1 is the last, mean is the mean of all layers",
-                "--head INT": "head of that layer [mean of all heads]",
-                "--output NEW_FILE": "file to write: .png, .align or .txt [attention.png, or standard output]",
-                "--format png|pharaoh": "format [by the suffix of the output, or png]",
-                "model MODEL": "folder or Hub id of any encoder-decoder model",
-                **_LANGUAGES,
-            },
+            "--source TEXT": ("source text; may be given several times", {"action": "append"}),
+            "--target TEXT": ("target text for each --source [generated]", {"action": "append"}),
+            "--input FILE": "file with one source in each line [standard input, without --source]",
+            "--target_input FILE": "file with one target in each line [generated]",
+            "--layer INT|mean = -1": "decoder layer to show; -1 is the last, mean is the mean of all layers",
+            "--head INT": "head of that layer [mean of all heads]",
+            "--output NEW_FILE": "file to write: .png, .align or .txt [attention.png, or standard output]",
+            "--format png|pharaoh": "format [by the suffix of the output, or png]",
+            "model MODEL": "folder or Hub id of any encoder-decoder model",
+            **_LANGUAGES,
+        },
+        {
             "loading": _LOADING,
             "texts": {**_LINE},
             "generation": _GENERATION,
@@ -485,50 +457,45 @@ VERBS = {
     ),
     "explain": Verb(
         "show what each stage of a model computes for a pair: page or text",
-        "Show what each stage of an encoder-decoder computes for a pair, on one HTML page: from tokens to searches.",
         {
-            "": {
-                "--source TEXT!": (
-                    "source text; may be given several times, for a page of at most 50 pairs",
-                    {"action": "append"},
-                ),
-                "--target TEXT": ("target text for each --source [generated]", {"action": "append"}),
-                "--output NEW_FILE": "HTML file to write [explanation.html, or none with --text]",
-                "--text": "write the explanation as text to standard output",
-                "model MODEL": "folder or Hub id of any encoder-decoder model",
-                **_LANGUAGES,
-            },
+            "--source TEXT!": (
+                "source text; may be given several times, for a page of at most 50 pairs",
+                {"action": "append"},
+            ),
+            "--target TEXT": ("target text for each --source [generated]", {"action": "append"}),
+            "--output NEW_FILE": "HTML file to write [explanation.html, or none with --text]",
+            "--text": "write the explanation as text to standard output",
+            "model MODEL": "folder or Hub id of any encoder-decoder model",
+            **_LANGUAGES,
+        },
+        {
             "loading": _LOADING,
             "generation": _GENERATION,
         },
     ),
     "average": Verb(
-        "average the weights of several checkpoints",
-        "Average the weights of several checkpoints. Tokenizers and settings are those of the last one.",
+        "average the weights of several checkpoints, with the settings of the last one",
         {
-            "": {
-                "folders FOLDER...": "folder of a run, or the checkpoints to average",
-                "--output DIR!": "folder to write the model to",
-                "--last INT": "average the last N checkpoints of a run",
-                "--best INT": "average the N checkpoints of a run with the best metric",
-                "--metric TEXT": "metric for --best, as the trainer logs it [eval_bleu]",
-                "--overwrite": "replace an existing average",
-            }
+            "folders FOLDER...": "folder of a run, or the checkpoints to average",
+            "--output DIR!": "folder to write the model to",
+            "--last INT": "average the last N checkpoints of a run",
+            "--best INT": "average the N checkpoints of a run with the best metric",
+            "--metric TEXT": "metric for --best, as the trainer logs it [eval_bleu]",
+            "--overwrite": "replace an existing average",
         },
     ),
     "serve": Verb(
-        "serve models by HTTP",
-        "Serve models by HTTP. /ui is a page to try the models, /docs describes the API.",
+        "serve models by HTTP, with a page to try them at /ui and the API at /docs",
         {
-            "": {
-                "models [NAME=]MODEL...": "folders or Hub ids; en-de=FOLDER gives a model a name and its languages",
-                "--host TEXT = 127.0.0.1": "address to listen on; 0.0.0.0 is all networks",
-                "--port COUNT = 8000": "port to listen on",
-                "--api_keys FILE": "file with one key of a client on each line [METAPHRASE_API_KEYS; else no keys]",
-                '--cors_origins URL... = ""': "origins of web pages that may call the server; * is all",
-                '--glossaries NAME=FILE... = ""': "files of terms, as for generate; their id in requests is NAME",
-                "--task translation|summarization|text2text-generation": "task of the models [translation with two languages]",
-            },
+            "models [NAME=]MODEL...": "folders or Hub ids; en-de=FOLDER gives a model a name and its languages",
+            "--host TEXT = 127.0.0.1": "address to listen on; 0.0.0.0 is all networks",
+            "--port COUNT = 8000": "port to listen on",
+            "--api_keys FILE": "file with one key of a client on each line [METAPHRASE_API_KEYS; else no keys]",
+            '--cors_origins URL... = ""': "origins of web pages that may call the server; * is all",
+            '--glossaries NAME=FILE... = ""': "files of terms, as for generate; their id in requests is NAME",
+            "--task translation|summarization|text2text-generation": "task of the models [translation with two languages]",
+        },
+        {
             "loading": _LOADING_FILES,
             "batches and engine": _engine("auto"),
             "limits": _LIMITS,
@@ -536,28 +503,25 @@ VERBS = {
         },
     ),
     "push": Verb(
-        "upload a model to the Hub",
-        "Upload model, code, tokenizers, card, licence, recipe and scores to the Hub, and no other files.",
+        "upload a model to the Hub: its files, card, recipe and scores, and no others",
         {
-            "": {
-                "folder": "folder with a trained model",
-                "repo_id OWNER/NAME": "user/name or organization/name; created if it does not exist",
-                "--private": "create a private repository; an existing public one is an error",
-                "--dry_run": "only list what would be uploaded, offline",
-                "--commit_message TEXT = Upload the model": "message of the commit",
-                "--revision BRANCH": "branch to upload to, created if it does not exist [main]",
-                "--token TEXT": "access token [HF_TOKEN, or that of `hf auth login`]",
-                "--overwrite_card": "replace your own README.md by a model card",
-                "--license NAME": "licence of the weights for the card, such as apache-2.0",
-                "--base_model NAME": "model that this one was fine-tuned from, for the card",
-                "--datasets NAME...": "training data, for the card",
-                "--endpoint_handler": "also write handler.py and requirements.txt, for Inference Endpoints of the Hub",
-                "--space USER/NAME?": (
-                    "also write a Gradio Space, a page to try the model [its name is that of the model with -space]",
-                    {"const": ""},
-                ),
-                '--space_examples TEXT... = ""': "sources on the page of the Space",
-            }
+            "folder": "folder with a trained model",
+            "repo_id OWNER/NAME": "user/name or organization/name; created if it does not exist",
+            "--private": "create a private repository; an existing public one is an error",
+            "--dry_run": "only list what would be uploaded, offline",
+            "--commit_message TEXT = Upload the model": "message of the commit",
+            "--revision BRANCH": "branch to upload to, created if it does not exist [main]",
+            "--token TEXT": "access token [HF_TOKEN, or that of `hf auth login`]",
+            "--overwrite_card": "replace your own README.md by a model card",
+            "--license NAME": "licence of the weights for the card, such as apache-2.0",
+            "--base_model NAME": "model that this one was fine-tuned from, for the card",
+            "--datasets NAME...": "training data, for the card",
+            "--endpoint_handler": "also write handler.py and requirements.txt, for Inference Endpoints of the Hub",
+            "--space USER/NAME?": (
+                "also write a Gradio Space, a page to try the model [its name is that of the model with -space]",
+                {"const": ""},
+            ),
+            '--space_examples TEXT... = ""': "sources on the page of the Space",
         },
     ),
 }
