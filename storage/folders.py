@@ -145,13 +145,17 @@ def refuse_outer_links(folder: Path, paths: Iterable[Path], field: str) -> None:
 
 
 def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
-    """Return the fields of a file, or None if it is missing.
+    """Return the fields of a file, or None if it is missing. Errors are as for `read_json`."""
+    return read_json(path, parse) if path.exists() else None
+
+
+def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """Return the fields of a file.
 
     Raises:
         ValueError: If the file is damaged or does not hold fields.
+        OSError: If the file is missing.
     """
-    if not path.exists():
-        return None
     text = read_text(path)
     try:
         content = parse(text)
@@ -170,14 +174,6 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"`{path.name}` must be UTF-8, got an error in {str(path)!r}: {error}.") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the fields of a checkpoint's JSON file. Raise a `ValueError` also if the file is missing."""
-    content = read_fields(path)
-    if content is None:
-        raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
-    return content
 
 
 def write_provenance(path: Path, source: str | os.PathLike | None = None, **fields: Any) -> None:
@@ -234,13 +230,13 @@ class WriteLock(contextlib.AbstractContextManager):
             ) from None
         except OSError:
             self.release()
+        else:
+            # A forked process may outlive this one.
+            os.register_at_fork(after_in_child=self.release)
 
     def release(self) -> None:
         """Give the lock up; a second call has no effect."""
         if self._descriptor is not None:
-            # A forked process has the same lock: closing alone would not end it.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
         self._descriptor = None
 

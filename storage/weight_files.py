@@ -161,10 +161,7 @@ def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_
             # safetensors refuses two names for one storage.
             tensors[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
             addresses.add(tensor.data_ptr())
-        try:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{folder / file} could not be written: {error}") from error
+        save_file(tensors, folder / file, metadata={"format": "pt"})
         del tensors, tensor
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -155,12 +155,13 @@ def test_python_runs(code, project, capsys, monkeypatch):
     assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
 
 
-def with_slow_export(commands):
-    """Mark the export to ONNX, which takes half a minute. Faster tests in tests/conversion/onnx cover it."""
-    return [pytest.param(c, marks=[pytest.mark.slow] if "--format onnx" in c else []) for c in commands]
+def with_marks(commands):
+    """Mark commands that take half a minute. Faster tests of their rooms cover them."""
+    is_slow = re.compile("--format onnx|--num_processes")
+    return [pytest.param(command, marks=[pytest.mark.slow] * bool(is_slow.search(command))) for command in commands]
 
 
-@pytest.mark.parametrize("command", with_slow_export(command for command in COMMANDS if command.split()[1] not in LONG))
+@pytest.mark.parametrize("command", with_marks(command for command in COMMANDS if command.split()[1] not in LONG))
 def test_command_runs(command, project, monkeypatch, capsys):
     words, _, target = command.partition(" > ")
     words, _, source = words.partition(" < ")

@@ -95,7 +95,7 @@ def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> ran
 
 
 def read_lines(path: str | os.PathLike, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[Line]:
-    """Yield the lines of a UTF-8 text file, without a byte-order mark. Errors are as for `open_bytes` and `decode_lines`."""
+    """Yield the lines of a UTF-8 text file, without a byte-order mark. Errors are as for `open_bytes`."""
     with open_bytes(path) as file:
         yield from decode_lines(file, f"`{os.fspath(path)}`", max_line_characters)
 
@@ -109,13 +109,8 @@ def decode_lines(file: BinaryIO, name: str, max_line_characters: int = MAX_LINE_
     Args:
         file: The bytes.
         name: The name of the file, for messages.
-        max_line_characters: Maximum length of a line without its end, at least 1.
-
-    Raises:
-        ValueError: If `max_line_characters` is below 1.
+        max_line_characters: Maximum length of a line without its end.
     """
-    if max_line_characters < 1:
-        raise ValueError(f"`max_line_characters` must be at least 1, got {max_line_characters}.")
     # A character has at most four bytes. The other bytes are a byte-order mark and the line end.
     size = min(4 * max_line_characters + 5, sys.maxsize)
     for number in itertools.count(1):

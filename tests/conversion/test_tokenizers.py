@@ -97,7 +97,7 @@ def test_a_full_disk_is_told_in_a_line(bart, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("metaphrase.storage.weight_files.save_file", fail)
     assert run("convert", [str(bart[0]), str(tmp_path / "ours")]) == 2
-    assert "model.safetensors could not be written: Error while serializing: No space" in capsys.readouterr().err
+    assert "error: Error while serializing: No space left on device" in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
 
 

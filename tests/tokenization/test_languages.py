@@ -9,7 +9,7 @@ from converted_models import bart_like, draw
 from sentencepiece_models import train_model, write_marian_tokenizer
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from tiny_languages import CODES, MAKERS
-from transformers import M2M100Tokenizer, MarianTokenizer, PLBartTokenizer, pipeline
+from transformers import M2M100Tokenizer, MarianTokenizer, pipeline
 
 from metaphrase.conversion import convert
 from metaphrase.evaluation.evaluate import evaluate_generator
@@ -199,20 +199,6 @@ def test_m2m_100_needs_the_language_of_targets_before_any_work(m2m_100, monkeypa
     monkeypatch.setattr(Generator, "generate", lambda *arguments, **options: pytest.fail("sources were decoded"))
     with pytest.raises(ValueError, match=said):
         evaluate_generator(generator, SOURCES, TARGETS, metrics=["chrf"])
-
-
-def test_plbart_tokenizer_knows_its_languages(tmp_path):
-    """It writes the codes of programming languages with underscores around them."""
-    train_model([*SOURCES, "java en"], tmp_path / "sentencepiece.bpe.model")
-    tokenizer = PLBartTokenizer(str(tmp_path / "sentencepiece.bpe.model"))
-    codes = tokenizer.lang_code_to_id
-    assert set_languages(TokenizerPair(tokenizer, tokenizer), "java", "en_XX") == {
-        "decoder_start_token_id": codes["__en_XX__"]
-    }
-    assert tokenizer("a dog")["input_ids"][-1] == codes["__java__"]
-    piece = next(piece for piece in map(tokenizer.sp_model.id_to_piece, range(5, 20)) if piece.isalpha())
-    with pytest.raises(ValueError, match=f"`source_lang` must be a language that the .* knows, got '{piece}'"):
-        set_languages(TokenizerPair(tokenizer, tokenizer), source_lang=piece)
 
 
 def test_class_is_known_where_transformers_does_not_name_it(opus_mt, tmp_path, monkeypatch):
