@@ -182,7 +182,7 @@ def test_m2m_100_tokenizer_knows_its_languages(m2m_100):
     written = generator.generate(SOURCES, num_beams=2, max_new_tokens=4)
     piped = pipeline("translation_en_to_de", model=str(folder), num_beams=2, max_new_tokens=4)
     assert [result["translation_text"] for result in piped(SOURCES)] == written
-    with pytest.raises(ValueError, match="`tgt_lang` must be a language that the .* knows, got 'd'"):
+    with pytest.raises(ValueError, match=r"`tgt_lang` must be a language that the .* knows, got 'd'"):
         piped(SOURCES, tgt_lang="d", src_lang="en")
     for code in ("d", "__de__", "xx"):
         with pytest.raises(ValueError, match=f"`source_lang` must be a language that the .* knows, got '{code}'"):
