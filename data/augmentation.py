@@ -82,7 +82,7 @@ class Augmenter:
         seed: Seed of all changes.
         limits: Most tokens of a source and of a target. A longer side stays as it was, and with changes of both texts the
             other side, too.
-        subword_sampling: As `alpha` of `SubwordSampler`; None for the plain segmentation.
+        subword_sampling: As `rate` of `SubwordSampler`; None for the plain segmentation.
         rates: Rates of changes of the texts.
         prefixes: Beginnings of sources that stay.
         terms: Target words of each source word, with case folded, for the change `terms`.

@@ -1,42 +1,37 @@
-"""Subword sampling: random segmentations of the words of a text, for training alone.
+"""BPE-dropout: random segmentations of the words of a text, for training alone.
 
-The sampling of the library `tokenizers` has no seed, so a resumed run would not repeat it.
+The dropout of the library `tokenizers` has no seed, so a resumed run would not repeat it.
 """
 
 import json
 import math
-from bisect import bisect
 from itertools import groupby, pairwise
 from random import Random
-from typing import Any
 
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 # Kinds of new tokenizers that can be sampled from.
-SAMPLED_KINDS = ("byte_bpe", "bpe", "unigram")
+SAMPLED_KINDS = ("byte_bpe", "bpe")
 Ids = tuple[int, ...]
-# States of words in memory, of about 1 KB each. The first ones stay: frequent words come early in a text.
+# Words and states of words in memory, of about 1 KB each. The first ones stay: frequent words come early in a text.
 _MAX_STATES = 100_000
 _NEAR_ZERO = 1e-300
 
 
 class SubwordSampler:
-    """Segmentations of one tokenizer, drawn anew for each text.
+    """Segmentations of one tokenizer, drawn anew for each text: each merge is skipped with a probability.
 
-    - BPE: each merge is skipped with probability `alpha` (BPE-dropout). 0 gives the plain segmentation.
-    - Unigram: a segmentation is drawn in proportion to its probability to the power of `alpha`. A small `alpha` varies most.
+    A word with an unknown character or a byte token keeps its plain segmentation. The permitted merges of a state of a word are
+    computed once.
 
-    A word with an unknown character or a byte token keeps its plain segmentation.
-
-    Source: Provilkov et al. 2020, algorithm 1, arXiv 1910.13267; Kudo 2018, section 3.2, arXiv 1804.10959, over all
-    segmentations.
+    Source: Provilkov et al. 2020, algorithm 1, arXiv 1910.13267.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, alpha: float):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rate: float):
         """Args:
-        tokenizer: A tokenizer of the library `tokenizers` with a BPE or Unigram model.
-        alpha: Probability of skipping a merge, or exponent of probabilities.
+        tokenizer: A tokenizer of the library `tokenizers` with BPE merges.
+        rate: Probability of skipping a merge. 0 gives the plain segmentation.
 
         Raises:
             ValueError: If the tokenizer has another model.
@@ -44,19 +39,25 @@ class SubwordSampler:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         model = {} if backend is None else json.loads(backend.to_str())["model"]
         has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-        is_merging = model.get("type") == "BPE" and bool(model["merges"]) and not has_affixes
-        if not is_merging and model.get("type") != "Unigram":
+        if model.get("type") != "BPE" or not model["merges"] or has_affixes:
             raise ValueError(
-                f"`subword_sampling` must come with a tokenizer of the library `tokenizers` that has a Unigram model or BPE "
-                f"merges, got a {type(tokenizer).__name__} with {model.get('type', 'no such model')}."
+                "`subword_sampling` must come with a tokenizer of the library `tokenizers` that has BPE merges, "
+                f"got a {type(tokenizer).__name__} with {model.get('type', 'no such model')}."
             )
+        self._vocabulary = model["vocab"]
         self._pieces = {index: piece for piece, index in backend.get_vocab().items()}
         self._whole = {*tokenizer.get_added_vocab().values(), tokenizer.unk_token_id}
         if model.get("byte_fallback"):
-            self._whole |= {
-                index for index, piece in self._pieces.items() if piece.startswith("<0x") and len(piece) == 6
-            }
-        self._words: _Merges | _Lattice = _Merges(model, alpha) if is_merging else _Lattice(model, alpha, self._whole)
+            self._whole |= {index for index, piece in self._pieces.items() if piece.startswith("<0x")}
+        # Divisors that turn a uniform number into a geometric one. They are finite, so that a rate of 0 needs no case of its own.
+        self._log_skipped, self._log_merged = math.log(rate or _NEAR_ZERO), math.log1p(-rate) or -_NEAR_ZERO
+        self._merges: dict[Ids, tuple[int, int]] = {}
+        for rank, merge in enumerate(model["merges"]):
+            first, second = merge.split(" ") if isinstance(merge, str) else merge
+            pair = self._vocabulary[first], self._vocabulary[second]
+            self._merges.setdefault(pair, (rank, self._vocabulary[first + second]))
+        self._words: dict[Ids, tuple[Ids, int]] = {}
+        self._permitted: dict[Ids, list[tuple[int, int]]] = {}
 
     def __call__(self, encoding: Encoding, random: Random) -> list[int]:
         """Return the ids of a text in a new segmentation.
@@ -70,32 +71,12 @@ class SubwordSampler:
         for word, tokens in groupby(encoding.word_ids):
             end = start + len(list(tokens))
             plain, start = tuple(plain_ids[start:end]), end
-            if word is None or not self._whole.isdisjoint(plain):
-                ids += plain
-            else:
-                ids += self._words.sample(plain, self._pieces, random)
+            ids += plain if word is None or not self._whole.isdisjoint(plain) else self._sample(plain, random)
         return ids
 
-
-class _Merges:
-    """BPE-dropout. The permitted merges of a state of a word, first learned first, are computed once."""
-
-    def __init__(self, model: dict[str, Any], rate: float):
-        self.vocabulary = model["vocab"]
-        # Divisors that turn a uniform number into a geometric one. They are finite, so that a rate of 0 needs no case of its own.
-        self._log_skipped, self._log_merged = math.log(rate or _NEAR_ZERO), math.log1p(-rate) or -_NEAR_ZERO
-        self._merges: dict[Ids, tuple[int, int]] = {}
-        for rank, merge in enumerate(model["merges"]):
-            first, second = merge.split(" ") if isinstance(merge, str) else merge
-            pair = self.vocabulary[first], self.vocabulary[second]
-            self._merges.setdefault(pair, (rank, self.vocabulary[first + second]))
-        self._words: dict[Ids, tuple[Ids, int]] = {}
-        self._permitted: dict[Ids, list[tuple[int, int]]] = {}
-
-    def sample(self, plain: Ids, pieces: dict[int, str], random: Random) -> Ids:
-        """Return a word's ids in a new segmentation."""
+    def _sample(self, plain: Ids, random: Random) -> Ids:
         # Two of three words skip no merge at a rate of 0.1, and take a single draw.
-        ids, num_merges = self._words.get(plain) or self._word(plain, pieces)
+        ids, num_merges = self._words.get(plain) or self._word(plain)
         draw, log = random.random, math.log
         merged = int(log(1 - draw()) / self._log_merged)
         if merged >= num_merges:
@@ -109,16 +90,16 @@ class _Merges:
             skipped = int(log(1 - draw()) / self._log_skipped)
         return ids
 
-    def _word(self, plain: Ids, pieces: dict[int, str]) -> tuple[Ids, int]:
+    def _word(self, plain: Ids) -> tuple[Ids, int]:
         """Return the letters of a word, and the number of merges that make the plain segmentation of them."""
-        letters = tuple(self.vocabulary.get(letter) for index in plain for letter in pieces[index])
+        letters = tuple(self._vocabulary.get(letter) for index in plain for letter in self._pieces[index])
         word = (plain, 0) if None in letters else (letters, len(letters) - len(plain))
         if len(self._words) < _MAX_STATES:
             self._words[plain] = word
         return word
 
     def _permitted_merges(self, ids: Ids) -> list[tuple[int, int]]:
-        """Return start and merged id of each permitted merge."""
+        """Return start and merged id of each permitted merge, first learned first."""
         merges = self._permitted.get(ids)
         if merges is None:
             ranked = [
@@ -136,46 +117,3 @@ class _Merges:
 def _merge(ids: Ids, merge: tuple[int, int]) -> Ids:
     start, merged = merge
     return (*ids[:start], merged, *ids[start + 2 :])
-
-
-class _Lattice:
-    """Segmentations of a word, drawn from its end to its beginning with the probabilities of a forward pass."""
-
-    def __init__(self, model: dict[str, Any], alpha: float, whole: set[int]):
-        self._scores = {
-            piece: (index, alpha * score) for index, (piece, score) in enumerate(model["vocab"]) if index not in whole
-        }
-        self._longest = max(map(len, self._scores))
-        self._words: dict[Ids, list[tuple[list[float], list[tuple[int, int]]]]] = {}
-
-    def sample(self, plain: Ids, pieces: dict[int, str], random: Random) -> Ids:
-        """Return a word's ids in a new segmentation."""
-        arcs = self._words.get(plain) or self._word(plain, "".join([pieces[index] for index in plain]))
-        end, ids = len(arcs) - 1, []
-        while end > 0:
-            shares, choices = arcs[end]
-            # The last share may be a little below 1.
-            end, index = choices[min(bisect(shares, random.random()), len(choices) - 1)] if shares else choices[0]
-            ids.append(index)
-        return tuple(ids[::-1])
-
-    def _word(self, plain: Ids, word: str) -> list[tuple[list[float], list[tuple[int, int]]]]:
-        """Return, for each end, the cumulative shares of the pieces that end there, and their starts and ids.
-
-        A single piece has no shares.
-        """
-        totals, arcs = [0.0], [([], [])]
-        for end in range(1, len(word) + 1):
-            choices, weights = [], []
-            for start in range(max(0, end - self._longest), end):
-                if (piece := self._scores.get(word[start:end])) is not None and totals[start] > -math.inf:
-                    choices.append((start, piece[0]))
-                    weights.append(totals[start] + piece[1])
-            highest = max(weights, default=-math.inf)
-            shares = [math.exp(weight - highest) for weight in weights]
-            totals.append(highest + math.log(sum(shares)) if shares else highest)
-            cumulative = [sum(shares[: number + 1]) / sum(shares) for number in range(len(shares))]
-            arcs.append((cumulative if len(choices) > 1 else [], choices))
-        if len(self._words) < _MAX_STATES:
-            self._words[plain] = arcs
-        return arcs

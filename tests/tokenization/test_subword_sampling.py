@@ -1,9 +1,8 @@
-"""Subword sampling: exact probabilities on a small vocabulary, and texts that stay the same."""
+"""Tests of BPE-dropout: exact probabilities on a small vocabulary, and texts that stay the same."""
 
 import pickle
 import random
 from collections import Counter
-from itertools import combinations, pairwise
 
 import pytest
 from tiny_generator import SOURCES, TARGETS
@@ -40,22 +39,7 @@ def test_bpe_dropout_has_the_probabilities_of_the_paper():
     assert shares == pytest.approx(expected, abs=0.015)
 
 
-@pytest.mark.parametrize("alpha", [0.2, 0.8])
-def test_unigram_sampling_has_the_powers_of_the_probabilities(alpha):
-    scores = {"a": -1.0, "b": -2.0, "c": -1.5, "ab": -2.5, "bc": -1.0, "abc": -4.0}
-    tokenizer = wrap(models.Unigram([("<unk>", 0.0), *scores.items()], 0))
-    word, weights = "abcab", {}
-    for count in range(len(word)):
-        for cuts in combinations(range(1, len(word)), count):
-            ends = [0, *cuts, len(word)]
-            pieces = [word[start:end] for start, end in pairwise(ends)]
-            if all(piece in scores for piece in pieces):
-                weights[" ".join(pieces)] = 2.718281828 ** (alpha * sum(scores[piece] for piece in pieces))
-    expected = {pieces: weight / sum(weights.values()) for pieces, weight in weights.items()}
-    assert drawn_shares(tokenizer, alpha, word) == pytest.approx(expected, abs=0.015)
-
-
-@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram"])
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe"])
 def test_texts_stay_and_segmentations_differ(kind):
     texts = TEXTS * 3
     tokenizer = train_tokenizer(
@@ -101,8 +85,8 @@ def test_full_memory_changes_no_draw(monkeypatch):
     assert draws[0] == draws[1]
 
 
-@pytest.mark.parametrize("kind", ["byte", "word"])
-def test_a_tokenizer_without_merges_or_scores_is_refused(kind):
+@pytest.mark.parametrize("kind", ["byte", "unigram"])
+def test_a_tokenizer_without_merges_is_refused(kind):
     tokenizer = train_tokenizer(TEXTS, kind=kind, show_progress=False)
     with pytest.raises(ValueError, match="`subword_sampling` must come with a tokenizer"):
         SubwordSampler(tokenizer, 0.1)

@@ -185,9 +185,7 @@ class OwnFields(BaseModel):
         "Step at which R-Drop begins. Steps before it cost half.", 0, ge=0, effect_with="r_drop_alpha"
     )
     subword_sampling: float | None = _technique(
-        "Draw new segmentations in each epoch: the rate of BPE-dropout, such as 0.1, or Unigram's exponent, such as 0.2.",
-        gt=0,
-        lt=1,
+        "Draw new segmentations in each epoch: the rate of BPE-dropout, such as 0.1.", gt=0, lt=1
     )
     augmentation: dict[Literal[tuple(AUGMENTATIONS)], _Share] = _technique(
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).",
