@@ -362,7 +362,7 @@ def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
         ([tmp_path / "ours", tmp_path / "a", "--to", "brat"], "got 'brat'"),
         ([tmp_path / "gemma", tmp_path / "a"], "`model_type` must be one of t5, mt5"),
         ([folder, tmp_path / "taken"], "`output` must not exist"),
-        ([folder, tmp_path / "taken", "--overwrite"], "`output` must hold conversion.json to be overwritten"),
+        ([folder, tmp_path / "taken", "--overwrite"], "`output` must hold only the files that conversion.json lists"),
         ([folder, folder / "inside"], "`output` must lie apart from what is converted"),
     ):
         assert run("convert", [str(word) for word in words]) == 2

@@ -199,7 +199,7 @@ def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_
     _, source, folder = exported
     with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --overwrite to replace it"):
         export_onnx(source, folder)
-    with pytest.raises(ValueError, match=r"must hold export\.json to be overwritten"):
+    with pytest.raises(ValueError, match=r"must hold only the files that export\.json lists"):
         export_onnx(source, tmp_path, overwrite=True)
 
 

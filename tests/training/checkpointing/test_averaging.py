@@ -218,7 +218,7 @@ def test_nothing_but_an_average_is_ever_replaced(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"`output` must hold average\.json to be overwritten, got .*other"):
+    with pytest.raises(ValueError, match=r"`output` must hold only the files that average\.json lists .*other"):
         average_checkpoints(folders, other, overwrite=True)
     for output in (tmp_path, folders[0], folders[1] / "mean"):
         with pytest.raises(ValueError, match="`output` must lie apart from what is averaged"):
