@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from cases import Case, mutate, run, write_world
+from cases import Case, mutate, write_world
 from recipes import BASE, train_words
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
@@ -71,41 +71,24 @@ def break_file(path: Path, pairs: list[tuple[str, str]], rng: random.Random) -> 
 
 # Each of them reads sources alone from a text file, others a file for each side.
 VERBS_OF_TEXT = ("generate", "attention", "tokenize", "backtranslate", "compare")
-VERBS = (*VERBS_OF_TEXT, "evaluate", "train", "distill", "filter", "shortlist", "same")
+VERBS = (*VERBS_OF_TEXT, "evaluate", "train", "distill", "filter", "shortlist")
 
 
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines with a broken file of texts or pairs."""
     rng, pairs = random.Random(seed), list(zip(SOURCES, TARGETS, strict=True))
     model, whole = str(write_world(folder) / "model"), folder / "in"
-    run(["generate", model, "--input", str(whole), "--output", str(folder / "written")], folder)
-    targets = (folder / "written").read_bytes()
     for index in range(number):
         root, verb = folder / str(index), rng.choice(VERBS)
         root.mkdir()
         out = str(root / "out")
-        if verb == "same":
-            content = b"\xef\xbb\xbf" * rng.randrange(2) + whole.read_bytes().replace(
-                b"\n", rng.choice((b"\n", b"\r\n"))
-            )
-            content, suffix = content.rstrip() if rng.random() < 0.5 else content, rng.choice(("", ".gz"))
-            path = root / f"in{suffix}"
-            path.write_bytes(gzip.compress(content) if suffix else content)
-            yield Case(
-                "the same lines", ["generate", model, "--input", str(path), "--output", out], {root / "out": targets}
-            )
-            continue
         kind = "txt" if verb in VERBS_OF_TEXT else rng.choice(KINDS)
         fault, path = break_file(root / f"pairs.{kind}", pairs, rng)
         skips = [word for name in ("malformed", "invalid_utf8") for word in (f"--{name}", "skip")] * rng.randrange(2)
         two = [str(path), str(whole)] if kind == "txt" else [str(path)]
         if verb == "shortlist":
             two.insert(0, str(save_generator(tiny_generator(kind="byte_bpe"), root / "model")))
-        other = [
-            "--source" if kind == "txt" else "--file",
-            str(path),
-            *(["--target", str(whole)] if kind == "txt" else []),
-        ]
+        other = ["--source", str(path), "--target", str(whole)] if kind == "txt" else ["--file", str(path)]
         train = train_words(folder, BASE, root / "run") + skips
         pair_files = ["--train_source_file", str(path), "--train_target_file", str(whole), "--train_file", "null"]
         words = {

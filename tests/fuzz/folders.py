@@ -18,16 +18,12 @@ from metaphrase.inference import Generator
 OURS, THEIRS = ("one", "two", "converted"), ("t5", "bart", "marian")
 # Fields that a file of a tiny model lacks.
 ADDED = {
-    "config.json": "dtype torch_dtype model_type architectures auto_map num_beams max_length quantization_config id2label "
-    "label2id tokenizer_class task_specific_params forced_bos_token_id eos_token_id custom_pipelines rope_parameters "
-    "attn_implementation head_dim pruned_heads",
+    "config.json": "dtype model_type architectures auto_map num_beams quantization_config id2label tokenizer_class "
+    "task_specific_params forced_bos_token_id eos_token_id rope_parameters attn_implementation head_dim",
     "generation_config.json": "forced_bos_token_id forced_eos_token_id bad_words_ids suppress_tokens num_beams max_length "
-    "min_length do_sample temperature top_k top_p length_penalty early_stopping no_repeat_ngram_size repetition_penalty "
-    "num_return_sequences num_beam_groups max_time stop_strings sequence_bias watermarking_config cache_implementation "
-    "penalty_alpha decoder_start_token_id eos_token_id pad_token_id prefix_allowed_tokens_fn use_cache guidance_scale "
-    "min_new_tokens begin_suppress_tokens exponential_decay_length_penalty renormalize_logits diversity_penalty",
-    "tokenizer_config.json": "auto_map model_max_length extra_special_tokens padding_side chat_template target_tokenizer "
-    "added_tokens_decoder tokenizer_class pad_token eos_token model_input_names",
+    "do_sample temperature top_k top_p length_penalty early_stopping no_repeat_ngram_size num_return_sequences max_time "
+    "stop_strings sequence_bias cache_implementation decoder_start_token_id eos_token_id use_cache guidance_scale",
+    "tokenizer_config.json": "auto_map model_max_length extra_special_tokens padding_side chat_template tokenizer_class",
     "metrics.json": "scores data tasks generation loss",
     "trainer_state.json": "log_history global_step best_model_checkpoint",
     "recipe.yaml": "tasks source_language token source_prefix train_file",

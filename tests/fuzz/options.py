@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from cases import VALUES, Case, Result, run, write_world
+from cases import VALUES, Case, Result, write_world
 from recipes import BASE, train_words
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
@@ -46,20 +46,10 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         "compare": [str(folder / "in")] * 2 + ["--target", str(folder / "in"), "--names", "a", "b"],
         "shortlist": [model, pairs],
     }
-    search = ["--num_beams", "3", "--length_penalty", "0.5", "--batch_size", "2"]
-    run(["generate", *base["generate"], *search, "--output", str(folder / "written")], folder)
-    targets = (folder / "written").read_bytes()
     for index in range(number):
-        root, verb = folder / str(index), rng.choice([*base, "train", "same"])
+        root, verb = folder / str(index), rng.choice([*base, "train"])
         root.mkdir()
         out = str(root / "out")
-        if verb == "same":
-            options = [search[start : start + 2] for start in range(0, len(search), 2)]
-            options = [rng.choice((pair, ["=".join(pair)])) for pair in [*options, ["--output", out]]]
-            rng.shuffle(options)
-            words = ["generate", *base["generate"], *(word for pair in options for word in pair)]
-            yield Case("the same options", words, {root / "out": targets})
-            continue
         words = [verb, *base[verb]] if verb != "train" else [*train_words(folder, BASE, root / "out"), "--dry_run"]
         if verb == "shortlist":
             words[1] = str(save_generator(tiny_generator(kind="byte_bpe"), root / "model"))

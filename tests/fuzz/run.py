@@ -64,8 +64,8 @@ def outcome_of(case: Case, folder: Path) -> tuple[str, str]:
     if result.added_bytes > LARGE_BYTES:
         return "large", f"{result.added_bytes / 2**20:.0f} MiB"
     if "Traceback (most recent call last)" in result.messages or result.status not in (0, 2):
-        last = (result.messages.strip().splitlines() or [""])[-1]
-        if result.status == 1 and any(field in last for field in case.fields):
+        # An error of a library that names the field.
+        if result.status == 1 and any(field in result.messages for field in case.fields):
             return CLEAN, ""
         return "traceback", f"status {result.status}: {result.messages[-700:]}"
     if changed:
