@@ -70,29 +70,26 @@ def template(tmp_path_factory):
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     first_lines = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(first_lines), encoding="utf-8")
-    names = [f"data/g2p_2021/fre_{split}.tsv" for split in ("train", "dev", "test")]
-    for name in (*names, "runs/tasks/commands/test_systematic.tsv"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("".join(first_lines), encoding="utf-8")
     for step in range(5):
         save_generator(tiny_generator(), folder / "runs" / "multi30k" / f"checkpoint-{step + 1}")
-    for side in ("en", "de"):
-        (folder / f"train.{side}").write_text("the cat sleeps\neine Katze schläft\n", encoding="utf-8")
-    for name, text in {
-        "greedy.txt": "ein Hund",
-        "beam.txt": "die Katze",
-        "test.en": "a cat",
-        "test.de": "eine Katze",
-    }.items():
-        (folder / name).write_text(f"{text}\n{text} schläft\n", encoding="utf-8")
-    for name in ("greedy", "beam"):
-        (folder / f"comet_{name}.txt").write_text("0.5\n0.7\n", encoding="utf-8")
-    (folder / "mono.de").write_text("eine Katze schläft\n" * 256, encoding="utf-8")
-    (folder / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
-    (folder / "page.html").write_text("<p>the <b>cat</b></p>\n<p>a dog</p>\n", encoding="utf-8")
-    for name in ("pairs.tsv", "both.tsv", "distilled.tsv"):
-        (folder / name).write_text("the cat\teine Katze\n", encoding="utf-8")
-    (folder / "terms.tsv").write_text("cat\tHund\n", encoding="utf-8")
+    pair = "the cat\teine Katze\n"
+    texts = dict.fromkeys(("pairs.tsv", "both.tsv", "distilled.tsv"), pair) | {"terms.tsv": "cat\tHund\n"}
+    names = [f"data/g2p_2021/fre_{split}.tsv" for split in ("train", "dev", "test")]
+    texts |= dict.fromkeys([*names, "runs/tasks/commands/test_systematic.tsv"], "".join(first_lines))
+    texts |= {f"train.{side}": "the cat sleeps\neine Katze schläft\n" for side in ("en", "de")}
+    texts |= {"greedy.txt": "ein Hund\nein Hund schläft\n", "beam.txt": "die Katze\ndie Katze schläft\n"}
+    texts |= {"test.en": "a cat\na cat schläft\n", "test.de": "eine Katze\neine Katze schläft\n"}
+    texts |= dict.fromkeys(("comet_greedy.txt", "comet_beam.txt"), "0.5\n0.7\n")
+    texts |= {"mono.de": "eine Katze schläft\n" * 256, "input.txt": "the cat sleeps\na dog\n"}
+    texts |= {
+        "page.html": "<p>the <b>cat</b></p>\n<p>a dog</p>\n",
+        "tuvan.tsv": "a cat\ta дөө\nno dolphin\tno öö\n" * 4,
+    }
+    recipe = next(text for language, text in BLOCKS if language == "yaml")
+    texts |= dict.fromkeys(("my_recipe.yaml", "runs/search/recipe.yaml"), recipe)
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")
     convert(folder / "models" / "t5-small", folder / "runs" / "my-t5")
@@ -107,11 +104,6 @@ def template(tmp_path_factory):
         config = M2M100Config(**sizes | {"pad_token_id": 1, "vocab_size": len(tokenizer)}, max_position_embeddings=64)
         M2M100ForConditionalGeneration(config).save_pretrained(folder / "models" / name)
     convert(folder / "models" / "rus-tyv", folder / "runs" / "rus-tyv")
-    (folder / "tuvan.tsv").write_text("a cat\ta дөө\nno dolphin\tno öö\n" * 4, encoding="utf-8")
-    recipe = next(text for language, text in BLOCKS if language == "yaml")
-    (folder / "runs" / "search").mkdir()
-    for path in ("my_recipe.yaml", "runs/search/recipe.yaml"):
-        (folder / path).write_text(recipe, encoding="utf-8")
     return folder
 
 
