@@ -86,9 +86,9 @@ def compiled(model: PreTrainedModel) -> Contestant:
     return by_length(model, cache_implementation="static", compile_config=config)
 
 
-def quantized(folder: Path, kind: str) -> Contestant:
+def quantized(folder: Path) -> Contestant:
     model = MetaphraseForConditionalGeneration.from_pretrained(folder, dtype="float32")
-    quantize(model, kind)
+    quantize(model)
     return by_length(model)
 
 
@@ -110,8 +110,7 @@ CONTESTANTS: dict[str, Callable[[Path, Path], Contestant]] = {
         load(MetaphraseForConditionalGeneration, ours), cache_implementation="static", disable_compile=True
     ),
     "metaphrase, compiled": lambda ours, peer: compiled(load(MetaphraseForConditionalGeneration, ours)),
-    "metaphrase, float16": lambda ours, peer: quantized(ours, "float16"),
-    "metaphrase, int8": lambda ours, peer: quantized(ours, "int8"),
+    "metaphrase, int8": lambda ours, peer: quantized(ours),
     "ctranslate2": lambda ours, peer: in_ctranslate2(ours, "float32"),
     "ctranslate2, int8": lambda ours, peer: in_ctranslate2(ours, "int8"),
 }

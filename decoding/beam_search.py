@@ -148,14 +148,16 @@ def top_of_rows(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     return values, candidates.gather(1, indices)
 
 
+def num_candidates(num_beams: int, ends: torch.Tensor | None) -> int:
+    """Return how many candidates are enough to continue even if all end tokens are among them."""
+    return max(2, 1 + (0 if ends is None else len(ends))) * num_beams
+
+
 class Selection:
     """Selection of the best continuations of each source."""
 
     def __init__(self, config: GenerationConfig, tokens: torch.Tensor | None = None):
-        """Args:
-        config: Contains the ends.
-        tokens: The token of each log-probability, (V,). None means all tokens of the vocabulary.
-        """
+        """Select among `tokens`, the token of each log-probability, (V,). None means all tokens of the vocabulary."""
         self.ends, self._tokens = config._eos_token_tensor, tokens
 
     def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:
@@ -167,10 +169,9 @@ class Selection:
             num_left: Most tokens behind the tokens of this step.
         """
         num_beams, vocab_size = log_probs.shape[1:]
-        # Even if all end tokens are among the candidates, enough are left to continue.
-        num_candidates = max(2, 1 + (0 if self.ends is None else len(self.ends))) * num_beams
         # (sources, beams, V) -> (sources, candidates), best first
-        scores, indices = top_of_rows(log_probs.add_(beams.scores[:, :, None]).flatten(1), num_candidates)
+        totals = log_probs.add_(beams.scores[:, :, None]).flatten(1)
+        scores, indices = top_of_rows(totals, num_candidates(num_beams, self.ends))
         parents, tokens = indices // vocab_size, indices % vocab_size
         tokens = tokens if self._tokens is None else self._tokens[tokens]
         is_end = are_ends(tokens, self.ends)
@@ -217,14 +218,9 @@ class Beams:
     def end(
         self, ids: torch.Tensor, scores: torch.Tensor, is_end: torch.Tensor, length: int, config: GenerationConfig
     ) -> None:
-        """Store candidates that have ended, and drop the worst ended hypotheses.
+        """Store the candidates that have ended (`is_end`), and drop the worst ended hypotheses.
 
-        Args:
-            ids: Ids of the candidates, (sources, candidates, prompt + length).
-            scores: Sums of log-probabilities, (sources, candidates).
-            is_end: True for candidates that have ended, (sources, candidates).
-            length: Tokens of a candidate without the prompt.
-            config: Contains the length penalty.
+        Candidates have ids (sources, candidates, prompt + length) and sums of log-probabilities (sources, candidates).
         """
         scores = scores / length**config.length_penalty + (~is_end).float() * WORST
         ids = torch.cat((_pad(self.ended_ids, ids.shape[2]), ids), dim=1)
@@ -237,12 +233,7 @@ class Beams:
         """Return True for sources whose ended hypotheses can no longer be beaten, (sources,).
 
         Such a source has as many ended hypotheses as beams. `early_stopping` True stops there. False also compares them to the
-        scores at the present length, and "never" to the scores at any length.
-
-        Args:
-            length: Tokens of the hypotheses that continue, without the prompt.
-            max_length: Most tokens of a hypothesis, without the prompt.
-            config: Contains `early_stopping` and the length penalty.
+        scores at the present length, and "never" to the scores at any length. Lengths leave the prompt out.
         """
         is_full = (self.ended_lengths > 0).all(dim=1)
         if config.early_stopping is True:
@@ -261,15 +252,9 @@ def beam_search(
     config: GenerationConfig,
     selection: Selection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the best hypotheses of each source.
+    """Find the best hypotheses of each source. Arguments are those of `sample`.
 
-    Args:
-        project: Returns logits from the decoder's output.
-        state: State of the sources, before the prompt.
-        prompt: First ids of each target, (sources, length).
-        processors: Change log-probabilities, each row by itself.
-        config: As `generate()` prepares it, with all special ids and limits.
-        selection: Selects the hypotheses that continue; by default the best.
+    The processors change log-probabilities, and `selection` selects the hypotheses that continue; by default the best.
 
     Returns:
         Ids (sources * num_return_sequences, length), best first and padded as transformers pads, and their scores.

@@ -54,7 +54,6 @@ class PreparedLinear:
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        copies: bool = True,
         largest: int = LARGEST_SIZE,
         largest_transposed: int = _LARGEST_TRANSPOSED,
     ):
@@ -62,16 +61,15 @@ class PreparedLinear:
 
         Args:
             layers: Layers of one input width, all with a bias or none.
-            copies: True allows copies.
             largest: Most entries of a weight to be copied.
             largest_transposed: Most entries of a single layer's weight to be transposed.
         """
         self.copied: list[torch.Tensor] = []
         self._calls, self._max_transposed_rows, kind = list(layers), 0, type(layers[0])
-        if copies and issubclass(kind, PackedLinear) and all(type(layer) is kind for layer in layers):
+        if issubclass(kind, PackedLinear) and all(type(layer) is kind for layer in layers):
             # The call of a module takes a tenth of the time of its product.
             self._calls = [(layers[0] if len(layers) == 1 else kind(*layers)).forward]
-        self._reads_weights = copies and all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
+        self._reads_weights = all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
         if not self._reads_weights:
             return
         self._weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
@@ -120,32 +118,20 @@ class PreparedLinear:
 
 
 class PreparedLayer:
-    """The projections, norms and activation of one decoder layer.
+    """The projections, norms and activation of one decoder layer, in evaluation mode.
 
-    Attributes:
-        self_qkv: Projection to queries, keys and values of the self-attention, side by side.
-        self_output: Output projection of the self-attention.
-        cross_query: Projection to the queries of the cross-attention.
-        cross_key_value: Projection to its keys and values, side by side.
-        cross_output: Output projection of the cross-attention.
-        mlp_input: Projection to the inner width: gate, if there is one, and up projection, side by side.
-        mlp_output: Down projection.
-        norms: Norms of self-attention, cross-attention and feed-forward network.
+    Projections with the same input stand side by side: `self_qkv`, `cross_key_value`, and `mlp_input` (gate and up projection).
     """
 
-    def __init__(self, layer: MetaphraseDecoderLayer, copies: bool = True):
-        """Args:
-        layer: The layer, in evaluation mode.
-        copies: True allows copies of weights.
-        """
+    def __init__(self, layer: MetaphraseDecoderLayer):
         attention, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
-        self.self_qkv = PreparedLinear([attention.q_proj, attention.k_proj, attention.v_proj], copies)
-        self.self_output = PreparedLinear([attention.o_proj], copies)
-        self.cross_query = PreparedLinear([cross.q_proj], copies)
-        self.cross_key_value = PreparedLinear([cross.k_proj, cross.v_proj], copies)
-        self.cross_output = PreparedLinear([cross.o_proj], copies)
-        self.mlp_input = PreparedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], copies)
-        self.mlp_output = PreparedLinear([mlp.down_proj], copies)
+        self.self_qkv = PreparedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.self_output = PreparedLinear([attention.o_proj])
+        self.cross_query = PreparedLinear([cross.q_proj])
+        self.cross_key_value = PreparedLinear([cross.k_proj, cross.v_proj])
+        self.cross_output = PreparedLinear([cross.o_proj])
+        self.mlp_input = PreparedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj])
+        self.mlp_output = PreparedLinear([mlp.down_proj])
         self.activation, self.is_gated = mlp.activation, mlp.is_gated
         self.self_head_norms, self.cross_head_norms = (
             (module.q_norm, module.k_norm) if module.config.qk_norm else None for module in (attention, cross)
@@ -153,12 +139,6 @@ class PreparedLayer:
         self.self_scaling, self.cross_scaling = attention.scaling, cross.scaling
         self.norms = tuple(map(prepared_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
         self.is_pre_norm = layer.is_pre_norm
-
-    @property
-    def copied(self) -> list[torch.Tensor]:
-        """The weights and biases that were copied."""
-        linears = [value for value in vars(self).values() if isinstance(value, PreparedLinear)]
-        return [weight for linear in linears for weight in linear.copied]
 
     def feed_forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., D)"""
@@ -179,7 +159,8 @@ def prepared_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _prepare_layers(layers: nn.ModuleList) -> tuple[list[PreparedLayer], list[torch.Tensor]]:
     prepared = [PreparedLayer(layer) for layer in layers]
-    return prepared, [weight for layer in prepared for weight in layer.copied]
+    linears = [value for layer in prepared for value in vars(layer).values() if isinstance(value, PreparedLinear)]
+    return prepared, [weight for linear in linears for weight in linear.copied]
 
 
 def _prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjection | None], list[torch.Tensor]]:
@@ -190,26 +171,18 @@ def _prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProje
 
 def prepared_layers(decoder: nn.Module) -> list[PreparedLayer]:
     """Return the prepared layers of a decoder for its current weights."""
-    if torch.is_autocast_enabled(decoder.device.type):
-        # Autocast caches the cast weights of the layers. It would cast copies again at each step.
-        return [PreparedLayer(layer, copies=False) for layer in decoder.layers]
     return prepared_copies(decoder, decoder.layers, _prepare_layers)
 
 
 def prepared_head(
     decoder: nn.Module, head: nn.Module
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], ShortlistProjection | None]:
-    """Return the projections of a decoder's output for its current weights.
+    """Return the projections of a decoder's output to logits and to shortlists, for the current weights of its head.
 
-    Args:
-        decoder: The decoder.
-        head: Its head, from (..., D) to logits (..., V).
-
-    Returns:
-        A projection to logits, and one to shortlists, or None where all logits are computed as fast.
+    The second is None where all logits are computed as fast.
     """
-    is_plain_call = not (is_hooked(head) or is_offloaded(head) or torch.is_autocast_enabled(decoder.device.type))
-    if is_plain_call and can_record(head) and head.weight.device.type == "cpu":
+    is_called = is_hooked(head) or is_offloaded(head)
+    if not is_called and can_record(head) and head.weight.device.type == "cpu":
         return prepared_copies(decoder, head, _prepare_head)
     return head, None
 
@@ -230,14 +203,10 @@ def prepared_rows(head: nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tens
 
 
 class KeyValueCache:
-    """Keys and values of the tokens of each row.
+    """Keys (layers, rows, heads, head_dim, capacity) and values (layers, rows, heads, capacity, head_dim) of each row.
 
     Keys stand in columns. On a CPU, the kernels for many small matrices read the second one by rows: a product with several
     queries takes a fraction of the time.
-
-    Attributes:
-        keys: Shape (layers, rows, heads, head_dim, capacity).
-        values: Shape (layers, rows, heads, capacity, head_dim).
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
@@ -253,7 +222,7 @@ class KeyValueCache:
         return self.keys.shape[4]
 
     def grow(self, length: int, least: int) -> None:
-        """Grow the capacity to at least `least` tokens, and keep the first `length` tokens."""
+        """Grow to room for at least `least` tokens in each row, and keep the first `length` tokens."""
         *heads, head_dim, _ = self.keys.shape
         capacity = with_reserve(length, least)
         keys = self.keys.new_empty(*heads, head_dim, capacity)
@@ -308,11 +277,7 @@ class _AbsorbedAttention:
     def __init__(
         self, attention: MetaphraseAttention, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ):
-        """Multiply plain projections in float32 on a CPU.
-
-        Shapes are (key_value_heads, head_dim, S) for keys, (key_value_heads, S, head_dim) for values, and (S,) for a bias that is
-        added to the scores.
-        """
+        """Read keys (key_value_heads, head_dim, S), values (key_value_heads, S, head_dim) and a bias of the scores, (S,)."""
         query, output, groups = attention.q_proj, attention.o_proj, attention.num_key_value_groups
         # (H, S, head_dim)
         keys, values = (states.repeat_interleave(groups, dim=0) for states in (keys.mT, values))
@@ -575,17 +540,14 @@ class DecoderState:
         scaling: float,
         copies: int,
     ) -> torch.Tensor:
-        """Attend with one query of each row.
+        """Attend with one query of each row: from (rows, H, head_dim) to (rows, H * head_dim).
 
         Args:
-            query: Queries (rows, H, head_dim).
+            query: The queries.
             views: Keys (rows / copies * key_value_heads, head_dim, keys) and values (..., keys, head_dim).
             bias: Added to the scores, (1 or rows / copies, 1 or key_value_heads, 1 or copies * groups, keys).
             scaling: Factor of the scores.
             copies: Rows that share keys and values.
-
-        Returns:
-            Output (rows, H * head_dim).
         """
         rows = query.shape[0]
         if copies > 1:
@@ -602,18 +564,15 @@ class DecoderState:
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float, batch: int
 ) -> torch.Tensor:
-    """Attend with few queries.
+    """Attend with few queries (batch * H, queries, head_dim), and return an output of that shape.
 
     Args:
-        query: Queries (batch * H, queries, head_dim).
+        query: The queries.
         keys: Keys in columns, (batch * H, head_dim, keys).
         values: Values (batch * H, keys, head_dim).
         bias: Added to the scores, (1 or batch, 1 or H, 1 or queries, keys).
         scaling: Factor of the scores.
         batch: Rows of the cache.
-
-    Returns:
-        Output (batch * H, queries, head_dim).
     """
     if query.dtype != torch.float32:
         # The kernel computes scores in float32.

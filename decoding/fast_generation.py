@@ -68,23 +68,15 @@ def search(
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
 
-    `generate()` calls it, also as `generate(custom_generate=search, return_scores=True)`.
+    `generate()` calls it, also as `generate(custom_generate=search, return_scores=True)`. The result is ids
+    `(sources * copies, length)`, or an output that holds them.
 
     Args:
-        model: The model.
-        input_ids: First target ids of each hypothesis, `(sources * copies, length)`.
-        logits_processor: Processors of the logits.
-        stopping_criteria: Criteria of length and end of sequence, and the caller's own.
-        generation_config: As `generate()` prepares it.
         return_scores: None returns what transformers' loops return. True and False return `sequences`, with
             `sequences_scores` `(rows)` if True: scores of beams as transformers computes them, else sums of log-probabilities
             as `sample` computes them.
         permitted: Tokens to select from, (count,), beside those of the prompt and the configuration. Transformers' loops, and
             heads whose rows cannot be selected, select from all tokens.
-        **model_kwargs: From `generate()`, `encoder_outputs` among them.
-
-    Returns:
-        Ids `(sources * copies, length)`, or an output that holds them.
     """
     config = generation_config
     reason = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
@@ -97,9 +89,7 @@ def search(
             model, input_ids, logits_processor, stopping_criteria, config, return_scores, **model_kwargs
         )
     copies = max(config.num_beams, config.num_return_sequences)
-    # `generate()` repeats a source for each of its hypotheses, which share it here.
-    encoder_output, mask = model_kwargs["encoder_outputs"][0][::copies].contiguous(), model_kwargs.get("attention_mask")
-    mask = None if mask is None else mask[::copies]
+    encoder_output, mask = encoded_sources(model_kwargs, copies)
     decoder, prompt, (project, shorten) = model.get_decoder(), input_ids[::copies], prepared_projections(model)
     if permitted is not None:
         vocab_size = model.config.decoder_vocab_size
@@ -122,6 +112,13 @@ def search(
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
 
+def encoded_sources(model_kwargs: dict, copies: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the encoder output (sources, S, D) and its mask, which `generate()` repeats for each hypothesis of a source."""
+    mask = model_kwargs.get("attention_mask")
+    encoder_output = model_kwargs["encoder_outputs"][0][::copies].contiguous()
+    return encoder_output, None if mask is None else mask[::copies]
+
+
 def _search_by_transformers(
     model: MetaphraseForConditionalGeneration,
     input_ids: torch.LongTensor,
@@ -132,18 +129,19 @@ def _search_by_transformers(
     **model_kwargs,
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
-    if return_scores is None:
-        return loop(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
-    chosen, criteria = SequenceScores(), stopping_criteria
-    config.return_dict_in_generate, config.output_scores = True, return_scores
+    step_scores = SequenceScores()
+    if return_scores is not None:
+        config.return_dict_in_generate, config.output_scores = True, return_scores
     if return_scores:
-        criteria = StoppingCriteriaList([*criteria, chosen])
+        stopping_criteria = StoppingCriteriaList([*stopping_criteria, step_scores])
         if config.do_sample and config.num_beams == 1:
-            logits_processor = chosen.behind(logits_processor)
-    output = loop(model, input_ids, logits_processor, criteria, config, **model_kwargs)
+            logits_processor = step_scores.behind(logits_processor)
+    output = loop(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
+    if return_scores is None:
+        return output
     scores = getattr(output, "sequences_scores", None)
     if return_scores and scores is None:
-        scores = chosen.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
+        scores = step_scores.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
 
@@ -209,13 +207,11 @@ def find_obstacle(
 
 def find_obstacle_of_model(model: MetaphraseForConditionalGeneration) -> str | None:
     """Return the first reason why the fast loops cannot run a model in its present state, or None."""
-    kind = model.device.type
-    # The dtype of the products.
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
     conditions = {
         "attn_implementation": model.config._attn_implementation not in _SUPPORTED_KERNELS,
         "model in training": model.training,
-        "dtype": dtype not in _SUPPORTED_DTYPES,
+        "dtype": model.dtype not in _SUPPORTED_DTYPES,
+        "autocast": torch.is_autocast_enabled(model.device.type),
         "rope_type": (model.config.rope_parameters or {}).get("rope_type") in _CHANGING_ROTATIONS,
         "hook or own forward": not _calls_are_plain(model),
     }
@@ -246,15 +242,12 @@ class SequenceScores(StoppingCriteria):
     """A criterion that never stops. It reads the scores of each step when the tokens are selected, and then empties them.
 
     With `output_scores` transformers' loops store the scores of all tokens and steps. Without, they do not return the scores of
-    beams, which they sum up themselves. For samples, it reads the logits before other processors change them.
+    beams, which they sum up themselves.
     """
 
     def __init__(self, empties: bool = True):
-        """Args:
-        empties: False leaves the scores in place, for other criteria that may read earlier steps.
-        """
-        self._empties = empties
-        self._num_read = 0
+        """False leaves the scores in place, for other criteria that may read earlier steps."""
+        self._empties, self._num_read = empties, 0
         # One tensor (rows,) per step.
         self._log_probs: list[torch.Tensor] = []
         # Logits of this step, which samples are scored by.
@@ -267,7 +260,7 @@ class SequenceScores(StoppingCriteria):
         return model._sample(input_ids, self.behind(logits_processor), **kwargs)
 
     def behind(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Return the processors behind one that reads the logits."""
+        """Return the processors behind one that reads the logits, by which samples are scored."""
 
         def read(input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
             # A caller's own processor may change them in place.
@@ -281,38 +274,32 @@ class SequenceScores(StoppingCriteria):
         for column, step in zip(range(self._num_read - len(scores), 0), scores[self._num_read :], strict=True):
             # In beam search the scores have more rows than the hypotheses.
             if len(step) == len(input_ids):
-                scores_of_model = step if self._logits is None else self._logits
-                self._log_probs.append(_log_probs(scores_of_model, input_ids[:, column]))
+                self._log_probs.append(_log_probs(step if self._logits is None else self._logits, input_ids[:, column]))
             if self._empties:
                 step.set_()
         self._num_read = len(scores)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def totals(self, sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None) -> torch.Tensor:
-        """Return the sums of log-probabilities up to the end of each row, (rows,).
-
-        Args:
-            sequences: Output ids (rows, length). Steps behind them were undone.
-            prompt_length: Tokens of the prompt.
-            ends: Ids that end a target.
-        """
-        tokens = sequences[:, prompt_length:]
-        if not self._log_probs or not tokens.shape[1]:
-            return torch.zeros(len(tokens), device=tokens.device)
-        # (rows, steps)
-        per_token = torch.stack(self._log_probs[: tokens.shape[1]], dim=1)
-        is_end = are_ends(tokens, ends).long()
-        is_padding = is_end.cumsum(dim=1) > is_end
-        return per_token.masked_fill(is_padding[:, : per_token.shape[1]].to(per_token.device), 0.0).sum(dim=1)
+        """Return the sums of log-probabilities (rows,) of sequences (rows, length) behind the prompt, up to the ends."""
+        return _sum_to_ends(self._log_probs, sequences[:, prompt_length:], ends)
 
 
 def totals_of_steps(
     scores: tuple[torch.Tensor, ...], sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None
 ) -> torch.Tensor:
     """Return `SequenceScores.totals` from the scores (rows, V) of all steps."""
-    chosen, steps = SequenceScores(), zip(scores, sequences[:, prompt_length:].unbind(1), strict=False)
-    chosen._log_probs = [_log_probs(*step) for step in steps]
-    return chosen.totals(sequences, prompt_length, ends)
+    tokens = sequences[:, prompt_length:]
+    return _sum_to_ends([_log_probs(*step) for step in zip(scores, tokens.unbind(1), strict=False)], tokens, ends)
+
+
+def _sum_to_ends(log_probs: list[torch.Tensor], tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+    # Steps behind the tokens were undone.
+    if not (log_probs := log_probs[: tokens.shape[1]]):
+        return torch.zeros(len(tokens), device=tokens.device)
+    is_end = are_ends(tokens, ends).long()
+    is_padding = (is_end.cumsum(dim=1) > is_end)[:, : len(log_probs)]
+    return torch.stack(log_probs, dim=1).masked_fill(is_padding.to(log_probs[0].device), 0.0).sum(dim=1)
 
 
 def _log_probs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

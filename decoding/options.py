@@ -9,34 +9,31 @@ from transformers.generation import logits_process, stopping_criteria
 
 from metaphrase.storage.generation_options import override_lengths, use_floats
 
+
+def _named(*names: str) -> set[type | None]:
+    # An older or newer transformers may lack a class.
+    return {getattr(logits_process, name, None) for name in names}
+
+
 # Processors that only remove tokens.
-_REMOVERS = {
-    getattr(logits_process, name, None)
-    for name in (
-        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor"),
-        *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
-        *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
-    )
-}
+_REMOVERS = _named(
+    *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor"),
+    *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+    *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+)
 # Processors that look at each row by itself, so that rows may leave the batch.
-_ROW_PROCESSORS = _REMOVERS | {
-    getattr(logits_process, name, None)
-    for name in (
-        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
-        *("LogitNormalization", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
-        *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
-    )
-}
+_ROW_PROCESSORS = _REMOVERS | _named(
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
+    *("LogitNormalization", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
+    *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+)
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options by name, those of a `generation_config` among them. Plain options stay as they are.
+    """Return all arguments of `generate()` by name, those of a `generation_config` among them. Plain options stay as they are.
 
     Options of the call override those of the `generation_config`. A length replaces the same length in tokens of another kind
     (`max_length`, `max_new_tokens`). `num_return_sequences=None` becomes 1, and integers become floats where floats are needed.
-
-    Args:
-        options: Arguments of `generate()`.
 
     Raises:
         ValueError: If `generation_config` is not a `GenerationConfig`.
@@ -93,12 +90,9 @@ def has_unknown_criteria(criteria: Sequence[StoppingCriteria], config: Generatio
     """Return True if a criterion differs from the limits of the configuration, such as a caller's own."""
     ends = config._eos_token_tensor
     for criterion in criteria:
-        if type(criterion) is stopping_criteria.MaxLengthCriteria:
-            is_known = criterion.max_length == config.max_length
-        else:
-            is_end = type(criterion) is stopping_criteria.EosTokenCriteria and ends is not None
-            is_known = is_end and (criterion.eos_token_id is ends or criterion.eos_token_id.tolist() == ends.tolist())
-        if not is_known:
+        is_length = type(criterion) is stopping_criteria.MaxLengthCriteria and criterion.max_length == config.max_length
+        is_end = type(criterion) is stopping_criteria.EosTokenCriteria and ends is not None
+        if not (is_length or (is_end and criterion.eos_token_id.tolist() == ends.tolist())):
             return True
     return False
 

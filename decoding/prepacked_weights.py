@@ -43,12 +43,9 @@ _copies: weakref.WeakKeyDictionary[nn.Module, dict[Callable, tuple[Any, "WeightR
 def prepared_copies(
     owner: nn.Module, module: nn.Module, prepare: Callable[[nn.Module], tuple[Any, Sequence[torch.Tensor]]]
 ) -> Any:
-    """Return copies of a module's current weights, which live as long as their owner.
+    """Return copies of a module's current weights, which live as long as their owner, the stack of the module.
 
-    Args:
-        owner: The stack that the module belongs to.
-        module: The module.
-        prepare: Makes the copies for a module. Returns them, and the weights on which they depend; see `WeightRecord`.
+    `prepare` makes the copies, and returns them with the weights on which they depend; see `WeightRecord`.
     """
     copies_of_owner = _copies.setdefault(owner, {})
     copies, record = copies_of_owner.get(prepare, (None, None))
@@ -75,10 +72,7 @@ class WeightRecord:
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]):
-        """Args:
-        module: The module.
-        weights: Weights for which what is written into them counts, of layers for which `can_record` is true.
-        """
+        """Record a module, and the weights of it for which what is written into them counts; see `can_record`."""
         self._module, self._modules, self._weights = module, walk(module), weights
         # Views show the current entries as long as the addresses are the same.
         self._views = []
@@ -178,10 +172,7 @@ class PrepackedWeight:
     """The product of a linear layer in float32 with a prepacked weight, bias included."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        """Args:
-        weight: Weight (out_features, in_features) in float32 on a CPU, of a shape for which `can_prepack` is true.
-        bias: Bias (out_features,).
-        """
+        """Pack a weight (out_features, in_features) in float32 on a CPU, of a shape for which `can_prepack` is true."""
         weight, self._bias = weight.detach().contiguous(), bias
         self._is_onednn = prefers_onednn()
         if self._is_onednn:
@@ -207,12 +198,9 @@ def prefers_onednn() -> bool:
 
 
 def _vendor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        # Only Linux has the file.
-        return platform.processor()
-    return next((line for line in lines if line.startswith("vendor_id")), "")
+    # Only Linux has the file.
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else platform.processor()
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -257,13 +245,7 @@ def can_prepack(out_features: int, in_features: int) -> bool:
 def encode_without_padding(
     encoder: MetaphraseEncoder, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
 ) -> BaseModelOutput | None:
-    """Encode the tokens of a padded batch as one packed row.
-
-    Args:
-        encoder: The encoder.
-        embeddings: Embeddings (B, S, D).
-        attention_mask: 1 for a token, 0 for padding, (B, S).
-        **kwargs: Arguments of the layers.
+    """Encode the tokens of a padded batch as one packed row, from embeddings (B, S, D).
 
     Returns:
         Output whose `last_hidden_state` (B, S, D) is 0 for padding. None if packing would not be faster, or if hooks of the

@@ -1,4 +1,4 @@
-"""Quantization of linear layers to int8 or float16, for decoding on a CPU, by the kernels of FBGEMM."""
+"""Quantization of linear layers to int8, for decoding on a CPU, by the kernels of FBGEMM."""
 
 import copy
 import functools
@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-QUANTIZATIONS = ("int8", "float16")
 # A smaller matrix stays in the processor's cache, and quantization costs more than it saves.
 _LEAST_SIZE = 2**17
 WEIGHT_LEVELS = 127
@@ -24,9 +23,12 @@ _PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference that holds only weights prepacked for FBGEMM.
+    """A linear layer for inference, with prepacked weights in 8 bits: a scale per output, and for the inputs a scale per row.
 
-    Subclasses define `_weights_of(layer)`, the tensors of a weight; `_pack(*weights)`, which packs them; and `forward`.
+    torch's dynamic kernel is faster, but has one scale for all rows. Here a sentence's result does not depend on the other
+    sentences of its batch; only the last digit of the float32 scaling may differ.
+
+    Source: Jacob et al. 2018, section 2, arXiv 1712.05877; Dettmers et al. 2022, section 3, arXiv 2208.07339.
     """
 
     # Some families read the dtype of a layer's weight.
@@ -37,7 +39,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach().float() for layer in layers])
-        self._packed = self._pack(*map(torch.cat, zip(*map(self._weights_of, layers), strict=True)))
+        weights = [
+            layer._unpack() if isinstance(layer, PackedLinear) else round_weight(layer.weight.detach().float())
+            for layer in layers
+        ]
+        self._packed = pack_int8(*map(torch.cat, zip(*weights, strict=True)), self.bias)
         self.eval()
 
     def select_outputs(self, outputs: torch.Tensor) -> "PackedLinear":
@@ -45,40 +51,17 @@ class PackedLinear(nn.Module):
         weights, layer = self._unpacked, copy.copy(self)
         del vars(layer)["_unpacked"]
         layer.out_features, layer.bias = len(outputs), None if self.bias is None else self.bias[outputs]
-        layer._packed = layer._pack(*(part.index_select(0, outputs) for part in weights))
+        layer._packed = pack_int8(*(part.index_select(0, outputs) for part in weights), layer.bias)
         return layer
 
     @functools.cached_property
-    def _unpacked(self) -> tuple[torch.Tensor, ...]:
+    def _unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
         # Unpacking takes many times as long as packing a few outputs.
-        return self._weights_of(self)
+        return self._unpack()
 
-    def train(self, mode: bool = True) -> "PackedLinear":
-        if mode:
-            raise ValueError("A quantized model must stay in evaluation mode: it has no trainable weights.")
-        return super().train(mode)
-
-    def _save_to_state_dict(self, *args) -> None:
-        raise ValueError("A quantized model must not be saved: its weights are packed. Save the original model.")
-
-
-class Int8Linear(PackedLinear):
-    """Weights in 8 bits with a scale per output, inputs in 7 or 8 bits with a scale per row.
-
-    torch's dynamic kernel is faster, but has one scale for all rows. Here a sentence's result does not depend on the other
-    sentences of its batch; only the last digit of the float32 scaling may differ.
-
-    Source: Jacob et al. 2018, section 2, arXiv 1712.05877; Dettmers et al. 2022, section 3, arXiv 2208.07339.
-    """
-
-    def _weights_of(self, layer: "nn.Linear | Int8Linear") -> tuple[torch.Tensor, torch.Tensor]:
-        if type(layer) is nn.Linear:
-            return round_weight(layer.weight.detach().float())
-        weight, _ = torch.ops.quantized.linear_unpack(layer._packed)
+    def _unpack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, _ = torch.ops.quantized.linear_unpack(self._packed)
         return weight.int_repr(), weight.q_per_channel_scales().float()
-
-    def _pack(self, levels: torch.Tensor, scale: torch.Tensor) -> torch.ScriptObject:
-        return pack_int8(levels, scale, self.bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
@@ -93,69 +76,53 @@ class Int8Linear(PackedLinear):
             low, high = torch.aminmax(states)
             levels = activation_levels()
             step = max(-low.item(), high.item(), _LEAST) / levels
-            return operator_of(_PRODUCT)(states, step, levels + 1, self._packed)
+            return _multiply_operator()(states, step, levels + 1, self._packed)
         scaled, step = scale_rows(states)
         output = multiply_levels(scaled, self._packed)
         # The kernel has added the bias to unscaled sums.
         return output.mul_(step) if self.bias is None else torch.lerp(self.bias, output, step)
 
+    def train(self, mode: bool = True) -> "PackedLinear":
+        if mode:
+            raise ValueError("A quantized model must stay in evaluation mode: it has no trainable weights.")
+        return super().train(mode)
 
-class Float16Linear(PackedLinear):
-    """Weights in 16 bits; inputs, sums and outputs in 32 bits."""
-
-    def _weights_of(self, layer: "nn.Linear | Float16Linear") -> tuple[torch.Tensor]:
-        if type(layer) is nn.Linear:
-            return (layer.weight.detach().float(),)
-        return (torch.ops.quantized.linear_unpack_fp16(layer._packed)[0].float(),)
-
-    def _pack(self, weight: torch.Tensor) -> torch.ScriptObject:
-        return torch.ops.quantized.linear_prepack_fp16(weight, self.bias)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features)"""
-        return operator_of("linear_dynamic_fp16")(states, self._packed)
-
-
-_LAYERS = {"int8": Int8Linear, "float16": Float16Linear}
+    def _save_to_state_dict(self, *args) -> None:
+        raise ValueError("A quantized model must not be saved: its weights are packed. Save the original model.")
 
 
 def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str | None:
-    """Return the quantization for a dtype on a device, or None if torch itself computes in that dtype.
-
-    On a CPU float16 is a quantization, since torch computes in float16 many times more slowly than in float32.
+    """Return "int8" for that dtype, or None for a dtype that torch itself computes in.
 
     Raises:
         ValueError: If the dtype is int8 and the device is no CPU.
     """
-    name = str(dtype).removeprefix("torch.")
-    is_cpu = torch.device(device).type == "cpu"
-    if name == "int8" and not is_cpu:
+    if str(dtype).removeprefix("torch.") != "int8":
+        return None
+    if torch.device(device).type != "cpu":
         raise ValueError(f"`dtype` int8 needs the device cpu, got {device}.")
-    return name if name in QUANTIZATIONS and is_cpu else None
+    return "int8"
 
 
-def quantize(model: PreTrainedModel, quantization: str) -> int:
-    """Replace all but small linear layers of a model by quantized layers. Embeddings stay as they are.
+def quantize(model: PreTrainedModel) -> int:
+    """Replace all but small linear layers of a model by layers in int8. Embeddings stay as they are.
 
     Args:
         model: Any model in float32 on a CPU. Afterwards it can no longer be trained or saved.
-        quantization: `int8` or `float16`, the type of the weights. All other values stay in float32.
 
     Returns:
         The number of replaced layers: 0, with a warning, if torch or the processor lacks the kernels.
 
     Raises:
-        ValueError: If the quantization is unknown, or the model is not in float32 on a CPU.
+        ValueError: If the model is not in float32 on a CPU.
     """
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
     if model.device.type != "cpu" or model.dtype != torch.float32:
         raise ValueError(
             f"`model` must be on a CPU in float32 to be quantized, got {model.dtype} on {model.device.type}."
         )
     model.eval()
     if not has_kernels():
-        logger.warning("%s weights need a torch with FBGEMM, which this one lacks: they stay in float32.", quantization)
+        logger.warning("int8 weights need a torch with FBGEMM, which this one lacks: they stay in float32.")
         return 0
     packed: dict[nn.Linear, PackedLinear] = {}
     for module in list(model.modules()):
@@ -163,17 +130,14 @@ def quantize(model: PreTrainedModel, quantization: str) -> int:
             if type(child) is nn.Linear and child.weight.numel() >= _LEAST_SIZE:
                 # A shared layer stays shared.
                 if child not in packed:
-                    packed[child] = _LAYERS[quantization](child)
+                    packed[child] = PackedLinear(child)
                 setattr(module, name, packed[child])
     return len(packed)
 
 
 def has_kernels() -> bool:
     """Return True if torch has kernels for packed weights on this processor."""
-    names = (_PRODUCT, "linear_prepack_fp16")
-    return "fbgemm" in torch.backends.quantized.supported_engines and all(
-        hasattr(torch.ops.quantized, name) for name in names
-    )
+    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(torch.ops.quantized, _PRODUCT)
 
 
 @functools.cache
@@ -185,7 +149,7 @@ def activation_levels() -> int:
     size = 64
     packed = pack_int8(torch.full((size, size), WEIGHT_LEVELS, dtype=torch.int8), torch.ones(size))
     largest = torch.full((2, size), float(_MOST_LEVELS))
-    sums = operator_of(_PRODUCT)(largest, 1.0, _MOST_LEVELS + 1, packed)
+    sums = _multiply_operator()(largest, 1.0, _MOST_LEVELS + 1, packed)
     return _MOST_LEVELS if bool((sums == size * WEIGHT_LEVELS * _MOST_LEVELS).all()) else _FEW_LEVELS
 
 
@@ -219,12 +183,12 @@ def scale_rows(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def operator_of(name: str) -> Callable[..., torch.Tensor]:
-    """Return an operator of `torch.ops.quantized` without the Python dispatch of its packet."""
-    packet = getattr(torch.ops.quantized, name)
+def _multiply_operator() -> Callable[..., torch.Tensor]:
+    """Return the operator without the Python dispatch of its packet."""
+    packet = getattr(torch.ops.quantized, _PRODUCT)
     return getattr(packet, "_op", packet)
 
 
 def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
     """Round rows of `scale_rows`, multiply them with a packed weight and add its bias: (rows, out_features)."""
-    return operator_of(_PRODUCT)(states, 1.0, activation_levels() + 1, packed)
+    return _multiply_operator()(states, 1.0, activation_levels() + 1, packed)

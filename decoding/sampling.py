@@ -97,16 +97,10 @@ def sample(
 
 
 def _draw(scores: torch.Tensor) -> torch.Tensor:
-    """Draw one token of each row of logits (rows, V), shape (rows,).
-
-    Raises:
-        ValueError: On a CPU, if no token of a row has a probability.
-    """
+    """Draw one token of each row of logits (rows, V), shape (rows,). `ValueError` on a CPU if a row has no probabilities."""
     try:
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
     except RuntimeError as error:
-        if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
-            raise
         raise ValueError(
             "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "
             "the model, and whether the options suppress all tokens."

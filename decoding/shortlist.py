@@ -42,9 +42,7 @@ class ShortlistProjection:
     """A projection from decoder output to shortlists."""
 
     def __init__(self, head: nn.Linear):
-        """Args:
-        head: Projection to logits for which `can_shortlist` is true, and whose weights do not change.
-        """
+        """Take a projection to logits for which `can_shortlist` is true, and whose weights do not change."""
         self._head = head
 
     def __call__(self, states: torch.Tensor) -> Shortlist | None:

@@ -1,6 +1,6 @@
 """Inference: decode, score and align many texts."""
 
-from metaphrase.decoding.quantization import QUANTIZATIONS, quantize
+from metaphrase.decoding.quantization import quantize
 from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
@@ -26,7 +26,7 @@ from metaphrase.inference.texts.plan import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 
-__all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "EnsembleSearch", "Explanation"]
+__all__ = ["ENGINES", "GENERATION_OPTIONS", "AttentionMap", "EnsembleSearch", "Explanation"]
 __all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
 __all__ += [
     "SummarizationPipeline",

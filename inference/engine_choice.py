@@ -76,7 +76,7 @@ class EngineChoice:
         Args:
             model: The model before quantization.
             tokenizers: Of source and target.
-            quantization: `int8` or `float16` if the model is going to be quantized.
+            quantization: `int8` if the model is going to be quantized.
             vocabulary_map: The map that searches use.
         """
         self._tokenizers, self._map = tokenizers, vocabulary_map

@@ -248,7 +248,6 @@ class Generator(TextStream):
         batch_size: int = DEFAULT_BATCH_SIZE,
         max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
         members: Sequence["Generator"] = (),
-        ensemble_mean: str = "linear",
         vocabulary_map: VocabularyMap | None = None,
     ):
         """Join the parts.
@@ -264,7 +263,6 @@ class Generator(TextStream):
             max_tokens_per_batch: Most source tokens in a batch, padding included.
             members: Generators whose models join this one in an ensemble. All need the same target vocabulary; each reads
                 sources with its own tokenizer. Generation settings are those of this generator.
-            ensemble_mean: `linear` averages the probabilities, `log_linear` the log-probabilities.
             vocabulary_map: Greedy search, beam search and sampling of this model select only from the tokens that the map
                 permits for the sources of a batch. Other searches select from all tokens.
 
@@ -284,7 +282,7 @@ class Generator(TextStream):
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.members = list(members)
-        self.ensemble = EnsembleSearch(ensemble_mean)
+        self.ensemble = EnsembleSearch()
         self.vocabulary_map = vocabulary_map
         self.engine_choice: EngineChoice | None = None
         for number, member in enumerate(self.members, start=2):
@@ -381,7 +379,7 @@ class Generator(TextStream):
             if engine == "auto" and len(names) == 1:
                 choice = EngineChoice(model, tokenizers, quantization, kwargs.get("vocabulary_map"))
             if quantization is not None:
-                quantize(model, quantization)
+                quantize(model)
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
             parts.append((model, tokenizers))
         first, *rest = parts

@@ -15,8 +15,6 @@ def main(arguments: argparse.Namespace) -> None:
     arguments.model, *more = arguments.teachers
     arguments.ensemble = more or None
     check_dependents(arguments, target="input")
-    if arguments.ensemble_mean is not None and not more:
-        raise ValueError(f"`teachers` must be several with `ensemble_mean`, got {arguments.model!r} alone.")
     inputs = {"input": arguments.input} | given_options(arguments, ("target",))
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
     format_pair, pairs = pair_formatter(arguments.output), chosen_pairs(arguments)

@@ -117,7 +117,7 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) 
 
 
 def main(arguments: argparse.Namespace) -> None:
-    check_dependents(arguments, source_column="file", target_column="file", ensemble_mean="ensemble")
+    check_dependents(arguments, source_column="file", target_column="file")
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     score_options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)
     generation_options = chosen_generation_options(arguments)

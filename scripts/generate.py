@@ -88,7 +88,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     for name in ("chunk_size", "num_processes"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
-    check_dependents(arguments, ensemble_mean="ensemble", resume="output")
+    check_dependents(arguments, resume="output")
     models = [*chosen_models(arguments), *filter(None, [getattr(arguments, "assistant_model", None)])]
     check_files(inputs, arguments.output, models=models)
     if arguments.resume:

@@ -57,10 +57,8 @@ class BatchFacts(NamedTuple):
     """Facts of a decoded batch, for metrics."""
 
     num_sentences: int
-    largest_batch: int
     num_source_tokens: int
     num_target_tokens: int
-    seconds: float
 
 
 @dataclass(eq=False)
@@ -308,6 +306,5 @@ class Batcher:
             weight = _NEWEST if self._seconds_per_token else 1.0
             self._seconds_per_token += weight * (seconds / num_source_tokens - self._seconds_per_token)
             self._batch_seconds = seconds
-        largest = search.plan.generators[0].batch_size
-        self.observe(BatchFacts(len(rows), largest, num_source_tokens, num_target_tokens, seconds))
+        self.observe(BatchFacts(len(rows), num_source_tokens, num_target_tokens))
         return hypotheses

@@ -1,7 +1,6 @@
 """DeepL's API for texts: the client `deepl`, and translation tools that have it built in."""
 
 import re
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -11,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from metaphrase.inference.texts.plan import Terms
 from metaphrase.serving.bodies import check_fields, read_body, schema_of
-from metaphrase.serving.models import base_code, name_of, read_pair
+from metaphrase.serving.models import base_code, name_of
 from metaphrase.serving.service import Query, Service
 
 # The client refuses these targets without a region.
@@ -56,7 +55,7 @@ class LanguageType(BaseModel):
 def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(prefix="/v2", tags=["DeepL"])
-    started, num_characters = datetime.now(UTC), 0
+    num_characters = 0
 
     @router.post("/translate", openapi_extra=schema_of(Texts, "application/json", "application/x-www-form-urlencoded"))
     async def translate(request: Request) -> Response:
@@ -73,48 +72,20 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/languages")
     async def languages(request: Request) -> Response:
         # The client sends a form, though a GET has no body.
-        has_body = bool(await request.body())
-        fields = (
-            await read_body(request, LanguageType) if has_body else check_fields(request.query_params, LanguageType)
-        )
+        if request.headers.get("content-length", "0") != "0":
+            fields = await read_body(request, LanguageType)
+        else:
+            fields = check_fields(request.query_params, LanguageType)
         return JSONResponse(_list_languages(service, fields.type))
 
     @router.get("/usage")
     async def usage() -> Response:
         return JSONResponse({"character_count": num_characters, "character_limit": _NO_LIMIT})
 
-    def describe(name: str) -> dict[str, Any]:
-        pair = read_pair(name) or next(
-            ((row[0], row[1][0]) for row in service.models.targets_by_source.items()), ("", "")
-        )
-        return {
-            "glossary_id": name,
-            "name": name,
-            "ready": True,
-            "source_lang": pair[0],
-            "target_lang": pair[1],
-            "creation_time": started.isoformat(timespec="microseconds"),
-            "entry_count": len(service.glossaries[name].glossary),
-        }
-
-    @router.get("/glossaries")
-    async def list_glossaries() -> Response:
-        return JSONResponse({"glossaries": [describe(name) for name in service.glossaries]})
-
-    @router.get("/glossaries/{name}")
-    async def get_glossary(name: str) -> Response:
-        find_glossary(service, name)
-        return JSONResponse(describe(name))
-
     return router
 
 
-def find_glossary(service: Service, name: str) -> Terms:
-    """Return the terms of a glossary.
-
-    Raises:
-        HTTPException: If the server has no such glossary.
-    """
+def _find_glossary(service: Service, name: str) -> Terms:
     if name not in service.glossaries:
         known = ", ".join(service.glossaries) or "none: start the server with --glossaries"
         raise HTTPException(404, f"The glossary must be one of the server's ({known}), got {name!r}.")
@@ -131,7 +102,7 @@ def _read_query(service: Service, body: Texts) -> Query:
         target_lang=body.target_lang,
         text_format=body.tag_handling or "text",
         split_sentences=body.split_sentences != "0",
-        terms=find_glossary(service, body.glossary_id) if body.glossary_id else Terms(),
+        terms=_find_glossary(service, body.glossary_id) if body.glossary_id else Terms(),
         # A form has one field for all tags.
         keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
     )

@@ -25,7 +25,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PUBLIC_PATHS = (
     *("/health", "/ui", "/ui/settings", "/docs", "/openapi.json"),
     # LibreTranslate needs no key there.
-    *("/languages", "/frontend/settings"),
+    "/languages",
 )
 # LibreTranslate's clients send the key in the body.
 BODY_KEY_PATHS = ("/translate", "/detect")
@@ -36,40 +36,29 @@ FAILURE = "The server failed to answer this request."
 # nginx's status for a client that closed the connection; nobody reads it.
 CLIENT_CLOSED = 499
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 class Metrics:
     """Metrics of one server, in a registry of their own."""
 
     def __init__(self, service: Service):
-        batcher, registry = service.batcher, CollectorRegistry()
-        self._registry = registry
-        self._requests = Counter("metaphrase_requests", "Answered requests", ("route", "status"), registry=registry)
-        self._seconds = Histogram(
-            "metaphrase_request_seconds", "Time of a request", ("route",), buckets=_SECONDS, registry=registry
-        )
-        tokens = Counter("metaphrase_tokens", "Tokens that the models read or wrote", ("side",), registry=registry)
-        sentences = Counter("metaphrase_sentences", "Decoded sentences", registry=registry)
-        seconds = Histogram("metaphrase_batch_seconds", "Time of a batch", buckets=_SECONDS, registry=registry)
-        text = "Share of the largest batch that a batch fills"
-        fill = Histogram("metaphrase_batch_fill", text, buckets=_SHARES, registry=registry)
-        for name, text, function in (
-            ("sentences_waiting", "Sentences that wait for the engine", lambda: batcher.num_waiting),
-            ("requests_running", "Requests that wait or run", lambda: service.num_requests),
-            ("expected_seconds", "Time that the waiting sentences will take", batcher.expected_seconds),
-        ):
-            Gauge(f"metaphrase_{name}", text, registry=registry).set_function(function)
+        self._registry = CollectorRegistry()
+        self._requests = self._make(Counter, "requests", "Answered requests", ("route", "status"))
+        self._seconds = self._make(Histogram, "request_seconds", "Time of a request", ("route",))
+        self._sentences = self._make(Counter, "sentences", "Decoded sentences")
+        self._tokens = self._make(Counter, "tokens", "Tokens that the models read or wrote", ("side",))
+        waiting = self._make(Gauge, "sentences_waiting", "Sentences that wait for the engine")
+        waiting.set_function(lambda: service.batcher.num_waiting)
+        self._make(Gauge, "requests_running", "Requests that wait or run").set_function(lambda: service.num_requests)
+        service.batcher.observe = self._observe_batch
 
-        def observe(facts: BatchFacts) -> None:
-            tokens.labels("source").inc(facts.num_source_tokens)
-            tokens.labels("target").inc(facts.num_target_tokens)
-            sentences.inc(facts.num_sentences)
-            seconds.observe(facts.seconds)
-            fill.observe(facts.num_sentences / facts.largest_batch)
+    def _make(self, kind: Callable[..., Any], name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
+        return kind(f"metaphrase_{name}", text, labels, registry=self._registry)
 
-        batcher.observe = observe
+    def _observe_batch(self, facts: BatchFacts) -> None:
+        self._sentences.inc(facts.num_sentences)
+        self._tokens.labels("source").inc(facts.num_source_tokens)
+        self._tokens.labels("target").inc(facts.num_target_tokens)
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
         """Count an answered request."""
@@ -119,9 +108,7 @@ APIS = (
         overload=429,
         wrong_key=403,
     ),
-    Api(
-        ("/translate", "/detect", "/languages", "/frontend"), lambda status, message: {"error": message}, wrong_key=403
-    ),
+    Api(("/translate", "/detect", "/languages"), lambda status, message: {"error": message}, wrong_key=403),
     Api(("/",), _hugging_face_body, unknown_model=404),
 )
 

@@ -1,6 +1,5 @@
 """LibreTranslate's API: `libretranslatepy`, and the many applications that speak to a LibreTranslate server."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -85,31 +84,9 @@ def make_router(service: Service) -> APIRouter:
         rows = [{"code": code, "name": name_of(code), "targets": targets_by_source.get(code, [])} for code in codes]
         return JSONResponse(rows)
 
-    @router.get("/frontend/settings")
-    async def settings() -> Response:
-        return JSONResponse(_make_settings(service, codes))
-
     return router
 
 
 def list_confidences(confidences: dict[str, float]) -> list[dict[str, Any]]:
     """Return the confidence of each language as LibreTranslate writes them."""
     return [{"confidence": confidence, "language": code} for code, confidence in confidences.items()]
-
-
-def _make_settings(service: Service, codes: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that LibreTranslate's web page and mobile applications read."""
-    target = next((code for row in service.models.targets_by_source.values() for code in row), "")
-    return {
-        "charLimit": service.limits.max_text_characters,
-        "frontendTimeout": 500,
-        "apiKeys": service.needs_key,
-        "keyRequired": service.needs_key,
-        "suggestions": False,
-        "filesTranslation": False,
-        "supportedFilesFormat": [],
-        "language": {
-            "source": {"code": "auto", "name": "Auto Detect"},
-            "target": {"code": target, "name": name_of(target)},
-        },
-    }

@@ -51,12 +51,7 @@ class UnknownModelError(ValueError):
 
 
 class QueuedGenerator(Generator):
-    """A generator of one request. Its sentences are decoded together with those of other requests.
-
-    Attributes:
-        ticket: The request.
-        batcher: Decodes.
-    """
+    """A generator of one request. Its sentences are decoded together with those of other requests."""
 
     ticket: Ticket
     batcher: Batcher
@@ -93,12 +88,7 @@ class ServedModel:
     def __init__(
         self, name: str, generator: Generator, batcher: Batcher, *, languages: tuple[str, str] | None, task: str
     ):
-        """Args:
-        name: Name in requests.
-        generator: Model and tokenizers.
-        batcher: Decodes the sentences of all requests.
-        languages: Source and target language of a model for one pair of languages.
-        task: One of `TASKS`.
+        """Take the attributes, and the `languages` of a model for one pair of source and target language.
 
         Raises:
             ValueError: If the task is unknown.
@@ -123,20 +113,10 @@ class ServedModel:
     def from_pretrained(
         cls, name: str | None, path: str, batcher: Batcher, *, task: str | None = None, **loading
     ) -> "ServedModel":
-        """Load a model.
+        """Load a model from a folder or the Hub, with the arguments `loading` of `Generator.from_pretrained`.
 
         A name such as en-de tells the languages. Without a name they are read from the recipe of the folder, and the name of
-        the folder is that of the model.
-
-        Args:
-            name: Name in requests.
-            path: Folder or Hub id.
-            batcher: As for the constructor.
-            task: As for the constructor. By default it is translation for a model with languages.
-            **loading: As for `Generator.from_pretrained`.
-
-        Raises:
-            ValueError: As `Generator.from_pretrained`.
+        the folder is that of the model. By default the task is translation for a model with languages.
         """
         languages = None if name is None else read_pair(name)
         recipe = read_fields(Path(path) / "recipe.yaml", yaml.safe_load) or {}
@@ -157,10 +137,7 @@ class ServedModel:
     ) -> tuple[QueuedGenerator, dict[str, int]]:
         """Return a generator for one request, and the generation options for its target language.
 
-        Args:
-            ticket: The request.
-            source_lang: Code of the language of the sources, as in `source_languages`, or as the tokenizer spells it.
-            target_lang: The same for targets.
+        Codes of languages are those of `source_languages` and `target_languages`, or as the tokenizer spells them.
 
         Raises:
             UnknownModelError: If the model does not know a language.
@@ -283,10 +260,6 @@ def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[dict[
     """Return the confidence of each language for each text, from 0 to 100, the highest first.
 
     All texts together tell the language of a short one. The identifier is fastText's small model.
-
-    Args:
-        texts: Texts of a request.
-        codes: Languages to choose from, as in `NAMES`.
     """
     if len(codes) == 1:
         return [{codes[0]: 100.0}] * len(texts)

@@ -104,12 +104,7 @@ class Service:
         api_keys: Iterable[str] = (),
         glossaries: Mapping[str, Terms] | None = None,
     ):
-        """Args:
-        models: The models, the default one first.
-        batcher: The batcher of the models.
-        limits: Limits of requests.
-        api_keys: Keys of clients. Without keys every client may use the server.
-        glossaries: Terms by their id in requests.
+        """Take models, the default one first, and `api_keys`, without which every client may use the server.
 
         Raises:
             ValueError: If two models have the same name.
@@ -134,9 +129,6 @@ class Service:
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
         """Return a context for one request, which gives it a ticket.
-
-        Args:
-            seed: Seed of random numbers.
 
         Raises:
             OverloadError: If too many requests run, or the request would wait longer than its time.
@@ -196,10 +188,7 @@ class Service:
             The targets, and the confidence of each source language for each text, as `identify_languages`.
 
         Raises:
-            CancelledRequest: If the client has gone.
-            OverloadError: If the server has no room, or the request takes too long.
-            UnknownModelError: If no model translates between the languages.
-            ValueError: If a text or an option is wrong or beyond a limit.
+            UnknownModelError: If no model translates between the languages. Other errors are those of `answer`.
         """
         check_query(query, self.limits)
         self.models.find_languages(query.source_lang, query.target_lang)

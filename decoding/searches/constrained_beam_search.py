@@ -18,8 +18,16 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
-from metaphrase.decoding.beam_search import WORST, Beams, BeamState, Candidates, Selection, beam_search
-from metaphrase.decoding.fast_generation import find_obstacle, is_metaphrase, prepared_projections
+from metaphrase.decoding.beam_search import (
+    WORST,
+    Beams,
+    BeamState,
+    Candidates,
+    Selection,
+    beam_search,
+    num_candidates,
+)
+from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, is_metaphrase, prepared_projections
 from metaphrase.decoding.options import are_ends
 from metaphrase.decoding.searches.phrase_automaton import START, Phrase, PhraseAutomaton
 from metaphrase.tokenization import encode_phrase
@@ -38,21 +46,16 @@ def constrained_beam_search(
     special_ids: Sequence[int] = (),
     **model_kwargs,
 ) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
-    """For `generate(custom_generate=constrained_beam_search, num_beams=..., force_words_ids=...)`.
+    """For `generate(custom_generate=constrained_beam_search, num_beams=..., force_words_ids=...)` of a Metaphrase model.
 
-    Phrases may overlap, and a phrase in the prompt counts. Use `bad_words_ids` for tokens that must not occur.
+    Phrases may overlap, and a phrase in the prompt counts. Use `bad_words_ids` for tokens that must not occur. The logits
+    processors come before the constraints: a forbidden token is never forced.
 
     Args:
-        model: A Metaphrase model.
-        input_ids: From `generate()`, like the next three arguments and `model_kwargs`.
-        logits_processor: Applied before the constraints: a forbidden token is never forced.
-        stopping_criteria: Length and end of sequence only.
-        generation_config: Source of missing options.
         force_words_ids: For each constraint the ids of a phrase, or several phrases of which one must occur.
         first_words_ids: For each constraint further phrases that count only at the start of the target.
         special_ids: Ids without text, such as language codes, which do not end the start of the target. The start token,
             ends, padding and a forced first token are added.
-        **model_kwargs: Arguments of the network.
 
     Returns:
         The `num_return_sequences` best hypotheses that meet all constraints, and with `return_dict_in_generate` their
@@ -80,10 +83,8 @@ def constrained_beam_search(
     )
     special_ids = {*special_ids, *set().union(*special.values()), config.forced_bos_token_id} - {None}
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
-    # `generate()` repeats a source for each of its beams, which share it here.
-    prompt, mask = input_ids[:: config.num_beams], model_kwargs.get("attention_mask")
-    encoder_output = model_kwargs["encoder_outputs"].last_hidden_state[:: config.num_beams].contiguous()
-    state = BeamState(model.get_decoder(), encoder_output, None if mask is None else mask[:: config.num_beams])
+    prompt = input_ids[:: config.num_beams]
+    state = BeamState(model.get_decoder(), *encoded_sources(model_kwargs, config.num_beams))
     project, _ = prepared_projections(model)
     selection = ConstrainedSelection(config, automaton, prompt)
     ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
@@ -191,28 +192,20 @@ class ConstrainedSelection(Selection):
     def _pool(self, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return candidates, best first: the best of all, all that advance a phrase, and the best of each hypothesis.
 
-        From sums of log-probabilities (sources, beams, V) to scores and indices into (beams * V), both (sources,
-        candidates). A repeated candidate has one finite score.
+        From sums of log-probabilities (sources, beams, V) to scores and indices into (beams * V), both (sources, candidates).
         """
         num_beams, vocab_size = totals.shape[1:]
-        first = vocab_size * torch.arange(num_beams, device=totals.device)[:, None]
-        num_best = max(2, 1 + (0 if self.ends is None else len(self.ends))) * num_beams
-        scores, indices = totals.flatten(1).topk(min(num_best, num_beams * vocab_size))
-        progress = self._automaton.progress(self._states, self._is_met)
-        advances = self._automaton.progress(*self._behind_alphabet()) > progress[:, :, None]
-        forced = totals[:, :, self._automaton.alphabet].masked_fill(~advances, -torch.inf)
-        best_scores, best = totals.max(dim=-1, keepdim=True)
-        scores = torch.cat((scores, forced.flatten(1), best_scores.flatten(1)), dim=1)
-        forced_indices = (first + self._automaton.alphabet).flatten().expand(len(totals), -1)
-        indices = torch.cat((indices, forced_indices, (first + best).flatten(1)), dim=1)
-        scores, order = scores.sort(dim=1, descending=True, stable=True)
-        indices = indices.take_along_dim(order, dim=1)
-        # Sorting by index puts repeated candidates side by side.
-        sorted_indices, by_index = indices.sort(dim=1, stable=True)
-        is_repeated = torch.zeros_like(sorted_indices, dtype=torch.bool)
-        is_repeated[:, 1:] = sorted_indices[:, 1:] == sorted_indices[:, :-1]
-        is_repeated = torch.zeros_like(is_repeated).scatter_(1, by_index, is_repeated)
-        return scores.masked_fill(is_repeated, -torch.inf), indices
+        alphabet, num_best = self._automaton.alphabet, num_candidates(num_beams, self.ends)
+        best = totals.flatten(1).topk(min(num_best, num_beams * vocab_size)).indices
+        advances = self._automaton.progress(*self._behind_alphabet()) > self._automaton.progress(
+            self._states, self._is_met
+        ).unsqueeze(-1)
+        is_candidate = torch.zeros_like(totals, dtype=torch.bool)
+        is_candidate[:, :, alphabet] = advances
+        is_candidate.scatter_(2, totals.argmax(dim=-1, keepdim=True), True)
+        is_candidate = is_candidate.flatten(1).scatter_(1, best, True)
+        count = min(num_best + num_beams * (1 + len(alphabet)), num_beams * vocab_size)
+        return totals.flatten(1).masked_fill(~is_candidate, -torch.inf).topk(count)
 
     def _behind_alphabet(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return states and met constraints behind each token of the phrases, shape (sources, beams, alphabet)."""

@@ -5,16 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.beam_search import BeamState, beam_search
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.fast_generation import find_obstacle, find_obstacle_of_model, prepared_projections
+from metaphrase.decoding.fast_generation import (
+    encoded_sources,
+    find_obstacle,
+    find_obstacle_of_model,
+    prepared_projections,
+)
 from metaphrase.decoding.sampling import sample
-
-ENSEMBLE_MEANS = ("linear", "log_linear")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,84 +32,38 @@ class Partner:
     sources: Sequence[Sequence[int]]
 
 
-class JointSearch:
-    """A search with several models, for `generate(custom_generate=...)` of the first model.
+def start_search(
+    state_class: type[DecoderState],
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
+    **kwargs,
+) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], list[DecoderState]]:
+    """Return for each model a function from the decoder's output to logits, and its state before the prompt.
 
-    Subclasses define `search`.
+    Args:
+        state_class: Class of the states, which have one row per source.
+        model: The first model. `generate()` calls a search with it, and with the next four arguments and `kwargs`.
+        partners: The other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
+
+    Raises:
+        ValueError: If an option needs transformers' own loops, which know one model.
     """
-
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
-        return_scores: bool = True,
-        **kwargs,
-    ) -> GenerateBeamEncoderDecoderOutput:
-        """Search with all models.
-
-        Args:
-            model: The first model.
-            input_ids: Prompts (sources * copies, length), from `generate()` like the next three arguments and `kwargs`.
-            logits_processor: Applied to the joint scores.
-            stopping_criteria: Length and end of sequence only.
-            generation_config: The prepared generation config.
-            partners: The other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
-            return_scores: True if scores are needed.
-            **kwargs: Arguments of the network, `encoder_outputs` among them.
-
-        Returns:
-            `sequences`, and their `sequences_scores`, as for a single model.
-
-        Raises:
-            ValueError: If an option needs transformers' own loops, which know one model, or this search does not support it.
-        """
-        config, copies = generation_config, max(generation_config.num_beams, generation_config.num_return_sequences)
-        models = [model, *(partner for partner, _ in partners)]
-        obstacle = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **kwargs)
-        if obstacle := next(filter(None, [obstacle, *map(find_obstacle_of_model, models[1:])]), None):
-            raise ValueError(
-                "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
-                f"cache, and without streamers and hooks. Not supported here: {obstacle}."
-            )
-        mask = kwargs.get("attention_mask")
-        # `generate()` repeats a source for each of its hypotheses, which share it here.
-        encoded = [(kwargs["encoder_outputs"][0][::copies].contiguous(), None if mask is None else mask[::copies])]
-        for partner, inputs in partners:
-            encoded.append((partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
-        state_class = self.state_class(config)
-        states = [state_class(item.get_decoder(), *source) for item, source in zip(models, encoded, strict=True)]
-        projections = [prepared_projections(item)[0] for item in models]
-        ids, scores = self.search(projections, states, input_ids, logits_processor, config, return_scores)
-        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
-
-    def state_class(self, config: GenerationConfig) -> type[DecoderState]:
-        """Return the class of the decoders' states."""
-        return BeamState if config.num_beams > 1 else DecoderState
-
-    def search(
-        self,
-        projections: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-        states: Sequence[DecoderState],
-        prompt: torch.Tensor,
-        processors: LogitsProcessorList,
-        config: GenerationConfig,
-        return_scores: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ids (sources * copies, length) and their scores (sources * copies,).
-
-        Args:
-            projections: For each model a function from the decoder's output to logits.
-            states: State of each model before the prompt, with one row per source.
-            prompt: First ids of each target, shape (sources * copies, length).
-            processors: Applied to the joint scores.
-            config: The prepared generation config.
-            return_scores: True if scores are needed.
-        """
-        raise NotImplementedError
+    models = [model, *(partner for partner, _ in partners)]
+    obstacle = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **kwargs)
+    if obstacle := next(filter(None, [obstacle, *map(find_obstacle_of_model, models[1:])]), None):
+        raise ValueError(
+            "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
+            f"cache, and without streamers and hooks. Not supported here: {obstacle}."
+        )
+    encoded = [encoded_sources(kwargs, max(config.num_beams, config.num_return_sequences))]
+    for partner, inputs in partners:
+        encoded.append((partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
+    states = [state_class(item.get_decoder(), *source) for item, source in zip(models, encoded, strict=True)]
+    return [prepared_projections(item)[0] for item in models], states
 
 
 class EnsembleState:
@@ -133,54 +89,42 @@ class EnsembleState:
             state.select_sources(sources)
 
 
-def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:
-    """Return the mean of several distributions.
-
-    Args:
-        logits: Logits of each model, shape (..., V).
-        mean: `linear` for the logarithm of the mean probability; `log_linear` for the normalized mean of log-probabilities.
-
-    Returns:
-        Log-probabilities in float32, shape (..., V).
-    """
-    log_probs = torch.stack([nn.functional.log_softmax(item.float(), dim=-1) for item in logits])
-    if mean == "linear":
-        return log_probs.logsumexp(dim=0) - math.log(len(logits))
-    return nn.functional.log_softmax(log_probs.mean(dim=0), dim=-1)
-
-
-class EnsembleSearch(JointSearch):
-    """Greedy search, sampling and beam search over the mean, for `generate(custom_generate=...)` of the first model.
-
-    Args:
-        ensemble_mean: `linear`, fairseq's mean, or `log_linear`; see `mean_log_probs`.
-
-    Raises:
-        ValueError: If the mean is unknown.
+class EnsembleSearch:
+    """Greedy search, sampling and beam search over the mean probability, for `generate(custom_generate=...)`.
 
     Source: Sutskever et al. 2014, arXiv 1409.3215.
     """
 
-    def __init__(self, ensemble_mean: str = "linear"):
-        if ensemble_mean not in ENSEMBLE_MEANS:
-            raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {ensemble_mean!r}.")
-        self.mean = ensemble_mean
-
-    def search(self, projections, states, prompt, processors, config, return_scores):
-        """Search as in `JointSearch`."""
-        # In beam search the processors get log-probabilities.
-        takes_logits = bool(processors) and config.num_beams == 1
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
+        return_scores: bool = True,
+        **kwargs,
+    ) -> GenerateBeamEncoderDecoderOutput:
+        """Search with the model and its partners as `fast_generation.search` does. Errors are those of `start_search`."""
+        config, processors = generation_config, logits_processor
+        arguments = (model, input_ids, processors, stopping_criteria, config, partners)
+        projections, states = start_search(BeamState if config.num_beams > 1 else DecoderState, *arguments, **kwargs)
 
         def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-            logits = [head(hidden) for head, hidden in zip(projections, hidden_states, strict=True)]
-            mean = mean_log_probs(logits, self.mean)
-            if not takes_logits:
+            logits = torch.stack(
+                [head(hidden) for head, hidden in zip(projections, hidden_states, strict=True)]
+            ).float()
+            mean = logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
+            if config.num_beams > 1 or not processors:
+                # The processors of beam search read log-probabilities.
                 return mean
             # Restore the size of logits, which matters for processors such as the repetition penalty.
-            return mean + torch.stack([item.float().logsumexp(dim=-1, keepdim=True) for item in logits]).mean(dim=0)
+            return mean + logits.logsumexp(dim=-1, keepdim=True).mean(dim=0)
 
-        copies = len(prompt) // states[0].rows
-        arguments = (project, EnsembleState(states), prompt[::copies])
+        copies, state = len(input_ids) // states[0].rows, EnsembleState(states)
         if config.num_beams > 1:
-            return beam_search(*arguments, processors, config)
-        return sample(*arguments, copies, processors, config, return_scores)
+            ids, scores = beam_search(project, state, input_ids[::copies], processors, config)
+        else:
+            ids, scores = sample(project, state, input_ids[::copies], copies, processors, config, return_scores)
+        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)

@@ -9,10 +9,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-# Exact distances need a table of 2 ** constraints columns.
-MOST_EXACT_CONSTRAINTS = 8
-
-
 # A phrase is a tuple of token ids. START before them lets the phrase count only at the start of the target.
 START = None
 Phrase = tuple[int | None, ...]
@@ -86,10 +82,6 @@ class PhraseAutomaton:
         self.start = numbers.get((START,), 0)
         follow[self.start, special] = self.start
         self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
-        self._distances = None
-        if len(constraints) <= MOST_EXACT_CONSTRAINTS:
-            self._distances = _distances(follow, meets).to(device)
-            self.num_tokens = int(self._distances[0, 0])
         self.alphabet = torch.tensor(alphabet, dtype=torch.long, device=device)
         self._symbols, self._follow, self._meets = symbols.to(device), follow.to(device), meets.to(device)
         self._shortest = torch.tensor(shortest, dtype=torch.long, device=device)
@@ -99,26 +91,15 @@ class PhraseAutomaton:
     def read(
         self, states: torch.Tensor, is_met: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read one more token of each target.
-
-        Args:
-            states: States of the targets, shape (...).
-            is_met: Met constraints, shape (..., constraints).
-            tokens: The next tokens, shape (...).
-
-        Returns:
-            The new states and met constraints.
-        """
+        """Return the states (...) and the met constraints (..., constraints) behind one more token (...) of each target."""
         states = self._follow[states, self._symbols[tokens]]
         return states, is_met | self._meets[states]
 
     def num_missing(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
         """Return how many more tokens meet all constraints, shape (...). Above 0, some token always lowers the number.
 
-        With more than `MOST_EXACT_CONSTRAINTS` constraints, overlaps of phrases are not counted.
+        Overlaps of phrases are not counted: fewer tokens may be enough.
         """
-        if self._distances is not None:
-            return self._distances[states, (is_met * _bits(self.num_constraints, is_met.device)).sum(dim=-1)]
         missing = (~is_met).long()
         return (missing * self._shortest).sum(dim=-1) - (missing * self._savings[states]).amax(dim=-1)
 
@@ -129,30 +110,3 @@ class PhraseAutomaton:
         """
         met = is_met.long()
         return (met * self._longest).sum(dim=-1) + ((1 - met) * self._parts[states]).amax(dim=-1)
-
-
-def _bits(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    return 2 ** torch.arange(count, device=device)
-
-
-def _distances(follow: torch.Tensor, meets: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens meet all constraints, from each state and set of met constraints, shape (states, sets).
-
-    `follow` (states, symbols) holds next states, and `meets` (states, constraints) the constraints that a state meets. Bit i of
-    a set's number is constraint i.
-    """
-    num_states, num_constraints = meets.shape
-    full = 2**num_constraints - 1
-    bits = (meets * _bits(num_constraints)).sum(dim=1)
-    far = torch.iinfo(torch.long).max // 2
-    distances = torch.full((num_states, full + 1), far)
-    distances[:, full] = 0
-    # Constraints are only added, so larger sets come first.
-    for met in range(full - 1, -1, -1):
-        behind = met | bits[follow]
-        while True:
-            nearer = torch.minimum(distances[:, met], 1 + distances[follow, behind].amin(dim=1))
-            if torch.equal(nearer, distances[:, met]):
-                break
-            distances[:, met] = nearer
-    return distances

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.decoder_state import DecoderState, PreparedLayer, Rotation, attend
 from metaphrase.decoding.options import are_ends, process
-from metaphrase.decoding.searches.joint_search import JointSearch
+from metaphrase.decoding.searches.joint_search import start_search
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
 
@@ -117,16 +118,14 @@ class RaggedDecoderState(DecoderState):
         return output.view(rows, self.key_value_heads * self.groups, -1, self.head_dim).transpose(1, 2).flatten(2)
 
 
-class SpeculativeSearch(JointSearch):
+class SpeculativeSearch:
     """Greedy search with a draft model, for `generate(custom_generate=...)` of the target model.
 
     A block of tokens is rounded differently than single tokens. In bfloat16, greedy search may choose the other of two
     tokens that are almost equally probable.
 
-    Args:
-        num_assistant_tokens: Tokens per draft.
-
     Attributes:
+        num_assistant_tokens: Tokens per draft.
         num_drafted: Number of drafted tokens so far.
         num_accepted: Number of drafted tokens that are part of a target.
 
@@ -140,24 +139,35 @@ class SpeculativeSearch(JointSearch):
         self.num_assistant_tokens = num_assistant_tokens
         self.num_drafted = self.num_accepted = 0
 
-    def state_class(self, config: GenerationConfig) -> type[RaggedDecoderState]:
-        return RaggedDecoderState
-
-    def search(self, projections, states, prompt, processors, config, return_scores):
-        """Search as in `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
+        return_scores: bool = True,
+        **kwargs,
+    ) -> GenerateBeamEncoderDecoderOutput:
+        """Search as `EnsembleSearch` does; the one partner drafts. Scores are sums of log-probabilities.
 
         Raises:
-            ValueError: If the search is not greedy.
+            ValueError: If the search is not greedy, or as `start_search`.
         """
+        config = generation_config
         if config.num_beams > 1 or config.do_sample:
             raise ValueError(
                 "`num_beams` must be 1 and `do_sample` false with `assistant_model`, "
                 f"got {config.num_beams} and {config.do_sample}."
             )
-        speculation = _Speculation(self, projections, states, prompt, processors, config)
-        while len(speculation.rows) and prompt.shape[1] < config.max_length:
+        arguments = (model, input_ids, logits_processor, stopping_criteria, config, partners)
+        projections, states = start_search(RaggedDecoderState, *arguments, **kwargs)
+        speculation = _Speculation(self, projections, states, input_ids, logits_processor, config)
+        while len(speculation.rows) and input_ids.shape[1] < config.max_length:
             speculation.take_round()
-        return speculation.result[:, : speculation.longest], speculation.totals if return_scores else None
+        ids, scores = speculation.result[:, : speculation.longest], speculation.totals if return_scores else None
+        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
 
 class _Speculation:

@@ -22,7 +22,7 @@ FILTER_RULES = (
 )
 LOADING_OPTIONS = {
     *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
-    *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine", "use_vmap"),
+    *("batch_size", "max_tokens_per_batch", "engine", "use_vmap"),
 }
 
 
@@ -151,7 +151,6 @@ _LANGUAGES = {
 }
 _ENSEMBLE = {
     "--ensemble MODEL...": "more models for an ensemble with the first",
-    "--ensemble_mean linear|log_linear": "mean of probabilities or of log-probabilities [linear]",
 }
 
 
@@ -177,7 +176,7 @@ _SCORES = {
 }
 _LOADING_FILES = {
     **_DEVICE,
-    "--dtype TEXT = auto": "type of the weights [auto: as saved]; int8 and float16 are faster on a CPU",
+    "--dtype TEXT = auto": "type of the weights [auto: as saved]; int8 is faster on a CPU",
     "--max_source_length INT": "maximum tokens of a source; longer sources are truncated and counted [none]",
     "--trust_remote_code": "run code that comes with the model or its tokenizer",
 }
@@ -287,7 +286,6 @@ VERBS = {
         {
             "loading": _LOADING,
             "ensemble, batches and engine": {
-                "--ensemble_mean linear|log_linear": "mean of probabilities or of log-probabilities [linear]",
                 **_engine("auto"),
                 **_STREAM,
                 **_SPLIT,

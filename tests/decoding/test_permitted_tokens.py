@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from metaphrase.decoding.fast_generation import search
-from metaphrase.decoding.quantization import Float16Linear, Int8Linear, has_kernels
+from metaphrase.decoding.quantization import PackedLinear, has_kernels
 
 PERMITTED = torch.tensor([2, 4, 5, 8, 9, 13, 14, 17, 20, 22, 23, 27, 30])
 SEARCHES = {
@@ -104,10 +104,9 @@ def test_other_loops_and_heads_select_from_all_tokens():
 
 @torch.inference_mode()
 @pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
-@pytest.mark.parametrize("kind", [Int8Linear, Float16Linear])
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_of_a_quantized_layer_are_selected(kind, bias):
-    layer, outputs = kind(nn.Linear(64, 90, bias=bias)), torch.tensor([3, 4, 40, 41, 77, 89])
+def test_outputs_of_a_quantized_layer_are_selected(bias):
+    layer, outputs = PackedLinear(nn.Linear(64, 90, bias=bias)), torch.tensor([3, 4, 40, 41, 77, 89])
     states = torch.randn(5, 64)
     selected = layer.select_outputs(outputs)
     assert selected.out_features == len(outputs) and layer.out_features == 90

@@ -121,21 +121,6 @@ def test_encoder_computes_the_same(design, library, products):
     assert len(products) == len(layers) and not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("beams", [1, 4])
-@pytest.mark.parametrize("design", DESIGNS)
-def test_searches_write_the_same(design, beams, library, products, monkeypatch):
-    model = tiny_model(**DESIGNS[design])
-    batch = random_batch(model.config)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 8}
-    with monkeypatch.context() as patch:
-        for module in (prepacked_weights, decoder_state):
-            patch.setattr(module, "can_prepack", lambda *shape: False)
-        expected = copy.deepcopy(model).generate(**inputs, **options)
-    assert not products
-    assert torch.equal(model.generate(**inputs, **options), expected) and products
-
-
 def test_layers_are_restored_after_an_error(products):
     model = tiny_model()
 

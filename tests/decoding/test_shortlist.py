@@ -150,11 +150,6 @@ def check_greedy_search(model, lists, monkeypatch, **options):
     return expected
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_greedy_search_writes_the_same(design, lists, monkeypatch):
-    check_greedy_search(tiny_model(**DESIGNS[design] | FIELDS), lists, monkeypatch)
-
-
 PROCESSORS = {
     "least length": {"min_new_tokens": 8},
     "no phrase twice": {"no_repeat_ngram_size": 2},

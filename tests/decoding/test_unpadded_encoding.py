@@ -49,18 +49,6 @@ def test_output_is_that_of_padded_rows(name, side, skipped):
     assert (output[mask == 0] == 0).all()
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_generation_is_that_with_the_padding(num_beams, skipped, monkeypatch):
-    model = tiny_model()
-    ids, mask = make_batch(model.config)
-    options = {"attention_mask": mask, "num_beams": num_beams, "do_sample": False, "max_new_tokens": 8}
-    found = model.generate(ids, **options)
-    assert skipped == [LENGTHS]
-    monkeypatch.setattr(module, "LEAST_PADDING", 1.1)
-    assert torch.equal(found, model.generate(ids, **options))
-    assert skipped == [LENGTHS]
-
-
 OBSTACLES = {
     "hole": lambda encoder, mask: mask[0, 4].zero_(),
     "empty row": lambda encoder, mask: mask[2].zero_(),

@@ -101,10 +101,9 @@ def test_options_mean_what_they_mean_to_transformers(cli_model, monkeypatch, opt
 
 def test_an_ensemble_writes_what_its_generator_does(cli_model, other_cli_model, monkeypatch):
     text = "\n".join(SOURCES).encode()
-    for mean in ("linear", "log_linear"):
-        lines = run_generate(cli_model, text, monkeypatch, "--ensemble", other_cli_model, "--ensemble_mean", mean)
-        together = Generator.from_pretrained([cli_model, other_cli_model], device="cpu", ensemble_mean=mean)
-        assert lines == as_lines(together.generate(SOURCES)) != as_lines(targets_of(SOURCES))
+    lines = run_generate(cli_model, text, monkeypatch, "--ensemble", other_cli_model)
+    together = Generator.from_pretrained([cli_model, other_cli_model], device="cpu")
+    assert lines == as_lines(together.generate(SOURCES)) != as_lines(targets_of(SOURCES))
 
 
 def test_an_assistant_changes_nothing_and_what_it_was_right_in_is_reported(
@@ -141,7 +140,6 @@ def test_minimum_bayes_risk_writes_what_its_generator_does(cli_model, monkeypatc
             ["--num_assistant_tokens", "3"],
             "`assistant_model` must be given with `num_assistant_tokens`, got None and 3",
         ),
-        (["--ensemble_mean", "linear"], "`ensemble` must be given with `ensemble_mean`, got None and 'linear'"),
     ],
 )
 def test_options_that_need_another_are_refused_without_it(cli_model, words, message):

@@ -6,7 +6,6 @@ from transformers import GenerationConfig
 from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE
 from metaphrase.data.pairs import READERS
-from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.hub_card.pages import MAX_PAIRS
 from metaphrase.inference import ENGINES
@@ -50,7 +49,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
     texts = {verb: " ".join(make_parser(verb).format_help(is_full=True).split()) for verb in verbs.VERBS}
     for verb, names in {
-        "generate": [*ENGINES, *ENSEMBLE_MEANS, *UTILITIES, *TEXT_FORMATS, *PATTERNS],
+        "generate": [*ENGINES, *UTILITIES, *TEXT_FORMATS, *PATTERNS],
         "tokenize": [*TOKENIZER_KINDS, f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else"],
         "convert": FAMILIES,
         "explain": [f"at most {MAX_PAIRS} pairs"],

@@ -76,15 +76,6 @@ def test_client_reads_usage(url, client):
     assert after.count - before.count == len("a cat") and after.valid and not after.limit_reached
 
 
-def test_client_reads_glossaries(client):
-    [glossary] = client.list_glossaries()
-    assert (glossary.glossary_id, glossary.source_lang, glossary.target_lang) == ("en-de", "EN", "DE")
-    assert glossary.ready and glossary.entry_count == 1
-    assert client.get_glossary("en-de").name == "en-de"
-    with pytest.raises(deepl.GlossaryNotFoundException, match="en-de"):
-        client.get_glossary("other")
-
-
 def test_client_uses_a_glossary(markup_client):
     result = markup_client.translate_text("the cat", source_lang="EN", target_lang="DE", glossary="pets")
     assert "Kater" in result.text

@@ -268,7 +268,6 @@ def test_metrics_count_requests_and_tokens():
     assert 'metaphrase_requests_total{route="/",status="200"} 1.0' in text
     assert 'metaphrase_requests_total{route="/",status="400"} 1.0' in text
     assert "metaphrase_sentences_total 1.0" in text
-    assert "metaphrase_batch_fill_count 1.0" in text
 
 
 def test_other_origins_are_allowed_only_if_named():

@@ -17,7 +17,6 @@ CONSTRAINTS = {
     "overlapping": [[7, 8, 10], [8, 10, 13], [13]],
     "one of several": [[[7, 8, 10, 13], [20, 21]], [[22], [23, 24]]],
     "repeating": [[7, 7, 8], [7, 7]],
-    "overlapping where there is no more room": [[7, 8, 10, 13, 14], [13, 14, 15, 16, 18]],
     "all there is room for": [[7, 8, 10, 13], [20, 21, 22, 24, 26]],
 }
 
@@ -64,7 +63,7 @@ TINY = {"vocab_size": 6, "decoder_layers": 1, "initializer_range": 0.25}
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-@pytest.mark.parametrize("phrases", [[[4]], [[3, 4]], [[3, 4], [4, 5]], [[[3, 3], [5]], [4]], [[4, 4], [3]]], ids=str)
+@pytest.mark.parametrize("phrases", [[[4]], [[3, 4]], [[3, 4], [5]], [[[3, 3], [5]], [4]], [[4, 4], [3]]], ids=str)
 def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
     """Compare with all targets of at most 4 tokens of a vocabulary of 6."""
     end, most = 2, 4

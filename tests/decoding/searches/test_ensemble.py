@@ -32,14 +32,14 @@ def models():
     return one, other
 
 
-def ensemble(models, mean="linear", texts=TEXTS, other_texts=OTHER_TEXTS, **options):
+def ensemble(models, texts=TEXTS, other_texts=OTHER_TEXTS, **options):
     one, other = models
     options = {"max_new_tokens": 9, "eos_token_id": ENDS} | options
-    partners, search = [Partner(other, other_texts)], EnsembleSearch(mean)
+    partners, search = [Partner(other, other_texts)], EnsembleSearch()
     return decode(one, texts, return_scores=True, partners=partners, search=search, **options)
 
 
-def plain(models, mean, monkeypatch, **options):
+def plain(models, monkeypatch, **options):
     """Search with transformers' loop, with a pass of all models over the whole prefix at each step."""
     one, other = models
     inputs, other_inputs = pad_sources(TEXTS, one), pad_sources(OTHER_TEXTS, other)
@@ -55,11 +55,7 @@ def plain(models, mean, monkeypatch, **options):
         repeated = BaseModelOutput(last_hidden_state=memory.last_hidden_state.repeat_interleave(copies, dim=0))
         mask = other_inputs["attention_mask"].repeat_interleave(copies, dim=0)
         second = other(decoder_input_ids=decoder_input_ids, encoder_outputs=repeated, attention_mask=mask)
-        if mean == "linear":
-            logits = ((first.logits.softmax(-1) + second.logits.softmax(-1)) / 2).log()
-        else:
-            logits = (first.logits.log_softmax(-1) + second.logits.log_softmax(-1)) / 2
-        return Seq2SeqLMOutput(logits=logits)
+        return Seq2SeqLMOutput(logits=((first.logits.softmax(-1) + second.logits.softmax(-1)) / 2).log())
 
     monkeypatch.setattr(one, "forward", mixed)
     loop = GenerationMixin._beam_search if options.get("num_beams", 1) > 1 else GenerationMixin._sample
@@ -76,17 +72,15 @@ def cut(row):
 
 
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 1}, BEAMS], ids=["greedy", "processor", "beams"])
-@pytest.mark.parametrize("mean", ["linear", "log_linear"])
-def test_tokens_are_those_of_whole_passes(models, mean, options, monkeypatch):
-    expected = plain(models, mean, monkeypatch, **options)
-    found = [hypothesis for row in ensemble(models, mean, **options) for hypothesis in row]
+def test_tokens_are_those_of_whole_passes(models, options, monkeypatch):
+    expected = plain(models, monkeypatch, **options)
+    found = [hypothesis for row in ensemble(models, **options) for hypothesis in row]
     assert [h.ids for h in found] == [cut(row) for row in expected.sequences[:, 1:].tolist()]
     if "num_beams" in options:
         assert [h.score for h in found] == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
-    # None of the two says it by itself, and the means differ.
+    # None of the two says it by itself.
     alone = [h.ids for row in decode(models[0], TEXTS, max_new_tokens=9, eos_token_id=ENDS, **options) for h in row]
-    other = "log_linear" if mean == "linear" else "linear"
-    assert alone != [h.ids for h in found] != [h.ids for row in ensemble(models, other, **options) for h in row]
+    assert alone != [h.ids for h in found]
 
 
 PENALTIES = {"repetition_penalty": 2.5, "exponential_decay_length_penalty": (2, 1.5)}
@@ -100,14 +94,13 @@ ALONE = {
 
 
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
-@pytest.mark.parametrize("mean", ["linear", "log_linear"])
-def test_a_model_with_itself_is_that_model(models, mean, options):
+def test_a_model_with_itself_is_that_model(models, options):
     one, _ = models
     options = {"max_new_tokens": 9, "eos_token_id": ENDS, "return_scores": True} | options
     torch.manual_seed(0)
     alone = decode(one, TEXTS, **options)
     torch.manual_seed(0)
-    search = EnsembleSearch(mean)
+    search = EnsembleSearch()
     together = decode(one, TEXTS, partners=[Partner(one, TEXTS), Partner(one, TEXTS)], search=search, **options)
     for row, expected in zip(together, alone, strict=True):
         assert [h.ids for h in row] == [h.ids for h in expected]
@@ -129,10 +122,10 @@ def test_batched_is_alone(models, options):
 def test_from_several_folders(tmp_path):
     generators = [tiny_generator(joint=False, seed=seed) for seed in range(3)]
     folders = [save_generator(each, tmp_path / str(seed)) for seed, each in enumerate(generators)]
-    loaded = Generator.from_pretrained(folders, device="cpu", source_prefix="a ", ensemble_mean="log_linear")
-    assert [member.source_prefix for member in loaded.members] == ["a ", "a "] and loaded.ensemble.mean == "log_linear"
+    loaded = Generator.from_pretrained(folders, device="cpu", source_prefix="a ")
+    assert [member.source_prefix for member in loaded.members] == ["a ", "a "]
     first, *members = [tiny_generator(joint=False, seed=seed, source_prefix="a ") for seed in range(3)]
-    together = Generator(first.model, first.tokenizers, source_prefix="a ", members=members, ensemble_mean="log_linear")
+    together = Generator(first.model, first.tokenizers, source_prefix="a ", members=members)
     texts = loaded.generate([*SOURCES, ""], num_beams=2)
     assert texts == together.generate([*SOURCES, ""], num_beams=2) and texts[-1] == ""
     assert texts != first.generate([*SOURCES, ""], num_beams=2)
@@ -178,7 +171,5 @@ def test_members_that_do_not_fit_are_refused_by_name(name):
 def test_what_only_one_model_can_do_is_refused(models):
     with pytest.raises(ValueError, match="sampled beams"):
         ensemble(models, num_beams=2, do_sample=True)
-    with pytest.raises(ValueError, match="`ensemble_mean` must be one of linear, log_linear, got 'harmonic'"):
-        EnsembleSearch("harmonic")
     with pytest.raises(ValueError, match="Not supported here: dtype"):
         ensemble((models[0], copy.deepcopy(models[1]).half()))
