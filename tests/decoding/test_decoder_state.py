@@ -1,8 +1,10 @@
-"""Tests of `metaphrase.decoding.decoder_state`: steps over a state are the decoder's forward pass."""
+"""Tests of `DecoderState` and `BeamState`: steps over a state are the decoder's forward pass over each target alone."""
+
+import itertools
 
 import pytest
 import torch
-from decoder_states import assert_near, make_state, setting, step_through, whole
+from decoder_states import assert_near, fill_new_tensors_with_nan, make_state, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS, tiny_model
 
 from metaphrase.decoding.beam_search import BeamState
@@ -24,8 +26,9 @@ def test_padding_is_hidden(design, padding):
 
 
 @pytest.mark.parametrize("kind", [DecoderState, BeamState])
-@pytest.mark.parametrize("fields", [{"attention_bias": False}, {"num_key_value_heads": 1}], ids=str)
-@pytest.mark.parametrize("padding", ["left", None])
+@pytest.mark.parametrize(
+    ("padding", "fields"), [("left", {"attention_bias": False}), (None, {"num_key_value_heads": 1})], ids=str
+)
 @pytest.mark.parametrize("design", DESIGNS)
 def test_projections_are_absorbed_into_a_single_source(design, padding, fields, kind):
     model, *batch = setting(padding, **DESIGNS[design] | fields)
@@ -91,3 +94,77 @@ def test_targets_of_a_source_differ_and_sources_leave(design):
     outputs = step_through(state, paths[:, 5:])
     assert_near(outputs, whole(model, encoder_output[sources], mask[sources], paths)[:, 5:])
     assert (state.rows, state.copies, state.length) == (8, 4, 7)
+
+
+# Targets that continue one another
+
+COPIES = 4
+# The target of its source that each target continues: itself, mostly others, one for all.
+MOVES = [[0, 1, 2, 3], [3, 3, 0, 1], [1, 1, 2, 3], [2, 2, 2, 2]]
+
+
+def walk(setup, turns, seed=3, leaving=None):
+    """Extend and reorder targets at random, and compare each step with a forward pass over each target alone.
+
+    Args:
+        setup: Model, encoder_output, mask, of three sources.
+        turns: Steps.
+        seed: Of tokens and moves.
+        leaving: After this step the second source leaves.
+
+    Returns:
+        The state, and how many tokens it kept of each source at each step.
+    """
+    model, encoder_output, mask = setup
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high, *shape, low=0):
+        return torch.randint(low, high, shape, generator=generator)
+
+    with torch.inference_mode():
+        state = make_state(BeamState, model, encoder_output, mask)
+        paths, sources, kept = draw(model.config.decoder_vocab_size, 3, 2, low=3), torch.arange(3), []
+        step_through(state, paths)
+        state.spread(COPIES)
+        paths, sources = paths.repeat_interleave(COPIES, dim=0), sources.repeat_interleave(COPIES)
+        for turn in range(turns):
+            tokens = draw(model.config.decoder_vocab_size, len(paths), 1, low=3)
+            paths = torch.cat((paths, tokens), dim=1)
+            outputs = state.step(tokens[:, 0])
+            kept.append(state._token_positions.shape[1])
+            assert_near(outputs, whole(model, encoder_output[sources], mask[sources], paths)[:, -1])
+            if turn == leaving:
+                state.select_sources(torch.tensor([0, 2]))
+                paths, sources = paths[sources != 1], sources[sources != 1]
+            # Each source moves in its own way.
+            moves = torch.tensor(MOVES)[draw(len(MOVES), len(paths) // COPIES)]
+            rows = (moves + COPIES * torch.arange(len(moves))[:, None]).flatten()
+            state.reorder(rows)
+            paths = paths[rows]
+    assert (state.rows, state.copies, state.length) == (len(paths), COPIES, 2 + turns)
+    return state, kept
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("design", CROSSED)
+def test_targets_are_as_if_alone(design, groups):
+    state, kept = walk(setting(**CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=6, leaving=3)
+    assert (
+        state._target_cache.rows == 2 and state.groups == groups and kept[0] == 2 + COPIES
+    )  # the prompt is stored once
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_unused_tokens_are_dropped(design):
+    """More steps than there is room for at first, and than tokens are left alone."""
+    state, kept = walk(setting("right", **DESIGNS[design])[:3], turns=30)
+    # Each step adds a token for each target: of these, what few have is soon what none has.
+    assert max(kept) < 2 * state.length and state._target_cache.capacity < 4 * state.length
+    assert any(later < earlier for earlier, later in itertools.pairwise(kept))
+
+
+def test_unwritten_entries_may_be_nan(monkeypatch):
+    setup = setting(**DESIGNS["relative"])[:3]
+    fill_new_tensors_with_nan(monkeypatch)
+    state, _ = walk(setup, turns=20, leaving=9)
+    assert state._target_cache.keys[..., state._token_positions.shape[1] :].isnan().any()

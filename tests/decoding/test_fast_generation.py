@@ -56,7 +56,6 @@ OF_TRANSFORMERS = {
     "criterion of the caller": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(max_time=1e4)])},
     "length of the caller": {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=4)])},
     "end of the caller": {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(eos_token_id=[7, 8, 9])])},
-    "time limit": {"max_time": 1e4},
     "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: [4, 6, 7 + row, 11]},
     "looks at the source": {"encoder_repetition_penalty": 1.5},
     "prompt with padding": {
@@ -136,12 +135,6 @@ class Doubled(MetaphraseForConditionalGeneration):
         return output
 
 
-class Forgetful(MetaphraseForConditionalGeneration):
-    def prepare_inputs_for_generation(self, *arguments, **options):
-        prepared = super().prepare_inputs_for_generation(*arguments, **options)
-        return prepared | {"attention_mask": torch.ones_like(prepared["attention_mask"])}
-
-
 def roll(module, arguments, output):
     output.logits = output.logits.roll(1, dims=-1)
     return output
@@ -164,13 +157,11 @@ def register_attention_kernel(model):
 
 CHANGES = {
     "hook of the model": lambda model: model.register_forward_hook(roll),
-    "hook of the base model": lambda model: model.model.register_forward_hook(lambda module, args, output: output),
     "hook of a layer": lambda model: model.get_decoder().layers[0].register_forward_hook(lambda *_: None),
     "own forward": lambda model: setattr(model, "forward", functools.partial(model.forward, smoothing=0.0)),
     "own preparation": replace_preparation,
     "own attention kernel": register_attention_kernel,
     "subclass with its forward": lambda model: setattr(model, "__class__", Doubled),
-    "subclass with its preparation": lambda model: setattr(model, "__class__", Forgetful),
     "training": lambda model: model.train(),
     "float16": lambda model: model.half(),
 }

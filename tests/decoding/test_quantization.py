@@ -96,26 +96,28 @@ def test_what_is_no_number_stays_none():
     assert layer(states)[[0, 2]].isfinite().all()
 
 
-def check_largest_sums():
-    """Check that the kernel's accumulator holds the largest products."""
-    linear = nn.Linear(512, 16, bias=False).requires_grad_(False)
-    linear.weight.fill_(1.0)
-    for rows in (1, 2, 64):
-        for sign in (1.0, -1.0):
-            output = PackedLinear(linear)(torch.full((rows, 512), sign))
-            assert torch.allclose(output, torch.full((rows, 16), sign * 512), rtol=1e-5)
+SUMS = """
+import torch
+from metaphrase.decoding.quantization import PackedLinear, activation_levels
+
+linear = torch.nn.Linear(512, 16, bias=False).requires_grad_(False)
+linear.weight.fill_(1.0)
+for rows in (1, 2, 64):
+    for sign in (1.0, -1.0):
+        output = PackedLinear(linear)(torch.full((rows, 512), sign))
+        assert torch.allclose(output, torch.full((rows, 16), sign * 512), rtol=1e-5)
+print(activation_levels())
+"""
 
 
-def test_largest_sums_are_exact(levels):
-    check_largest_sums()
+def test_the_largest_sums_are_exact(levels):
+    exec(SUMS)
 
 
 def test_kernels_that_add_up_in_16_bits_get_7():
     """Run in a process in which FBGEMM uses the kernels of a processor without VNNI."""
-    code = "import test_quantization as t; t.check_largest_sums(); print(t.quantization.activation_levels())"
-    paths = [os.path.dirname(__file__), *sys.path]
-    environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["63"]
 

@@ -187,7 +187,7 @@ def test_threads_decode_batches_at_once_but_never_beside_a_call():
     texts, generator = ["a", "b"] * 3, identity_generator(change, batch_size=1)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, texts[:2])
-        while not events:
+        while events.count("begin") < 2:
             time.sleep(0.001)
         assert batcher.call(ticket(), call)
         assert future.result() == texts[:2] and len(events) == 4

@@ -130,16 +130,6 @@ def test_phrases_find_room_beside_what_other_settings_force(forced):
         assert row[9] == 4 or "forced_eos_token_id" not in forced
 
 
-def test_a_narrow_beam_leaves_a_forced_end_its_place():
-    """Hypotheses that no longer have room take no place in the beam."""
-    model = search_model("sinusoidal")
-    options = {"forced_eos_token_id": 4, "max_new_tokens": 3}
-    narrow, wide = (
-        constrained(model, search_sources(model), [[7], [20]], num_beams=beams, **options) for beams in (2, 20)
-    )
-    assert narrow.sequences.tolist() == wide.sequences.tolist()
-
-
 def text_of(row, special):
     """Return the ids behind leading ids without text."""
     return list(itertools.dropwhile(lambda token: token in special, until_end(row)))
@@ -223,16 +213,16 @@ def test_errors_name_the_argument(phrases, options, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("bart", "need a Metaphrase model"), ("half precision", "support dtype")]
+    ("name", "prompt", "message"),
+    [
+        ("bart", None, "need a Metaphrase model"),
+        ("half precision", None, "support dtype"),
+        ("sinusoidal", [[1, 5], [1, 6]], "prompts of one source"),
+    ],
 )
-def test_a_model_that_the_fast_decoder_cannot_run_is_refused(name, message):
+def test_what_the_fast_decoder_cannot_run_is_refused(name, prompt, message):
     model = search_model(name)
-    with pytest.raises(ValueError, match=message):
-        constrained(model, search_sources(model), [[7]])
-
-
-def test_several_prompts_of_one_source_are_refused():
-    model = search_model("sinusoidal")
+    options = {} if prompt is None else {"decoder_input_ids": torch.tensor(prompt)}
     sources = {key: value[:1] for key, value in search_sources(model).items()}
-    with pytest.raises(ValueError, match="prompts of one source"):
-        constrained(model, sources, [[7]], decoder_input_ids=torch.tensor([[1, 5], [1, 6]]))
+    with pytest.raises(ValueError, match=message):
+        constrained(model, sources, [[7]], **options)

@@ -12,7 +12,6 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from metaphrase.inference import EnsembleSearch, Generator, Partner, decode
 from metaphrase.inference.batches import pad_sources
-from metaphrase.tokenization import TokenizerPair
 
 ENDS = [5, 11, 17]
 # The longer one of each two is shorter than the one before, so that decoding keeps their order.
@@ -130,23 +129,6 @@ def test_from_several_folders(tmp_path):
     assert texts == together.generate([*SOURCES, ""], num_beams=2) and texts[-1] == ""
     assert texts != first.generate([*SOURCES, ""], num_beams=2)
     assert Generator.from_pretrained(folders[:1], device="cpu").generate(SOURCES) == generators[0].generate(SOURCES)
-
-
-def test_members_read_by_their_own_tokenizers():
-    """The second member knows other source ids, by which the first one would read other words."""
-    pair = tiny_pair(joint=False)
-    source = TokenizerPair.train(SOURCES[1:] * 3, SOURCES, joint=False, kind="byte", show_progress=False).source
-    other_pair = TokenizerPair(source, pair.target)
-    other = tiny_model(seed=4, share_embeddings=False, **other_pair.config_fields())
-    first = tiny_generator(joint=False)
-    members = [Generator(other, other_pair)]
-    found = Generator(first.model, pair, members=members).generate_n_best(SOURCES)
-    read = [pair.encode_sources(SOURCES), other_pair.encode_sources(SOURCES)]
-    assert read[0] != read[1]
-    hypotheses = decode(
-        first.model, read[0], return_scores=True, partners=[Partner(other, read[1])], search=EnsembleSearch()
-    )
-    assert [each[0].score for each in found] == [each[0].score for each in hypotheses]
 
 
 MISFITS = {

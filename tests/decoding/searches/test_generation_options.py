@@ -68,8 +68,6 @@ def test_what_never_occurs_is_added_to_the_models_own(generator):
         ({"must_contain": "Hund"}, "`must_contain` must be a list of phrases, got 'Hund'"),
         ({"never_contain": "Hund"}, "`never_contain` must be a list of phrases, got 'Hund'"),
         ({"must_contain": ["Hund"], "never_contain": ["Hund"]}, "rule them out"),
-        ({"must_contain": [7]}, "A phrase must be a text .* got 7"),
-        ({"must_contain": [["Hund", None]]}, "A phrase must be a text .* got None"),
         ({"must_contain": ["zwei kleine Hunde"]}, "`max_new_tokens` or `num_beams`"),
         ({"must_contain": ["a"], "force_words_ids": [[7]]}, "`must_contain` and `force_words_ids`"),
         ({"must_contain": ["a"], "num_beams": 1}, "`num_beams` must be at least 2"),
