@@ -4,8 +4,6 @@ Attention: (batch, length, hidden) -> (batch, heads, length, head_dim) -> kernel
 from transformers' attention interface, so that `attn_implementation=` works as for every model.
 """
 
-import inspect
-
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -174,7 +172,6 @@ class MetaphraseAttention(nn.Module):
         hidden_states: torch.Tensor,
         encoder_output: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
         packing: Packing | None = None,
@@ -187,7 +184,6 @@ class MetaphraseAttention(nn.Module):
             encoder_output: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`. Each source
                 serves `copies` consecutive rows of the batch.
             attention_mask: Mask for the kernel in use, from `masking_utils` or `packed_mask`.
-            position_bias: `(1 or batch, heads, query, key)`, for kernels that do not take the bias in the mask.
             rotation: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
             past_key_values: Cache of self-attention and cross-attention.
             packing: Positions of the sequences in packed rows, with a batch of 1.
@@ -221,8 +217,6 @@ class MetaphraseAttention(nn.Module):
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
             query = fold_copies(query, copies)
-        if position_bias is not None:
-            kwargs["position_bias"] = position_bias
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = kernel(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
@@ -231,23 +225,6 @@ class MetaphraseAttention(nn.Module):
             weights = unfold_copies(weights, copies)
         # (batch, query, heads, head_dim), or folded -> (batch, query, heads * head_dim) -> (batch, query, hidden)
         return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
-
-
-def kernel_takes_bias(implementation: str) -> bool:
-    """Return True if a kernel takes the position bias as an argument, False if it takes the bias in the mask.
-
-    Raises:
-        ValueError: If the kernel takes no bias.
-    """
-    if implementation in ("eager", "sdpa"):
-        return False
-    kernel = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    if kernel is None or "position_bias" not in inspect.signature(kernel).parameters:
-        raise ValueError(
-            "`attn_implementation` must take a position bias for `position_embedding_type` relative or alibi: "
-            f"use eager, sdpa or flex_attention, got {implementation!r}."
-        )
-    return True
 
 
 class MetaphraseMLP(nn.Module):
@@ -312,7 +289,6 @@ class MetaphraseEncoderLayer(_ResidualLayer):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -320,7 +296,6 @@ class MetaphraseEncoderLayer(_ResidualLayer):
         output, _ = self.self_attn(
             self._enter(hidden_states, self.self_attn_norm),
             attention_mask=attention_mask,
-            position_bias=position_bias,
             rotation=rotation,
             **kwargs,
         )
@@ -349,7 +324,6 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         encoder_output: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         encoder_mask: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
         packing: Packing | None = None,
@@ -360,7 +334,6 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         output, _ = self.self_attn(
             self._enter(hidden_states, self.self_attn_norm),
             attention_mask=attention_mask,
-            position_bias=position_bias,
             rotation=rotation,
             past_key_values=past_key_values,
             packing=packing,

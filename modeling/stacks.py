@@ -21,7 +21,6 @@ from .layers import (
     MetaphraseDecoderLayer,
     MetaphraseEncoderLayer,
     combine_bias,
-    kernel_takes_bias,
 )
 from .operators import acceleration, cast_for_autocast, clamp_float16, make_norm
 from .packing import Packing, Segments, choose_kernel, packed_mask
@@ -171,21 +170,25 @@ class Stack(MetaphrasePreTrainedModel):
         key_positions: torch.Tensor,
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
-    ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Return each layer's mask, and its position bias if the kernel does not take the bias in the mask."""
-        pairs = []
+    ) -> list[torch.Tensor | None]:
+        """Return each layer's mask, with the position bias added.
+
+        Raises:
+            ValueError: If the attention kernel does not add a mask to the scores of each head.
+        """
+        masks: list[torch.Tensor | None] = []
         for module in self.position_biases():
             if module is None:
-                pairs.append((attention_mask, None))
+                masks.append(attention_mask)
                 continue
+            if self.config._attn_implementation not in ("eager", "sdpa"):
+                raise ValueError(
+                    "`attn_implementation` must be eager or sdpa for `position_embedding_type` relative or alibi, "
+                    f"got {self.config._attn_implementation!r}."
+                )
             bias = module(query_positions, key_positions).to(like.dtype)
-            if kernel_takes_bias(self.config._attn_implementation):
-                bias = bias.expand(like.shape[0], -1, -1, -1)
-                # Compiled flex attention has no gradient for a view.
-                pairs.append((attention_mask, bias.clone() if bias.requires_grad else bias))
-            else:
-                pairs.append((combine_bias(bias, attention_mask, self.is_causal, query_offset), None))
-        return pairs * (len(self.layers) // len(pairs))
+            masks.append(combine_bias(bias, attention_mask, self.is_causal, query_offset))
+        return masks * (len(self.layers) // len(masks))
 
     def position_biases(self) -> list[nn.Module | None]:
         """Return the module of the position bias: one for all layers, or one, or None, for each layer."""
@@ -194,13 +197,13 @@ class Stack(MetaphrasePreTrainedModel):
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
 
     def _pack(self, queries: Segments, keys: Segments, is_cross: bool, like: torch.Tensor) -> tuple[Packing, list]:
-        """Return the packing of an attention of this stack, and a pair for each layer as `_layer_masks` does."""
+        """Return the packing of an attention of this stack, and the mask of each layer."""
         biases = [None] if is_cross else self.position_biases()
         attention_dropout = self.config.attention_dropout if self.training else 0.0
         has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim
         kernel = choose_kernel(self.config._attn_implementation, like, head_dim, has_bias, attention_dropout)
         packing = Packing(queries, keys, self.is_causal and not is_cross, kernel)
-        masks = [(packed_mask(packing, bias, like), None) for bias in dict.fromkeys(biases)]
+        masks = [packed_mask(packing, bias, like) for bias in dict.fromkeys(biases)]
         return packing, masks * (len(self.layers) // len(masks))
 
 
@@ -257,16 +260,16 @@ class MetaphraseEncoder(Stack):
             )
             hidden_states, rotation = self.enter(embeddings, position_ids, bound)
             masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
-            for layer, (mask, bias) in zip(self.layers, masks, strict=True):
-                hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
+            for layer, mask in zip(self.layers, masks, strict=True):
+                hidden_states = layer(hidden_states, mask, rotation, **kwargs)
             return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
         """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
         hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
         packing, masks = self._pack(segments, segments, False, hidden_states)
-        for layer, (mask, bias) in zip(self.layers, masks, strict=True):
-            hidden_states = layer(hidden_states, mask, bias, rotation, packing=packing, **kwargs)
+        for layer, mask in zip(self.layers, masks, strict=True):
+            hidden_states = layer(hidden_states, mask, rotation, packing=packing, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
 
@@ -375,14 +378,14 @@ class MetaphraseDecoder(Stack):
         )
         hidden_states, rotation = self.enter(embeddings, position_ids, bound)
         masks = self._layer_masks(attention_mask, query_positions, key_positions, offset, hidden_states)
-        encoder_masks = [(encoder_mask, None)] * len(self.layers)
+        encoder_masks = [encoder_mask] * len(self.layers)
         # Gradient checkpointing drops the cache by this name.
         kwargs[CACHE_NAME] = past_key_values
         return self._decode(hidden_states, encoder_hidden_states, masks, encoder_masks, rotation, **kwargs)
 
     def _decode(self, hidden_states, encoder_output, masks: list, encoder_masks: list, rotation, **kwargs):
-        for layer, (mask, bias), (encoder_mask, _) in zip(self.layers, masks, encoder_masks, strict=True):
-            hidden_states = layer(hidden_states, encoder_output, mask, encoder_mask, bias, rotation, **kwargs)
+        for layer, mask, encoder_mask in zip(self.layers, masks, encoder_masks, strict=True):
+            hidden_states = layer(hidden_states, encoder_output, mask, encoder_mask, rotation, **kwargs)
         cache = {CACHE_NAME: kwargs.get(CACHE_NAME)}
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states), **cache)
 

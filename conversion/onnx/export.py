@@ -31,6 +31,7 @@ _SIZES = ((3, 13, 1, 5), (1, 5, 2, 3), (4, 1, 1, 2), (1, 30, 5, 2))
 ENCODER_NAME = "encoder_model.onnx"
 DECODER_NAME = "decoder_model.onnx"
 DECODER_WITH_PAST_NAME = "decoder_with_past_model.onnx"
+GRAPH_NAMES = (ENCODER_NAME, DECODER_NAME, DECODER_WITH_PAST_NAME)
 EXTERNAL_SUFFIX = "_data"
 # An ONNX file holds at most 2 GiB; the rest is room for the graph.
 LARGEST_WEIGHTS_BYTES = 2**31 - 2**26
@@ -98,7 +99,7 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """
     encoder, first_step, later_step = (
         onnxruntime.InferenceSession(os.fspath(Path(folder) / name), providers=["CPUExecutionProvider"])
-        for name in (ENCODER_NAME, DECODER_NAME, DECODER_WITH_PAST_NAME)
+        for name in GRAPH_NAMES
     )
     generator = torch.Generator().manual_seed(0)
     config = model.config
@@ -137,12 +138,10 @@ def _run_step(
 
 
 def _compare(name: str, actual: np.ndarray, expected: torch.Tensor) -> None:
-    if actual.shape != tuple(expected.shape):
-        raise RuntimeError(f"{name} must give the shape {tuple(expected.shape)} of the model, got {actual.shape}.")
     largest = float(expected.abs().max())
     difference = float((torch.from_numpy(actual) - expected).abs().max())
     # This form also refuses NaN.
-    if not difference <= TOLERANCE * largest:
+    if actual.shape != tuple(expected.shape) or not difference <= TOLERANCE * largest:
         raise RuntimeError(
             f"{name} must compute what the model computes, within {TOLERANCE:g} of the largest value {largest:.4g}, "
             f"got a difference of {difference:.4g}."
@@ -270,46 +269,45 @@ def with_tables(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def write_graphs(model: PreTrainedModel, folder: Path) -> None:
-    """Write the three graphs of a model in float32 and evaluation mode.
+def write_graphs(model: PreTrainedModel, folder: Path, names: Sequence[str] = GRAPH_NAMES) -> None:
+    """Write the graphs of a model in float32 and evaluation mode.
 
     Raises:
         ValueError: If ONNX cannot express the model.
     """
-    refuse_unsupported(model.config)
-    mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
-    target = torch.zeros((_TRACED_BATCH, _TRACED_TARGET), dtype=torch.long)
-    encoder_output = torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, model.config.hidden_size)
-    axes = {0: _BATCH, 1: _SOURCE}
-    with with_tables(model), torch.no_grad():
-        inputs = {"input_ids": (torch.zeros_like(mask), axes), "attention_mask": (mask, axes)}
-        _write(EncoderGraph(model), inputs, ["last_hidden_state"], folder / ENCODER_NAME)
-        inputs = {
-            "encoder_attention_mask": (mask, axes),
-            "input_ids": (target, {0: _BATCH, 1: _TARGET}),
-            "encoder_hidden_states": (encoder_output, axes),
-        }
-        present = [name.replace("past_key_values", "present", 1) for name in past_names(model.config.decoder_layers)]
-        _write(DecoderGraph(model), inputs, ["logits", *present], folder / DECODER_NAME)
-        write_later_step(model, folder / DECODER_WITH_PAST_NAME)
-
-
-def write_later_step(model: PreTrainedModel, path: Path) -> None:
-    """Write the graph of later decoding steps. Call it inside `with_tables` and without gradients."""
     config = model.config
+    refuse_unsupported(config)
     mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
-    inputs = {
-        "encoder_attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
-        "input_ids": (torch.zeros((_TRACED_BATCH, 1), dtype=torch.long), {0: _BATCH}),
-    }
-    heads = config.num_key_value_heads or config.decoder_attention_heads
+    ids, encoder_output = torch.zeros_like(mask), torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, config.hidden_size)
+    axes, target_axes = {0: _BATCH, 1: _SOURCE}, {0: _BATCH, 1: _TARGET}
+    past, past_shape = (
+        past_names(config.decoder_layers),
+        (config.num_key_value_heads or config.decoder_attention_heads,),
+    )
     head_dim = config.get_head_dim(config.decoder_attention_heads)
-    names = past_names(config.decoder_layers)
-    for name in names:
+    first_inputs = {
+        "encoder_attention_mask": (mask, axes),
+        "input_ids": (ids[:, :_TRACED_TARGET], target_axes),
+        "encoder_hidden_states": (encoder_output, axes),
+    }
+    later_inputs = {"encoder_attention_mask": (mask, axes), "input_ids": (ids[:, :1], {0: _BATCH})}
+    for name in past:
         length, axis = (_TRACED_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_TARGET, f"past_{_TARGET}")
-        inputs[name] = (torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: axis})
-    present = [name.replace("past_key_values", "present", 1) for name in names if ".decoder." in name]
-    _write(DecoderGraph(model), inputs, ["logits", *present], path)
+        later_inputs[name] = (torch.zeros(_TRACED_BATCH, *past_shape, length, head_dim), {0: _BATCH, 2: axis})
+    present = [name.replace("past_key_values", "present", 1) for name in past]
+    graphs = {
+        ENCODER_NAME: (EncoderGraph, {"input_ids": (ids, axes), "attention_mask": (mask, axes)}, ["last_hidden_state"]),
+        DECODER_NAME: (DecoderGraph, first_inputs, ["logits", *present]),
+        DECODER_WITH_PAST_NAME: (
+            DecoderGraph,
+            later_inputs,
+            ["logits", *(name for name in present if ".decoder." in name)],
+        ),
+    }
+    with with_tables(model), torch.no_grad():
+        for name in names:
+            graph, inputs, outputs = graphs[name]
+            _write(graph(model), inputs, outputs, folder / name)
 
 
 def _write(

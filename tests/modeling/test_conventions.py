@@ -117,31 +117,3 @@ def test_scaled_rotation_of_the_text_configuration_reaches_the_model(kind):
     scaled_short, scaled_long = outputs(scaled)
     assert torch.allclose(scaled_short, plain_short, atol=1e-5) == (kind == "dynamic")
     assert not torch.allclose(scaled_long, plain_long, atol=1e-5)
-
-
-# peft 0.21 puts prefixes into `past_key_values` at every step; from 5.24 on transformers' own models then ignore the prefixes.
-@pytest.mark.skipif(CACHE_NAME == "cache", reason="peft does not know the name `cache` yet")
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"head_dim": 6}, DESIGNS["learned"]], ids=repr)
-def test_prefix_tuning(fields, beams):
-    """A prefix learns, and what is generated with it scores as in a forward pass with it."""
-    peft = pytest.importorskip("peft")
-    model = endless_model(**fields)
-    options = {"num_virtual_tokens": 3, "num_layers": model.config.decoder_layers}
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", **options))
-    inputs = random_batch(model.base_model.config, with_labels=True)
-    model(**inputs).loss.backward()
-    assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
-    model.eval()
-    del inputs["labels"]
-    searched = {"num_beams": beams, "length_penalty": 0.0, "max_new_tokens": NEW_TOKENS}
-    output = model.generate(**inputs, **searched, return_dict_in_generate=True, output_scores=True)
-    beam_indices = output.beam_indices if beams > 1 else None
-    steps = model.compute_transition_scores(output.sequences, output.scores, beam_indices, normalize_logits=beams == 1)
-    with torch.no_grad():
-        logits = model(**inputs, decoder_input_ids=output.sequences[:, :-1]).logits
-        plain = model.base_model(**inputs, decoder_input_ids=output.sequences[:, :-1]).logits
-    expected = logits.log_softmax(-1).gather(2, output.sequences[:, 1:, None])[..., 0]
-    torch.testing.assert_close(steps.sum(1), expected.sum(1), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logits, plain, atol=0.01)

@@ -203,16 +203,3 @@ def test_a_missing_file_is_noticed(report):
 
 def test_a_model_without_the_package_asks_for_trust(report):
     assert "trust_remote_code" in report["untrusted"].splitlines()[-1]
-
-
-def test_code_of_a_copied_folder_is_that_of_the_folder(tmp_path):
-    """A model that is saved, copied and loaded again with the package keeps its weights and gains no file."""
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "first")
-    shutil.copytree(tmp_path / "first", tmp_path / "second")
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "second")
-    loaded.save_pretrained(tmp_path / "third")
-    names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("first", "third")]
-    assert names[0] == names[1]
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name])

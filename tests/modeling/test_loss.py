@@ -4,7 +4,6 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from largest_tensor import LargestTensor
-from live_bytes import LiveBytes
 from tiny_models import random_batch, tiny_model
 from torch import nn
 from torch.nn.utils import prune
@@ -353,18 +352,6 @@ def test_no_more_than_a_chunk_of_logits_is_there_at_a_time(alpha):
     with LargestTensor() as largest:
         projected_loss(hidden, weight, None, labels, 0.1, alpha).backward()
     assert module.chunk_rows(VOCAB) * VOCAB <= largest.elements <= ROWS * HIDDEN < ROWS * VOCAB
-
-
-@pytest.mark.parametrize("alpha", [0.0, 3.0])
-def test_a_chunk_is_let_go_before_the_next_is_there(alpha):
-    hidden, weight = torch.randn(1024, 2, requires_grad=True), torch.randn(400, 2, requires_grad=True)
-    labels = torch.randint(0, 400, (64,)).repeat(16)
-    peaks = []
-    for rows in (128, 1024):
-        with LiveBytes([hidden, weight, labels]) as live:
-            projected_loss(hidden[:rows], weight, None, labels[:rows], 0.1, alpha)
-        peaks.append(live.most)
-    assert peaks[1] - peaks[0] < 128 * 400 * 4 / 2
 
 
 def test_logits_are_made_in_evaluation_and_without_labels():

@@ -92,17 +92,6 @@ def test_sinusoidal_table_grows_past_max_position_embeddings():
         torch.testing.assert_close(embedded[0], expected[positions], atol=2e-5, rtol=0)
 
 
-def test_sinusoidal_table_doubles_so_that_decoding_does_not_remake_it_each_step():
-    embedding = SinusoidalPositionEmbedding(
-        make_config(position_embedding_type="sinusoidal", max_position_embeddings=4)
-    )
-    lengths = set()
-    for length in range(1, 41):
-        embedding(torch.tensor([[length - 1]]), length)
-        lengths.add(embedding.table.shape[0])
-    assert lengths == {4, 8, 16, 32, 64}
-
-
 def rotary(parameters=None, **fields):
     return RotaryPositionEmbedding(make_config(rope_parameters=parameters, **fields), heads=2)
 

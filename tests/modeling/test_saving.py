@@ -156,7 +156,7 @@ def test_torch_save_and_deepcopy(tmp_path):
         assert clone.lm_head.weight is clone.model.encoder.embed_tokens.weight
 
 
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("design", ["relative", "rotary"])
 def test_sharded_checkpoint_with_device_map(design, tmp_path):
     model = tiny_model(**DESIGNS[design])
     model.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import DESIGNS, POSITIONS, random_batch, run_model, tiny_model
 
-from metaphrase.modeling import MetaphraseModel, stacks
+from metaphrase.modeling import MetaphraseModel
 from metaphrase.modeling.positions import sinusoids
 
 
@@ -41,37 +41,6 @@ def test_norm_eps_reaches_every_norm(norm_type):
     # Two stacks with two norms of their own; layers with two or three norms and one or two pairs in attention.
     assert len(norms) == 2 * 2 + 2 * (2 + 2) + 2 * (3 + 4)
     assert {norm.eps for norm in norms} == {0.125}
-
-
-@pytest.mark.parametrize("kind", list(POSITIONS))
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_masks_are_built_once_per_stack(kind, attn_implementation, monkeypatch):
-    calls = []
-    for name in ("create_bidirectional_mask", "create_causal_mask"):
-        original = getattr(stacks, name)
-
-        def counted(*args, name=name, original=original, **kwargs):
-            calls.append((name, kwargs.get("encoder_hidden_states") is not None))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(stacks, name, counted)
-    model = tiny_model(attn_implementation=attn_implementation, encoder_layers=3, decoder_layers=3, **POSITIONS[kind])
-    model(**random_batch(model.config))
-    assert calls == [
-        ("create_bidirectional_mask", False),
-        ("create_causal_mask", False),
-        ("create_bidirectional_mask", True),
-    ]
-
-
-@pytest.mark.parametrize("kind", ["relative", "alibi"])
-def test_shared_bias_is_computed_once_per_stack(kind):
-    model = tiny_model(MetaphraseModel, encoder_layers=3, decoder_layers=3, **POSITIONS[kind])
-    calls = []
-    for stack in (model.encoder, model.decoder):
-        stack.position_bias.register_forward_hook(lambda module, *_: calls.append(module))
-    run_model(model)
-    assert calls == [model.encoder.position_bias, model.decoder.position_bias]
 
 
 @torch.no_grad()

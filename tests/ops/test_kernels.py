@@ -87,14 +87,14 @@ def test_kernel_is_chosen_on_loading(tmp_path):
 def test_kernel_that_has_no_place_for_a_bias_is_refused(design):
     model = tiny_model(**DESIGNS[design])
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="`attn_implementation` must take a position bias"):
+    with pytest.raises(ValueError, match="`attn_implementation` must be eager or sdpa"):
         model(**random_batch(model.config, padding=None))
 
 
 # flex attention
 
 
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("design", ["sinusoidal", "learned", "rotary"])
 def test_flex_equals_eager(design, uncompiled_flex):
     model = tiny_model(**DESIGNS[design], attn_implementation="eager")
     for side in ("left", "right"):
@@ -103,7 +103,7 @@ def test_flex_equals_eager(design, uncompiled_flex):
         torch.testing.assert_close(run(with_kernel(model, "flex_attention"), inputs), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("design", ["learned", "relative", "alibi"])
+@pytest.mark.parametrize("design", ["learned", "rotary"])
 def test_flex_generates_what_eager_does(design, uncompiled_flex):
     model = tiny_model(**DESIGNS[design], attn_implementation="eager")
     inputs = random_batch(model.config, padding="left")
@@ -114,7 +114,7 @@ def test_flex_generates_what_eager_does(design, uncompiled_flex):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("design", ["relative", "rotary", "alibi"])
+@pytest.mark.parametrize("design", ["rotary"])
 def test_compiled_flex_equals_eager(design):
     model = tiny_model(**DESIGNS[design], attn_implementation="eager")
     torch.compiler.reset()

@@ -33,7 +33,6 @@ from metaphrase.conversion.onnx.export import (
     refuse_unsupported,
     with_tables,
     write_graphs,
-    write_later_step,
 )
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig
@@ -220,8 +219,7 @@ def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
     path, is_large = tmp_path / DECODER_WITH_PAST_NAME, name == "none"
     if is_large:
         monkeypatch.setattr(onnx_export, "LARGEST_WEIGHTS_BYTES", 0)
-    with with_tables(model), torch.no_grad():
-        write_later_step(model, path)
+    write_graphs(model, tmp_path, [DECODER_WITH_PAST_NAME])
     assert path.with_name(path.name + "_data").exists() == is_large
     graph = session(path)
     for batch, source, target in ((3, 12, 9), (1, 1, 2), (2, 5, 30)):
