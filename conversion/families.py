@@ -225,17 +225,16 @@ _T5_FIXED = {
     "norm_type": "rmsnorm",
     "norm_position": "pre",
     "final_norm": True,
-    "embedding_norm": False,
-    "qk_norm": False,
-    "scale_embedding": False,
     "attention_scale": 1.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "logits_bias": False,
     "share_embeddings": True,
-    "decoder_start_from_labels": False,
     "train_padding_embedding": True,
-}
+} | dict.fromkeys(
+    (
+        *("embedding_norm", "qk_norm", "scale_embedding", "attention_bias", "mlp_bias", "logits_bias"),
+        "decoder_start_from_labels",
+    ),
+    False,
+)
 _T5_SUBLAYERS = {
     "encoder": {"self_attn": "SelfAttention", "mlp": "DenseReluDense"},
     "decoder": {"self_attn": "SelfAttention", "cross_attn": "EncDecAttention", "mlp": "DenseReluDense"},

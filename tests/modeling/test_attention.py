@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tiny_models import tiny_config
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.modeling.layers import MetaphraseAttention
 
@@ -115,18 +114,3 @@ def test_attention_dropout_drops_weights_in_training_alone():
     assert 0.1 < dropped.float().mean() < 0.4
     torch.testing.assert_close(weights[~dropped], exact[~dropped] / 0.75)
     assert not torch.equal(attention(states)[0], attention(states)[0])
-
-
-def test_cross_attention_computes_keys_and_values_once_per_source():
-    attention = make_attention(is_cross=True, is_causal=False)
-    calls = []
-    attention.k_proj.register_forward_hook(lambda *_: calls.append("key"))
-    attention.v_proj.register_forward_hook(lambda *_: calls.append("value"))
-    states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    with torch.no_grad():
-        steps = [attention(states[:, i : i + 1], encoder_output, past_key_values=cache)[0] for i in range(3)]
-        assert calls == ["key", "value"]
-        torch.testing.assert_close(torch.cat(steps, dim=1), attention(states, encoder_output)[0], atol=1e-5, rtol=0)
-    assert cache.cross_attention_cache.get_seq_length() == 5
-    assert cache.self_attention_cache.get_seq_length() == 0

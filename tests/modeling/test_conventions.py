@@ -6,7 +6,6 @@ from tiny_models import DESIGNS, random_batch, tiny_config, tiny_model
 from transformers import EncoderDecoderCache, StaticCache
 from transformers.generation import CompileConfig
 
-from metaphrase.modeling import MetaphraseModel
 from metaphrase.modeling.compat import CACHE_NAME
 
 NEW_TOKENS = 4
@@ -98,22 +97,3 @@ def test_stacks_of_one_shape_share_the_configuration():
     encoder, decoder = config.get_text_config(encoder=True), config.get_text_config(decoder=True)
     assert (encoder.num_hidden_layers, encoder.num_attention_heads) == (2, 4)
     assert (decoder.num_hidden_layers, decoder.num_attention_heads) == (3, 2)
-
-
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-def test_scaled_rotation_of_the_text_configuration_reaches_the_model(kind):
-    config = tiny_config(max_position_embeddings=16, encoder_ffn_dim=40, decoder_ffn_dim=40)
-    short, long = torch.randint(3, 37, (1, 10)), torch.randint(3, 37, (1, 24))
-
-    def outputs(parameters):
-        config.get_text_config(decoder=True).rope_parameters = parameters | {"rope_theta": 10_000.0}
-        torch.manual_seed(0)
-        model = MetaphraseModel(config).eval()
-        with torch.no_grad():
-            return [model(input_ids=ids, decoder_input_ids=ids).last_hidden_state for ids in (short, long)]
-
-    plain_short, plain_long = outputs({"rope_type": "default"})
-    scaled = {"rope_type": kind, "factor": 10.0} | ({"original_max_position_embeddings": 16} if kind == "yarn" else {})
-    scaled_short, scaled_long = outputs(scaled)
-    assert torch.allclose(scaled_short, plain_short, atol=1e-5) == (kind == "dynamic")
-    assert not torch.allclose(scaled_long, plain_long, atol=1e-5)

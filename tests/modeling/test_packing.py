@@ -117,14 +117,6 @@ def test_gpu_has_a_kernel_that_it_can_run(capability, dtype, head_dim, has_bias,
     assert choose_kernel("sdpa", states, head_dim, has_bias, dropout) == kernel
 
 
-def test_autocast_decides_which_kernel_a_gpu_runs(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-    states = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
-    assert choose_kernel("sdpa", states, 64, False, 0.0) == "varlen"
-
-
 @pytest.mark.parametrize("kept_bytes", [0, 2**25])
 @pytest.mark.parametrize("block", [1, 24 * 24 * 8, 2**20])
 @pytest.mark.parametrize("design", ["relative_per_layer", "alibi"])

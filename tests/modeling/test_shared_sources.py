@@ -4,8 +4,6 @@ import pytest
 import torch
 from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 
-from metaphrase.modeling.layers import fold_copies, unfold_copies
-
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 COPIES = 3
 
@@ -28,14 +26,6 @@ def shared_and_repeated(model, target=4):
         {"encoder_outputs": (encoder_output,), "attention_mask": mask} | given
         for encoder_output, mask in ((encoder_output, mask), repeated)
     )
-
-
-def test_folding_puts_the_rows_of_a_source_side_by_side():
-    states = torch.arange(2 * 3 * 4 * 5 * 2).view(2 * 3, 4, 5, 2)
-    folded = fold_copies(states, 3)
-    assert folded.shape == (2, 4, 15, 2)
-    assert torch.equal(folded[1, 2, 1 * 5 + 4], states[1 * 3 + 1, 2, 4])
-    assert torch.equal(unfold_copies(folded, 3), states)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
