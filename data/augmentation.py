@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import torch
 from tokenizers import Encoding
+from torch.utils.data import DataLoader
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
 from metaphrase.tokenization import TokenizerPair
@@ -30,8 +31,7 @@ _END_PUNCTUATION = ".!?…。！？؟।"
 class EpochPairs(torch.utils.data.Dataset):
     """Pairs that depend on the epoch, which lies in shared memory, so that persistent workers see it change.
 
-    `set_epoch` must be called before each epoch. `MetaphraseTrainer` calls it through `announce_epoch`, because the loaders of
-    accelerate stop at the first sampler that takes an epoch.
+    `set_epoch` must be called before each epoch.
     """
 
     def __init__(self):
@@ -50,6 +50,21 @@ class EpochPairs(torch.utils.data.Dataset):
         self.__dict__.update(state)
         # Only the pickle of a loader keeps a tensor in shared memory.
         self._epoch.share_memory_()
+
+
+def announce_epoch(loader: DataLoader, epoch: int) -> None:
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth.
+
+    The loaders of accelerate stop at the first sampler that takes an epoch.
+    """
+    parts = [loader, loader.dataset]
+    sampler = loader.batch_sampler
+    while sampler is not None:
+        parts += [sampler, getattr(sampler, "sampler", None)]
+        sampler = getattr(sampler, "batch_sampler", None)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 class Augmenter:

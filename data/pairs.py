@@ -1,10 +1,11 @@
-"""Pairs of source and target from files and data sets, as rows of text, with a report on what was skipped."""
+"""Pairs of source and target from files and data sets: rows of text, a report on what was skipped, splits, and a profile."""
 
 import csv
 import hashlib
 import json
 import logging
 import sys
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,6 @@ from typing import Any, Literal
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
@@ -69,14 +69,18 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     for line in read_lines(path, limit):
         fields = line.content.split("\t")
         if line.number == 1:
-            source, target, width = 0, 1, 2
             if all(name in fields for name in names):
                 check_columns(path, names, fields)
                 source, target, width = *map(fields.index, names), len(fields)
                 continue
-            _check_no_header(path, fields, names, columns)
-            if columns != (None, None):
-                source, target, width = *columns, len(fields)
+            source, target = (0, 1) if columns == (None, None) else columns
+            width = 2 if columns == (None, None) else len(fields)
+            has_columns = all(isinstance(column, int) and 0 <= column < width for column in (source, target))
+            if not has_columns or (columns == (None, None) and len(fields) > 2):
+                raise ValueError(
+                    f"`source_column` and `target_column` must name columns in the first line of {path}, or be numbers from 0 of "
+                    f"columns without a header, got {columns}; it has {fields}."
+                )
         if line.problem:
             yield PairProblem(line.kind, line.problem)
         elif len(fields) != width:
@@ -87,22 +91,6 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
             yield fields[source], fields[target]
 
 
-def _check_no_header(path: str, fields: list[str], names: Columns, columns: Columns) -> None:
-    if all(isinstance(column, int) for column in columns):
-        if not all(0 <= column < len(fields) for column in columns):
-            raise ValueError(f"Columns {columns} must exist in {path}, got {len(fields)} column(s) in its first line.")
-    elif any(column is not None for column in columns):
-        raise ValueError(
-            f"The first line of {path} must be a header with the columns {names[0]!r} and {names[1]!r}, got {fields}. "
-            "Give columns by number, from 0, if the file has no header."
-        )
-    elif len(fields) > 2:
-        raise ValueError(
-            f"{path} must have two columns, got {len(fields)} in its first line. Set `source_column` and `target_column` to "
-            "names in its header, or to numbers from 0."
-        )
-
-
 def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are skipped.
 
@@ -110,14 +98,12 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
         ValueError: If a column is not in the header, or the quoting is broken or a text too long: no later row could be
             trusted.
     """
-    problems: list[str] = []  # of the lines of the present row
 
     def lines() -> Iterator[str]:
         for line in read_lines(path, limit):
             if line.kind == "line_too_long":
                 raise ValueError(line.problem)
-            if line.problem:
-                problems.append(line.problem)
+            # Invalid bytes are lone surrogates, which `_from_mapping` detects.
             yield line.text
 
     names, header = column_names(columns), None
@@ -125,20 +111,16 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     # A quoted text may have many lines.
     previous_limit = csv.field_size_limit(min(limit, sys.maxsize))
     try:
-        for row in reader:
-            if not row:
-                continue
+        for row in filter(None, reader):
             if header is None:
                 check_columns(path, names, header := row)
-                source, target = map(header.index, names)
-            elif problems:
-                yield PairProblem("invalid_utf8", problems[0])
             elif len(row) != len(header):
                 message = f"{path} must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
                 yield PairProblem("malformed", message)
             else:
-                yield row[source], row[target]
-            problems.clear()
+                yield _from_mapping(
+                    dict(zip(header, row, strict=True)), names, f"{path}, line {reader.line_num}", limit
+                )
     except csv.Error as error:
         raise ValueError(
             f"{path} must be quoted as RFC 4180 says, with texts of at most `max_line_characters` {limit}, got in line "
@@ -162,12 +144,11 @@ def _with_defaults(columns: Columns) -> tuple[str | int, str | int]:
 
 def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> None:
     """Raise a `ValueError` if a column is missing or occurs twice."""
-    if missing := [name for name in names if name not in present]:
-        raise ValueError(
-            f"`source_column` and `target_column` must name columns of {where}, got {missing[0]!r}; it has {present}."
-        )
-    if repeated := [name for name in names if present.count(name) > 1]:
-        raise ValueError(f"Column {repeated[0]!r} must occur once in {where}, got {present}.")
+    for name in names:
+        if present.count(name) != 1:
+            raise ValueError(
+                f"`source_column` and `target_column` must name columns that {where} has once, got {name!r}; it has {present}."
+            )
 
 
 def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
@@ -183,35 +164,28 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
     if path.removesuffix(".gz").endswith(".json"):
         first = next((line.text.lstrip() for line in read_lines(path, limit) if line.text.strip()), "")
         if first.startswith("["):
-            yield from _read_json_array(path, names, limit)
+            try:
+                records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize)))
+            except ValueError as error:
+                raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
+            for number, record in enumerate(records, start=1):
+                yield _from_mapping(record, names, f"{path}, record {number}", limit)
             return
     for line in read_lines(path, limit):
         if line.problem:
             yield PairProblem(line.kind, line.problem)
-            continue
-        if not line.text.strip():
-            continue
-        try:
-            record = json.loads(line.text)
-        except (ValueError, RecursionError) as error:  # Also for integers of thousands of digits.
-            yield PairProblem(
-                "malformed", f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
-            )
-            continue
-        yield _from_mapping(record, names, f"{path}, line {line.number}", limit)
-
-
-def _read_json_array(path: str, names: tuple[str, str], limit: int) -> Iterator[Record]:
-    try:
-        # Invalid bytes are lone surrogates, which `_from_mapping` detects.
-        records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize)))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
-    for number, record in enumerate(records, start=1):
-        yield _from_mapping(record, names, f"{path}, record {number}", limit)
+        elif line.text.strip():
+            try:
+                record = json.loads(line.text)
+            except (ValueError, RecursionError) as error:  # Also for integers of thousands of digits.
+                message = f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
+                yield PairProblem("malformed", message)
+                continue
+            yield _from_mapping(record, names, f"{path}, line {line.number}", limit)
 
 
 def _from_mapping(record: Any, names: tuple[str, str], where: str, limit: int) -> Record:
+    """Return the pair of a row: its columns, or those of a mapping `translation` in it."""
     if not isinstance(record, dict):
         return PairProblem("malformed", f"{where} must be a JSON object, got {type(record).__name__}.")
     nested = record.get("translation")
@@ -227,44 +201,33 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str, limit: int) -
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:  # a lone surrogate
-            return PairProblem("invalid_utf8", f"{where} must hold valid Unicode, got {value!a} as {name!r}.")
+            return PairProblem("invalid_utf8", f"{where} must hold valid UTF-8, got {value!a} as {name!r}.")
+        if len(value) > limit:
+            hint = "Set `max_line_characters` higher to read it."
+            message = f"{where} must hold texts of at most {limit} characters, got more. {hint}"
+            return PairProblem("line_too_long", message)
         values.append(value)
-    return _check_lengths(values, where, limit)
-
-
-def _check_lengths(values: Sequence[str], where: str, limit: int) -> Record:
-    if max(map(len, values)) <= limit:
-        return values[0], values[1]
-    text = (
-        f"{where} must hold texts of at most {limit} characters, got more. Set `max_line_characters` higher to read it."
-    )
-    return PairProblem("line_too_long", text)
+    return values[0], values[1]
 
 
 def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct.
 
     Raises:
-        ValueError: If the file is broken, or a column is missing, occurs twice or holds no text.
+        ValueError: If the file is broken, or a column is missing.
     """
-    names, row = column_names(columns), 0
+    row, names = 0, column_names(columns)
     try:
         file = pq.ParquetFile(path)
-        top_names = _columns_with_pairs(file.schema_arrow, names)
-        check_columns(path, top_names, file.schema_arrow.names)
-        for batch in file.iter_batches(columns=list(top_names)):
+        present = file.schema_arrow.names
+        if "translation" not in present:
+            check_columns(path, names, present)
+        read = [name for name in present if name in (*names, "translation")]
+        for batch in file.iter_batches(columns=read):
             yield from read_arrow(batch, columns, path, row, limit)
             row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # An error of the file system already names the file.
-            raise
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be a whole Parquet file, got: {error}") from error
-
-
-def _columns_with_pairs(schema: pa.Schema, names: tuple[str, str]) -> tuple[str, ...]:
-    """Return `names`, or the struct `translation` if the columns are inside it."""
-    is_flat = set(names) <= set(schema.names) or "translation" not in schema.names
-    return names if is_flat or not pa.types.is_struct(schema.field("translation").type) else ("translation",)
 
 
 def read_arrow(
@@ -273,36 +236,16 @@ def read_arrow(
     """Yield the pairs of an Arrow table, with flat columns or a `translation` struct.
 
     Raises:
-        ValueError: If a column is missing, occurs twice or holds no text.
+        ValueError: If a column is missing or occurs twice.
     """
-    names = column_names(columns)
-    top_names = _columns_with_pairs(table.schema, names)
-    check_columns(where, top_names, table.schema.names)
-    sides = [table.column(name) for name in top_names]
-    if top_names != names:
-        [nested] = sides
-        check_columns(where, names, [field.name for field in nested.type])
-        sides = [pc.struct_field(nested, name) for name in names]
-    sides = [_as_bytes(column, name, where) for column, name in zip(sides, names, strict=True)]
-    for row, values in enumerate(zip(*sides, strict=True), start=first_row):
-        if None in values:
-            missing = names[values.index(None)]
-            yield PairProblem("malformed", f"{where}, row {row} must hold a text {missing!r}, got none.")
-            continue
-        try:
-            yield _check_lengths([value.decode("utf-8") for value in values], f"{where}, row {row}", limit)
-        except UnicodeDecodeError as error:
-            yield PairProblem("invalid_utf8", f"{where}, row {row} must be UTF-8 text, got an {error.reason}.")
-
-
-def _as_bytes(column: pa.Array | pa.ChunkedArray, name: str, where: str) -> list[bytes | None]:
-    # Arrow accepts strings that are not UTF-8.
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    if not any(is_kind(column.type) for is_kind in kinds):
-        raise ValueError(f"Column {name!r} of {where} must hold text, got {column.type}.")
-    return column.cast(pa.large_binary()).to_pylist()
+    names, present = column_names(columns), table.schema.names
+    if "translation" in present and not set(names) <= set(present):
+        table = table.select(["translation"])
+    else:
+        check_columns(where, names, present)
+        table = table.select(list(names))
+    for row, record in enumerate(table.to_pylist(), start=first_row):
+        yield _from_mapping(record, names, f"{where}, row {row}", limit)
 
 
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
@@ -702,3 +645,96 @@ def _rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int)
         split = next((name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size), "train")
         splits[split].extend(rows)
     return splits
+
+
+# Profile
+
+# More pairs change the numbers little.
+SAMPLE_PAIRS = 50_000
+# Words of a closed set are symbols, such as phonemes or commands: the next word of unseen text is hardly ever new.
+_MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
+# Share of texts that are not longer than `long_letters` and `long_words`.
+_LONG = 0.999
+
+
+@dataclass(frozen=True)
+class SideProfile:
+    """Texts of one side. Words are split at white space.
+
+    Attributes:
+        repetitions: Mean number of times that a text occurs.
+        mean_characters: Mean length of a text.
+        long_letters: Length that 1 text of 1,000 exceeds, in characters that Unicode has taken apart (NFD).
+        long_bytes: The same in bytes of UTF-8.
+        mean_words: Mean number of words of a text.
+        long_words: Number of words that 1 text of 1,000 exceeds.
+        alphabet: Different characters.
+        num_letters: Number of different characters that Unicode has taken apart.
+        is_decomposed: True if no text has a character that Unicode can take apart.
+        num_words: Number of different words.
+        new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
+    """
+
+    repetitions: float
+    mean_characters: float
+    long_letters: int
+    long_bytes: int
+    mean_words: float
+    long_words: int
+    alphabet: frozenset[str]
+    num_letters: int
+    is_decomposed: bool
+    num_words: int
+    new_words: float
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the words are symbols of a closed set."""
+        return self.new_words < _MAX_NEW_SYMBOLS and self.num_words <= _MAX_SYMBOLS
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "SideProfile":
+        """Measure the texts of one side."""
+        words = [text.split() for text in texts]
+        counts = Counter(word for line in words for word in line)
+        letters = [unicodedata.normalize("NFD", text) for text in texts]
+        characters, lengths = [len(text) for text in texts], [len(line) for line in words]
+        return cls(
+            repetitions=len(texts) / len(set(texts)),
+            mean_characters=float(np.mean(characters)),
+            long_letters=int(np.quantile([len(text) for text in letters], _LONG)),
+            long_bytes=int(np.quantile([len(text.encode()) for text in texts], _LONG)),
+            mean_words=float(np.mean(lengths)),
+            long_words=int(np.quantile(lengths, _LONG)),
+            alphabet=frozenset().union(*texts),
+            num_letters=len(frozenset().union(*letters)),
+            is_decomposed=letters == list(texts),
+            num_words=len(counts),
+            new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
+        )
+
+
+@dataclass(frozen=True)
+class CorpusProfile:
+    """Training pairs.
+
+    Attributes:
+        pairs: Number of pairs.
+        source: The sources.
+        target: The targets.
+        shared_characters: Share of the targets' visible characters that occur in the sources too.
+    """
+
+    pairs: int
+    source: SideProfile
+    target: SideProfile
+    shared_characters: float
+
+    @classmethod
+    def of(cls, train: datasets.Dataset) -> "CorpusProfile":
+        """Measure training pairs; of many pairs, those at regular distances."""
+        sample = train.select(range(0, len(train), -(-len(train) // SAMPLE_PAIRS)))
+        source, target = (SideProfile.of(sample[side][:]) for side in SIDES)
+        counts = Counter(character for text in sample["target"][:] for character in text if not character.isspace())
+        shared = sum(count for character, count in counts.items() if character in source.alphabet)
+        return cls(len(train), source, target, shared / max(1, counts.total()))

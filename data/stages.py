@@ -9,11 +9,10 @@ from typing import Any
 
 import datasets
 import numpy as np
-import torch
 from torch.utils.data import Dataset, Sampler
 
 from metaphrase.data.augmentation import AugmentedPairs
-from metaphrase.data.token_budget import as_padded, form_batches, seeded_generator, split_to_count
+from metaphrase.data.token_budget import as_padded, form_batches, seeded_generator, shuffle_steps, split_to_count
 from metaphrase.storage.hints import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -49,24 +48,21 @@ def parse_stages(stages: Mapping[str, Any], names: Sequence[str]) -> list[Stage]
     """
     parsed = []
     for stage, fields in stages.items():
-        if not isinstance(fields, dict) or fields.keys() != {"shares", "until"}:
-            raise ValueError(f"`stages.{stage}` must hold `shares` and `until`, got {fields!r}.")
-        for field, numbers in fields.items():
-            where = f"`stages.{stage}.{field}`"
-            if not isinstance(numbers, dict) or not numbers or (field == "until" and len(numbers) > 1):
-                kind = "a data set and a number, such as {clean: 5}"
-                raise ValueError(
-                    f"{where} must be {kind if field == 'until' else 'data sets and numbers'}, got {numbers!r}."
-                )
-            for name, number in numbers.items():
-                if name not in names:
-                    raise ValueError(f"{where} must name `datasets`, got {name!r}.{did_you_mean(name, names)}")
-                if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-                    raise ValueError(f"{where} must hold numbers above 0, got {number!r} for {name!r}.")
-        [(until, times)] = fields["until"].items()
-        if until not in fields["shares"]:
-            raise ValueError(f"`stages.{stage}.until` must name a data set of its `shares`, got {until!r}.")
-        parsed.append(Stage(stage, fields["shares"], until, times))
+        where = f"`stages.{stage}`"
+        shares, until = (fields.get(name) for name in ("shares", "until")) if isinstance(fields, dict) else (None, None)
+        if not isinstance(shares, dict) or not isinstance(until, dict) or len(until) != 1 or len(fields) != 2:
+            raise ValueError(
+                f"{where} must hold `shares` of data sets and `until` with one, such as {{clean: 5}}, got {fields!r}."
+            )
+        for name, number in [*shares.items(), *until.items()]:
+            if name not in names:
+                raise ValueError(f"{where} must name `datasets`, got {name!r}.{did_you_mean(name, names)}")
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+                raise ValueError(f"{where} must hold numbers above 0, got {number!r} for {name!r}.")
+        [(last, times)] = until.items()
+        if last not in shares:
+            raise ValueError(f"`stages.{stage}.until` must name a data set of its `shares`, got {last!r}.")
+        parsed.append(Stage(stage, shares, last, times))
     if unused := [name for name in names if not any(name in stage.shares for stage in parsed)]:
         raise ValueError(f"`datasets` must each have a share in `stages`, got none for {', '.join(unused)}.")
     return parsed
@@ -139,25 +135,22 @@ class StagedSampler(Sampler[list[int]]):
         yield from itertools.islice(self.batches(), self.process_index, None, self.num_processes)
 
     def batches(self) -> Iterator[list[int]]:
-        """Yield the batches of all processes. Process `i` takes each `num_processes`-th batch from `i` on."""
+        """Yield the batches of all processes."""
         for number in range(len(self._rounds)):
             yield from self._form(number)
 
     def _form(self, number: int) -> list[list[int]]:
-        """Return the batches of a round. Neighbors form one step and cost about the same."""
+        """Return the batches of a round."""
         indices = np.concatenate([self._indices(name, *span) for name, span in self._rounds[number].items()])
         if not len(indices):
             return []
         generator = seeded_generator((self.seed * 1_000_003 + number) * 1_000_003 + 1)
         lengths = self.lengths[indices % len(self.lengths)]
         batches = form_batches(lengths, self.max_tokens_per_batch, generator, self._pairs_per_window)
-        steps = math.ceil(len(batches) / self.num_processes)
-        count = steps * self.num_processes
+        count = math.ceil(len(batches) / self.num_processes) * self.num_processes
         is_enough = count <= len(indices)
         batches = split_to_count(batches, count) if is_enough else [[row % len(indices)] for row in range(count)]
-        order = torch.randperm(steps, generator=generator).tolist()
-        rows = (batches[step * self.num_processes + rank] for step in order for rank in range(self.num_processes))
-        return [indices[batch].tolist() for batch in rows]
+        return [indices[batch].tolist() for batch in shuffle_steps(batches, self.num_processes, generator)]
 
     def _indices(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return the pairs from `begin` to `end` in the endless reading of a data set."""

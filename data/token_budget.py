@@ -1,6 +1,5 @@
 """Batches by a token budget: of pairs in memory, and of a stream that sorts a buffer of pairs."""
 
-import heapq
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from transformers import trainer_pt_utils
 
 from metaphrase.data.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
@@ -56,46 +56,20 @@ def check_beside_budget(arguments: Any, max_tokens_per_batch: int | None) -> Non
             )
 
 
-class LengthGroupedSampler(Sampler[int]):
-    """Indices in an order whose consecutive batches hold pairs of similar length, with the batches in random order.
+class LengthGroupedSampler(trainer_pt_utils.LengthGroupedSampler):
+    """transformers' order whose consecutive batches hold pairs of similar length, from seed and epoch alone."""
 
-    Pairs are shuffled, sorted by length within chunks of many batches, and cut into batches, which are shuffled. The order
-    depends on the seed and the epoch alone.
-    """
-
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, batches_per_window: int = 50):
-        """Args:
-        lengths: Tokens of each pair.
-        batch_size: Batch size of the loader.
-        seed: Seed of the order.
-        batches_per_window: Batches of a sorted chunk. More of them means less padding and less mixing.
-        """
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.seed = seed
-        self.window = batch_size * batches_per_window
-        self.epoch = 0
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
+        super().__init__(batch_size, lengths=list(lengths))
+        self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the order. accelerate's loaders call this method."""
+        """Set the epoch of the order."""
         self.epoch = epoch
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        shuffled = torch.randperm(len(self.lengths), generator=generator).tolist()
-        batches = []
-        for start in range(0, len(shuffled), self.window):
-            chunk = sorted(shuffled[start : start + self.window], key=lambda index: -self.lengths[index])
-            batches += [chunk[first : first + self.batch_size] for first in range(0, len(chunk), self.batch_size)]
-        # The loader cuts the order every `batch_size` indices: only the last batch may be smaller.
-        full = [batch for batch in batches if len(batch) == self.batch_size]
-        rest = [batch for batch in batches if len(batch) < self.batch_size]
-        order = torch.randperm(len(full), generator=generator).tolist()
-        for batch in [full[number] for number in order] + rest:
-            yield from batch
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
 
 
 def padded_cost(source_lengths: np.ndarray | Sequence[int], target_lengths: np.ndarray | Sequence[int]) -> int:
@@ -164,17 +138,14 @@ def split_to_count(batches: list[list[int]], count: int) -> list[list[int]]:
     """
     if sum(map(len, batches)) < count:
         raise ValueError(f"There must be at least {count} pairs to make {count} batches, got {sum(map(len, batches))}.")
-    if len(batches) >= count:
-        return list(batches)
-    # A half has the key of the whole and one number more, so that the keys keep the order of the batches.
-    heap = [(-len(batch), (number,), batch) for number, batch in enumerate(batches)]
-    heapq.heapify(heap)
-    while len(heap) < count:
-        size, key, batch = heap[0]
-        half = len(batch) // 2
-        heapq.heapreplace(heap, (-half, (*key, 0), batch[:half]))
-        heapq.heappush(heap, (size + half, (*key, 1), batch[half:]))
-    return [batch for _, _, batch in sorted(heap, key=lambda item: item[1])]
+    while (missing := count - len(batches)) > 0:
+        by_size = sorted(range(len(batches)), key=lambda number: len(batches[number]), reverse=True)
+        largest, parts = {number for number in by_size[:missing] if len(batches[number]) > 1}, []
+        for number, batch in enumerate(batches):
+            half = len(batch) // 2
+            parts += [batch[:half], batch[half:]] if number in largest else [batch]
+        batches = parts
+    return batches
 
 
 def fill_to_count(batches: list[list[int]], count: int, num_processes: int, filler: int) -> list[list[int]]:
@@ -185,6 +156,15 @@ def fill_to_count(batches: list[list[int]], count: int, num_processes: int, fill
     """
     missing = max(0, count - max(sum(map(len, batches)), num_processes))
     return split_to_count(batches, count - missing) + [[filler] for _ in range(missing)]
+
+
+def shuffle_steps(batches: list[list[int]], num_processes: int, generator: torch.Generator) -> list[list[int]]:
+    """Shuffle groups of `num_processes` neighbors, which form one step and cost about the same, so that no process waits long.
+
+    Process `i` takes each `num_processes`-th batch from `i` on.
+    """
+    steps = torch.randperm(len(batches) // num_processes, generator=generator).tolist()
+    return [batches[step * num_processes + rank] for step in steps for rank in range(num_processes)]
 
 
 def seeded_generator(seed: int) -> torch.Generator:
@@ -286,15 +266,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return form_batches(self.lengths, self.max_tokens_per_batch, self._generator(epoch), window)
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
-        """Return the batches of all processes in an epoch. Process `i` takes each `num_processes`-th batch from `i` on."""
+        """Return the batches of all processes in an epoch."""
         count = self.batches_per_process * self.num_processes
         # A few pairs of very unequal length may need more batches than planned, which was done for the first epoch.
         candidates = (self._form(*options) for options in ((epoch,), (epoch, True), (0,)))
         batches = next(batches for batches in candidates if len(batches) <= count)
         batches = fill_to_count(batches, count, self.num_processes, self._filler)
-        # Neighbours form one step and cost about the same, so that no process waits long.
-        steps = torch.randperm(self.batches_per_process, generator=self._generator(epoch)).tolist()
-        return [batches[step * self.num_processes + rank] for step in steps for rank in range(self.num_processes)]
+        return shuffle_steps(batches, self.num_processes, self._generator(epoch))
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from self.epoch_batches(self.epoch)[self.process_index :: self.num_processes]
@@ -508,12 +486,11 @@ class TokenBudgetStream(IterableDataset):
         lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple, num_read)
         generator = seeded_generator((self.seed * 1_000_003 + number) * 1_000_003 + num_read)
         batches = form_batches(lengths, self.max_tokens_per_batch, generator)
-        steps = -(-len(batches) // self.num_processes)
-        count = steps * self.num_processes
+        count = -(-len(batches) // self.num_processes) * self.num_processes
         batches = fill_to_count(batches, count, self.num_processes, len(buffer))
         if count > len(buffer):
             logger.info("%d batches hold a repeated pair alone, which does not count.", count - len(buffer))
         # The filler has the index `len(buffer)`.
         pairs = [*buffer, uncounted(buffer[int(lengths.sum(axis=1).argmin())])]
-        for step in torch.randperm(steps, generator=generator).tolist():
-            yield [pairs[index] for index in batches[step * self.num_processes + self.process_index]]
+        for batch in shuffle_steps(batches, self.num_processes, generator)[self.process_index :: self.num_processes]:
+            yield [pairs[index] for index in batch]

@@ -205,11 +205,9 @@ class ValidationSample:
 
     Attributes:
         rows: Ascending rows of the validation pairs.
-        exact: Share of the last outputs that equal their reference; None before an evaluation.
         unfinished: Share of the last outputs that are as long as their reference, or longer, and have no end.
     """
 
-    exact: float | None = None
     unfinished = 0.0
 
     def __init__(
@@ -249,7 +247,6 @@ class ValidationSample:
         texts = self.tokenizers.decode_targets(decoded)
         # Leave empty sources empty: a generator skips them.
         texts = [text if source.strip() else "" for text, source in zip(texts, self.sources, strict=True)]
-        self.exact = sum(map(str.__eq__, texts, self.references)) / len(texts)
         eos, rows = self.tokenizers.target.eos_token_id, zip(decoded, labels, strict=True)
         # A limit below the length of the reference would cut a perfect output.
         self.unfinished = sum(ids[-1:] != [eos] and len(ids) >= len(label) for ids, label in rows) / len(decoded)

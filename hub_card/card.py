@@ -250,7 +250,7 @@ FILE_ROWS = (
     ("Scores and outputs", ("metrics.json", "*_predictions.txt", "training_curve.png"), True),
     ("How the model was trained", ("recipe.yaml", "average.json", "data_report.json"), True),
     ("Log and arguments of the run", ("trainer_state.json", "training_args.json", "runs/", "tune/"), False),
-    ("Checkpoints, only to resume the run", ("checkpoint-*/", "_abandoned-*/"), False),
+    ("Checkpoints, only to resume the run", ("checkpoint-*/",), False),
     ("LoRA adapter before it was merged", ("adapter/",), False),
     ("Training data", ("data/",), False),
 )

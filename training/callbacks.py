@@ -44,7 +44,35 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-class TimeBudget(TrainerCallback):
+class EarlyEnd(TrainerCallback):
+    """Callback that ends training as soon as `is_due`, after an update that is evaluated and saved if the run does so."""
+
+    has_ended = False
+
+    def is_due(self) -> bool:
+        """Return True if no further update should begin."""
+        raise NotImplementedError
+
+    def _end(self, args: TrainingArguments, control: TrainerControl) -> None:
+        if self.is_due():
+            self.has_ended = control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._end(args, control)
+        if self.has_ended:
+            control.should_evaluate = args.eval_strategy != "no"
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._end(args, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.has_ended:
+            # The last update is evaluated and saved already.
+            control.should_evaluate = control.should_save = False
+
+
+class TimeBudget(EarlyEnd):
     """Callback that ends training at a deadline, and moves the schedule of the learning rate on by the clock.
 
     The schedule follows the steps or the clock, whichever is further. So a slow machine ends with a low learning rate too. The
@@ -58,12 +86,15 @@ class TimeBudget(TrainerCallback):
 
     def __init__(self, deadline: float, final_share: float, seconds: float):
         self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
-        self.start, self.reserved, self.is_over = time.time(), 0.0, False
+        self.start, self.reserved = time.time(), 0.0
 
     @property
     def progress(self) -> float:
         """Share of the time for training that is over."""
         return (time.time() - self.start) / max(1e-9, self.deadline - self.reserved - self.start)
+
+    def is_due(self) -> bool:
+        return self.progress >= 1
 
     def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
         self.start = time.time()
@@ -85,21 +116,10 @@ class TimeBudget(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self.reserved = (1 + self.final_share) * (metrics or {}).get("eval_runtime", 0.0)
-        if self.progress >= 1:
-            self.is_over = True
-            _end_evaluated(args, control)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.progress >= 1:
-            self.is_over = True
-            _end(args, control)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        if self.is_over:
-            _keep_last_evaluation(control)
+        super().on_evaluate(args, state, control)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.is_over:
+        if self.has_ended:
             _log_end(state, "the rest of the time is for scores" if self.final_share else "`time_budget` is over")
 
 
@@ -122,13 +142,16 @@ class EarlyStopping(EarlyStoppingCallback):
             )
 
 
-class EndOnInterrupt(TrainerCallback):
+class EndOnInterrupt(EarlyEnd):
     """Callback that ends training after the update in which Ctrl-C was pressed, so that the model is finished and scored.
 
-    The last update is evaluated and saved, and a resumed run goes on from there.
+    A resumed run goes on from the last update.
     """
 
-    is_interrupted = has_ended = False
+    is_interrupted = False
+
+    def is_due(self) -> bool:
+        return self.is_interrupted
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -151,41 +174,11 @@ class EndOnInterrupt(TrainerCallback):
             "checkpoints stay, and --resume goes on from the last one."
         )
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.is_interrupted:
-            self.has_ended = True
-            _end(args, control)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        if self.has_ended:
-            _keep_last_evaluation(control)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        if self.is_interrupted:
-            _end_evaluated(args, control)
-
 
 def _log_end(state: TrainerState, reason: str) -> None:
     """Log why training ends before its last update."""
     if state.global_step < state.max_steps and state.is_world_process_zero:
         logger.info("Training ends at update %d of %d: %s.", state.global_step, state.max_steps, reason)
-
-
-def _end(args: TrainingArguments, control: TrainerControl) -> None:
-    """End training after this update, and evaluate and save it if the run does so."""
-    _end_evaluated(args, control)
-    control.should_evaluate = args.eval_strategy != "no"
-
-
-def _end_evaluated(args: TrainingArguments, control: TrainerControl) -> None:
-    """End training after this update, which is evaluated already, and save it if the run does so."""
-    control.should_training_stop = True
-    control.should_save = args.save_strategy != "no"
-
-
-def _keep_last_evaluation(control: TrainerControl) -> None:
-    """Skip the evaluation at the end of an epoch: the last update is evaluated and saved already."""
-    control.should_evaluate = control.should_save = False
 
 
 # Logged values that are no scores.

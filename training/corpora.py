@@ -13,7 +13,7 @@ import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.augmentation import AugmentedPairs, Augmenter
-from metaphrase.data.denoising.dataset import (
+from metaphrase.data.denoising import (
     DenoisingDataset,
     load_texts,
     longest_block,
@@ -21,7 +21,6 @@ from metaphrase.data.denoising.dataset import (
     objective_tokens,
     text_blocks,
 )
-from metaphrase.data.denoising.objectives import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import SPLITS, TASK_COLUMN, DataReport, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.stages import StagedPairs, parse_stages
@@ -265,18 +264,9 @@ class TextCorpus(PairCorpus):
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
         recipe = self.recipe
-        objective = make_objective(
-            recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length, recipe.spans_anywhere
-        )
+        objective = make_objective(recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length)
         length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
-        blocks, self.reports[split] = text_blocks(
-            self.splits[split],
-            tokenizers,
-            length,
-            end_documents=recipe.end_documents,
-            remainder=recipe.remainder,
-            least_length=1 if recipe.objective == "text_infilling" else MIN_BLOCK_LENGTH,
-        )
+        blocks, self.reports[split] = text_blocks(self.splits[split], tokenizers, length)
         logger.info("%s: %s", split, self.reports[split])
         return DenoisingDataset(blocks, objective, self.seed)
 

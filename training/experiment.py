@@ -30,8 +30,6 @@ from metaphrase.training.alerts import (
     data_alerts,
     length_limit,
     run_alerts,
-    score_alerts,
-    target_profile,
     unfinished_alerts,
     warn,
 )
@@ -49,7 +47,6 @@ from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.finishing import (
     average_run,
-    check_averaged,
     fill_decoding,
     final_share,
     is_choice_open,
@@ -179,9 +176,8 @@ class Experiment:
         if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self.make_trainer(model, tokenizers, encoded)
-        check_averaged(recipe, trainer)
         if trainer.is_world_process_zero():
-            warn(run_alerts(recipe, self.arguments, self.corpus, encoded, model))
+            warn(run_alerts(recipe, self.arguments, encoded, model))
             if self.arguments.bf16 and self.arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
             # When a checkpoint to resume from was loaded, not refused.
@@ -223,7 +219,7 @@ class Experiment:
             encoded = self.corpus.encode(tokenizers)
             self._prepared = tokenizers, encoded
             if self.arguments.process_index == 0:
-                warn(data_alerts(self.corpus, tokenizers, encoded["train"]))
+                warn(data_alerts(self.corpus))
         return self._prepared
 
     def check_scored(self, tokenizers: TokenizerPair) -> None:
@@ -329,9 +325,7 @@ class Experiment:
             is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
             if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
                 sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
-        callbacks.append(
-            TrainingAlerts.of_run(self.corpus, arguments, self.scores.metrics, tokenizers, encoded["train"], sample)
-        )
+        callbacks.append(TrainingAlerts(self.scores.metrics, sample))
         trainer = MetaphraseTrainer(
             model=model,
             args=arguments,
@@ -393,8 +387,6 @@ class Experiment:
         limit, outputs = length_limit(model), len(predictions)
         long_references = count_long_references(self._prepared[1], limit).get(split, 0)
         warn(unfinished_alerts(result["num_unfinished"], outputs, long_references, limit))
-        bleu, exact = result["scores"].get("bleu"), 100 * sum(map(str.__eq__, predictions, references)) / outputs
-        warn(score_alerts(bleu and bleu["score"], exact, target_profile(corpus)))
         result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
             tasks = corpus.splits[split][TASK_COLUMN][:]

@@ -33,20 +33,6 @@ logger = logging.getLogger(__name__)
 _AVERAGE_NAME = "_average"
 
 
-def check_averaged(recipe: Recipe, trainer: MetaphraseTrainer) -> None:
-    """Refuse, before training, a mean of checkpoints whose weights are not whole.
-
-    Raises:
-        ValueError: Naming the field.
-    """
-    for name in ("average_last", "average_best"):
-        if getattr(recipe, name) is not None and not trainer.has_whole_checkpoints:
-            raise ValueError(
-                f"`{name}` must come with checkpoints of whole weights, got settings by which each process saves its share. Set "
-                "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
-            )
-
-
 def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     """Load the mean of the checkpoints that the recipe selects into the model. All processes must call it.
 

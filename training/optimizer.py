@@ -5,11 +5,10 @@ Patterns name parts of a model: `encoder`, `decoder.layers.0`, `encoder.layers.0
 names of wrappers (`model.`) may be left out. A weight with several names, such as a tied embedding, matches by any of them.
 """
 
-import importlib.util
 import itertools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -19,10 +18,7 @@ from transformers.training_args import OptimizerNames
 
 logger = logging.getLogger(__name__)
 
-_BOOLEANS = {"true": True, "false": False}
-# Packages of the optimizers that read the model.
-_PACKAGES = {"lomo": "lomo_optim", "galore": "galore_torch", "apollo": "apollo_torch"}
-_ADAFACTOR_OPTIONS = ("scale_parameter", "clip_threshold", "decay_rate")
+_READ_THE_MODEL = ("lomo", "galore", "apollo")
 # Prefixes of a wrapped model, and parts that compilers and sharding insert into names.
 _WRAPPERS = ("base_model", "model", "module")
 _INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -39,19 +35,19 @@ def adafactor_options(optim_args: str | None) -> dict[str, bool | float]:
     Raises:
         ValueError: If a name is unknown, or a value is of the wrong kind.
     """
+    parse = {
+        "scale_parameter": {"true": True, "false": False}.__getitem__,
+        "clip_threshold": float,
+        "decay_rate": float,
+    }
     options = {}
-    for part in filter(None, (optim_args or "").replace(" ", "").split(",")):
+    for part in filter(None, (optim_args or "").replace(" ", "").lower().split(",")):
         name, _, value = part.partition("=")
-        if name not in _ADAFACTOR_OPTIONS:
-            raise ValueError(
-                f"`optim_args` of adafactor must be some of {', '.join(_ADAFACTOR_OPTIONS)}, got {part!r}."
-            )
-        is_boolean = name == "scale_parameter"
-        kind = "true or false" if is_boolean else "a number"
         try:
-            options[name] = _BOOLEANS[value.lower()] if is_boolean else float(value)
+            options[name] = parse[name](value)
         except (KeyError, ValueError):
-            raise ValueError(f"`{name}` in `optim_args` must be {kind}, got {value!r}.") from None
+            known = "scale_parameter=true, clip_threshold=0.5 and decay_rate=-0.8"
+            raise ValueError(f"`optim_args` of adafactor must be options such as {known}, got {part!r}.") from None
     return options
 
 
@@ -67,15 +63,9 @@ def check_optimizer(arguments: TrainingArguments) -> None:
     """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
 
     Raises:
-        ImportError: If the package of the optimizer is not installed.
         ValueError: Naming the field.
     """
-    package = next((package for name, package in _PACKAGES.items() if name in arguments.optim), None)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ImportError(
-            f"`optim` {arguments.optim.value} needs the package {package}. Install it, or choose another."
-        )
-    if package is not None or arguments.optim_target_modules:
+    if arguments.optim_target_modules or any(name in arguments.optim for name in _READ_THE_MODEL):
         return
     weight = nn.Parameter(torch.zeros(1))
     try:
@@ -112,25 +102,40 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     Raises:
         ValueError: If a pattern matches nothing, or nothing is left to train.
     """
-    names = _names_of_parameters(model)
-    frozen = _select_frozen(names, patterns)
-    included = [pattern for pattern in patterns if not pattern.startswith("!")]
+    names, frozen = _names_of_parameters(model), check_parts(model, patterns)
+    globs = [glob for pattern in patterns if not pattern.startswith("!") for glob in _expand_ranges(pattern)]
     for parameter in frozen:
-        _warn_of_ties(names[parameter], included)
         parameter.requires_grad_(False)
+        unnamed = [name for name in names[parameter] if not any(_matches(glob, name) for glob in globs)]
+        if unnamed and len(unnamed) < len(names[parameter]):
+            named = next(name for name in names[parameter] if name not in unnamed)
+            logger.warning("%s is frozen, and with it, being the same weight: %s.", named, ", ".join(unnamed))
     count = sum(parameter.numel() for parameter in frozen)
     total = sum(parameter.numel() for parameter in names)
     logger.info("Frozen: %s of %s parameters (%s).", f"{count:,}", f"{total:,}", ", ".join(patterns))
     return count
 
 
-def check_parts(model: nn.Module, frozen: Sequence[str]) -> None:
-    """Check the patterns of `freeze` against a model, which may be on the meta device.
+def check_parts(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
+    """Return the parameters that `freeze` would freeze in a model, which may be on the meta device.
 
     Raises:
         ValueError: If a pattern matches nothing, or nothing is left to train.
     """
-    _select_frozen(_names_of_parameters(model), frozen)
+    names, frozen = _names_of_parameters(model), set()
+    for pattern in patterns:
+        for glob in _expand_ranges(pattern.removeprefix("!")):
+            matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
+            if not matching:
+                parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
+                raise ValueError(
+                    f"`freeze` must name parts of the model, got {pattern.removeprefix('!')!r}, and there is no {glob!r}. "
+                    f"At the top there are {', '.join(parts)}."
+                )
+            frozen = frozen - matching if pattern.startswith("!") else frozen | matching
+    if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
+        raise ValueError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
+    return frozen
 
 
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -162,41 +167,3 @@ def _matches(glob: str, name: str) -> bool:
     globs, parts = _EMBEDDINGS if glob == "embeddings" else (glob,), name.split(".")
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return any(fnmatchcase(module, glob) for module in modules for glob in globs)
-
-
-def _select(names: Mapping[nn.Parameter, list[str]], pattern: str) -> set[nn.Parameter]:
-    """Return the parameters that match a pattern.
-
-    Raises:
-        ValueError: If no parameter matches, or a number of a range has none.
-    """
-    selected = set()
-    for glob in _expand_ranges(pattern):
-        matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
-        if not matching:
-            parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
-            raise ValueError(
-                f"`freeze` must name parts of the model, got {pattern!r}, and there is no {glob!r}. "
-                f"At the top there are {', '.join(parts)}."
-            )
-        selected |= matching
-    return selected
-
-
-def _select_frozen(names: Mapping[nn.Parameter, list[str]], patterns: Sequence[str]) -> set[nn.Parameter]:
-    frozen = set()
-    for pattern in patterns:
-        selected = _select(names, pattern.removeprefix("!"))
-        frozen = frozen - selected if pattern.startswith("!") else frozen | selected
-    if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
-        raise ValueError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
-    return frozen
-
-
-def _warn_of_ties(aliases: Sequence[str], patterns: Sequence[str]) -> None:
-    """Warn of a weight that also has names which no pattern matches."""
-    globs = [glob for pattern in patterns for glob in _expand_ranges(pattern)]
-    unnamed = [alias for alias in aliases if not any(_matches(glob, alias) for glob in globs)]
-    if unnamed and len(unnamed) < len(aliases):
-        named = next(alias for alias in aliases if alias not in unnamed)
-        logger.warning("%s is frozen, and with it, being the same weight: %s.", named, ", ".join(unnamed))

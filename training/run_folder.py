@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -15,7 +16,6 @@ from metaphrase.training.checkpointing.folders import (
     check_whole,
     checkpoints_in,
     last_whole_checkpoint,
-    remove_folder,
     what_is_missing,
 )
 from metaphrase.training.recipe.checks import check_conflicts
@@ -68,7 +68,7 @@ def discard_model(folder: Path) -> None:
     for name in _MODEL_NAMES:
         (folder / name).unlink(missing_ok=True)
     # A joint tokenizer cannot be saved beside a separate one.
-    remove_folder(folder / TARGET_SUBFOLDER)
+    shutil.rmtree(folder / TARGET_SUBFOLDER, ignore_errors=True)
 
 
 @contextlib.contextmanager

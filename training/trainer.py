@@ -4,9 +4,10 @@ import contextlib
 import inspect
 import json
 import logging
-import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,13 +19,17 @@ from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
+    EarlyStoppingCallback,
     PreTrainedModel,
     Seq2SeqTrainer,
     default_data_collator,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
+from metaphrase.data.augmentation import announce_epoch
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
+from metaphrase.data.encoding import data_fingerprint
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import (
@@ -40,16 +45,16 @@ from metaphrase.storage.folders import set_modes_of_weights
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted
+from metaphrase.training.checkpointing import folders
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, is_better_lower, scores_in
-from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoints_in, step_of
+from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoint_of_step, checkpoints_in, step_of
 from metaphrase.training.checkpointing.sharding import (
     as_plain_class,
     gather_model,
-    gather_partitions,
     is_sharded,
     keep_embeddings_together,
+    saves_whole_weights,
 )
-from metaphrase.training.checkpointing.trainer_mixin import BATCHES_BY_NUMBER, WholeCheckpoints
 from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel, sum_over_processes
 from metaphrase.training.optimizer import optimizer_class_and_options
 
@@ -64,7 +69,7 @@ _PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCo
 _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 
 
-class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
+class MetaphraseTrainer(Seq2SeqTrainer):
     """Trainer of an encoder-decoder.
 
     - Batches: with `max_tokens_per_batch` they are formed by tokens, and packed where the model reads packed rows. With
@@ -76,7 +81,12 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
       training alone. R-Drop runs each batch twice in one call, which needs the memory of two batches, and adds the divergence of
       the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
     - Evaluation: the loss is a mean over tokens that counts each pair once. `score` gets decoded texts.
-    - Checkpoints: whole, or absent. A resumed run ends as one that never stopped. See `WholeCheckpoints`.
+    - Checkpoints: whole, or absent, so that a run may be killed at any moment. A checkpoint is written below `_unfinished` and
+      renamed last, when all of it is on the disk. Machines without a shared folder need `save_on_each_node`.
+    - Resuming: a resumed run ends with the same weights, optimizer, schedule, random states, log and best checkpoint, bit for bit
+      on a CPU. Random choices of a data set or a collator must follow from seed, epoch and index, as in `DenoisingDataset`,
+      because no checkpoint stores the states of workers. With three or more processes, a resumed run may differ in the last
+      digits: if DDP does not look for unused parameters, its first step determines the order in which it adds gradients.
     - Divergence: training ends at the third update in a row whose loss or gradients are not finite, and no weights that are not
       finite are saved. Updates are counted on their device. A CPU reads the count after each update; other devices, which it
       would make wait, and several processes only before they log, evaluate or save.
@@ -90,10 +100,15 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
     evaluation_loss = torch.zeros(2, dtype=torch.float64)
     _needs_loss_alone = False
     _is_own_dataset = True
-    # Pairs and optimizer steps of this process in this call of `train`.
-    _num_pairs: torch.Tensor | int = 0
-    _num_steps = 0
-    _counted_step = -1
+    # `progress.json` of the checkpoint to resume from, until its epoch begins
+    _resumed: dict[str, Any] | None = None
+    _checkpoint: str | None = None
+    _is_epoch_end_due = False
+    _steps_per_epoch = 0
+    _is_saving = False
+    # What the last report, after a step or an epoch, adds to `progress.json`
+    _reported_step = -1
+    _report: dict[str, Any] = {}
     _has_finite_losses: torch.Tensor | bool = True
     # Updates in a row, up to now, whose loss or gradients are not finite.
     _num_not_finite: torch.Tensor | int = 0
@@ -152,10 +167,6 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
     def _check_arguments(self) -> None:
         if self.decodes and self.compute_metrics is not None:
             raise ValueError("`score` and `compute_metrics` must not both be given with `predict_with_generate`.")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"`label_smoothing_factor` must be at least 0 and below 1, got {self.label_smoothing}.")
-        if not 0 <= self.r_drop_alpha < math.inf:
-            raise ValueError(f"`r_drop_alpha` must be at least 0 and finite, got {self.r_drop_alpha}.")
         if self.r_drop_alpha and self.has_custom_loss:
             raise ValueError("`r_drop_alpha` must be left out with `compute_loss_func`, which knows of no second pass.")
         if self.r_drop_alpha:
@@ -172,6 +183,11 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
+        if not saves_whole_weights(self.accelerator.state):
+            raise ValueError(
+                "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
+                "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
+            )
         if self.is_fsdp_enabled:
             self.accelerator.prepare = keep_embeddings_together(self.accelerator.prepare)
 
@@ -180,7 +196,7 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not model.training:
             return self._compute_evaluation_loss(model, inputs, return_outputs)
-        if self._uses_r_drop():
+        if self.r_drop_alpha and self.state.global_step >= self.r_drop_start_step:
             inputs = {**repeat_batch(inputs), "r_drop_alpha": self.r_drop_alpha}
             num_items_in_batch = None if num_items_in_batch is None else 2 * num_items_in_batch
         if self.compute_loss_func is None:
@@ -207,14 +223,6 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
             self.evaluation_loss = self.evaluation_loss + counted
         return (loss, outputs) if return_outputs else loss
 
-    def _uses_r_drop(self) -> bool:
-        if self.r_drop_alpha and 0 < self.state.max_steps <= self.r_drop_start_step:
-            # The number of steps of an epoch is not known earlier.
-            raise ValueError(
-                f"`r_drop_start_step` must be below the {self.state.max_steps} steps of the run, got {self.r_drop_start_step}."
-            )
-        return bool(self.r_drop_alpha) and self.state.global_step >= self.r_drop_start_step
-
     def _with_decoder_inputs(self, model, inputs: Mapping) -> tuple[Callable, Mapping]:
         """Return model and inputs so that the decoder gets its inputs, although the parent hides labels from the model."""
         if self.compute_loss_func is None:
@@ -235,22 +243,7 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
 
     # Batches
 
-    def data_layout(self) -> dict[str, int | str | None]:
-        has_budget = self.max_tokens_per_batch is not None
-        # The budget decides in place of these.
-        replaced = dict.fromkeys(BATCHES_BY_NUMBER if has_budget else ())
-        return (
-            super().data_layout()
-            | replaced
-            | {
-                "max_tokens_per_batch": self.max_tokens_per_batch,
-                "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
-                "length_multiple": self._length_multiple if has_budget else 1,
-            }
-        )
-
     def get_train_dataloader(self):
-        self._num_pairs = self._num_steps = 0
         if self._trains_by_budget:
             self._check_budget()
         if isinstance(self.train_dataset, TokenBudgetStream):
@@ -311,7 +304,6 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
                 torch.default_generator.manual_seed(self.args.seed)
             if not is_grouped or column not in (getattr(dataset, "column_names", None) or ()):
                 return super().get_train_dataloader()
-            # transformers' own sampler goes from the longest batch to the shortest, again and again.
             sampler = LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, data_seed(self.args))
             options = {"sampler_fn": lambda _: sampler, "is_training": True}
             return self._get_dataloader(dataset, "Training", self._train_batch_size, **options)
@@ -365,22 +357,12 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
                 f"`max_tokens_per_batch`, got a {type(self.train_dataset).__name__} with {columns}. Wrap a stream without end in "
                 "a `TokenBudgetStream`."
             )
-        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < self.args.world_size:
-            raise ValueError(
-                f"`train_dataset` must have a pair for each process with `max_tokens_per_batch`, got {len(self.train_dataset)} "
-                f"and {self.args.world_size} processes."
-            )
-        if not self.packs_pairs:
-            return
-        if type(self.data_collator) not in _PLAIN_COLLATORS and self.data_collator is not default_data_collator:
+        is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
+        if self.packs_pairs and not is_plain:
             raise ValueError(
                 "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed rows, "
                 f"got a {type(self.data_collator).__name__}, which packing does not call. Set the model's `supports_packing` to "
                 "false."
-            )
-        if self.args.torch_compile and self.args.device.type == "cpu":
-            logger.warning(
-                "Compiled for a CPU, packed rows take minutes for each new shape: leave `torch_compile` out."
             )
 
     @property
@@ -436,24 +418,27 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
     # Training steps
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self._trains_by_budget and "labels" in inputs:
-            self._num_pairs = self._num_pairs + count_pairs(inputs)
-            self._num_steps += self.accelerator.sync_gradients
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._has_finite_losses = loss.isfinite() & self._has_finite_losses
         return loss
 
     # transformers 5.24.0: passes the gradient norm here alone.
-    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *args, **kwargs):
-        # There is one more report at the end of an epoch.
-        if self.state.global_step != self._counted_step:
-            self._counted_step = self.state.global_step
+    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *args, learning_rate=None, **kwargs):
+        # There is a report after each step, and one more at the end of an epoch.
+        is_epoch_end = self.state.global_step == self._reported_step
+        if not is_epoch_end:
             self._count(grad_norm)
+        self._reported_step = self.state.global_step
+        self._report = {
+            "is_epoch_end_reported": is_epoch_end,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+        }
         control, is_alone = self.control, self.args.world_size == 1
         is_waiting = control.should_log or control.should_evaluate or control.should_save
         if is_waiting or (is_alone and self.args.device.type == "cpu"):
             self._check_updates()
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
 
     def _count(self, grad_norm: torch.Tensor | float | None) -> None:
         # With sharded weights, the norm has a part on each device.
@@ -485,18 +470,149 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
             f"more `warmup_steps`, got {arguments.warmup_steps:g}, or a `max_grad_norm` of 1{other}.{checkpoint}"
         )
 
-    def _save_checkpoint(self, model, trial):
-        self._check_weights()
-        super()._save_checkpoint(model, trial)
+    # Resuming
 
-    # transformers 5.23.0: the only way to say how many pairs were trained on. Batches by tokens have no fixed number of pairs.
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """Train as the parent does. A checkpoint to resume from must be whole; `True` is the last whole one."""
+        run, checkpoint = self._get_output_dir(trial), resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = folders.last_whole_checkpoint(run)
+            if checkpoint is None:
+                raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
+        elif checkpoint is not None:
+            folders.check_whole(checkpoint)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            folders.remove_unfinished(run)
+        self._checkpoint, self._resumed = checkpoint, None
+        return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epoch, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
+        self._steps_per_epoch = num_update_steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
+        if resume_from_checkpoint is None:
+            return epoch, batches
+        self._restore_callbacks()
+        # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
+        self.state.compute_steps(self.args, max_steps)
+        self._set_best_folder(Path(resume_from_checkpoint).parent)
+        progress = folders.read_progress(resume_from_checkpoint)
+        if progress is None:
+            return epoch, batches
+        settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
+        folders.check_progress(progress, settings, self._data_layout())
+        self._resumed = progress
+        self._is_epoch_end_due = not (progress["is_epoch_end_reported"] or batches or not epoch)
+        return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
+
+    def _restore_callbacks(self) -> None:
+        # `restore_callback_states_from_checkpoint` would replace callbacks by those with the settings of the checkpoint.
+        for name, states in self.state.stateful_callbacks.items():
+            states = states if isinstance(states, list) else [states]
+            callbacks = [callback for callback in self.callback_handler.callbacks if type(callback).__name__ == name]
+            # Of several callbacks of a class, transformers adds the states to those before.
+            for callback, state in zip(callbacks, states[-len(callbacks) :], strict=False):
+                for attribute, value in state["attributes"].items():
+                    setattr(callback, attribute, value)
+
+    # transformers 5.24.0: would begin an epoch without the totals, and make a step in a run that is done.
+    def _run_epoch(self, **parts):
+        progress = self._resumed
+        if self._checkpoint is not None:
+            self._restore_totals()
+            is_reported = progress is None or progress["is_epoch_end_reported"]
+            if self._is_over() or self._is_epoch_end_due:
+                # Do what follows the last step of an epoch or run, and was not done before the checkpoint.
+                self._is_epoch_end_due = False
+                self._load_rng_state(parts["resume_from_checkpoint"])
+                self.control.should_training_stop = self._is_over()
+                if not is_reported:
+                    self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+                    report = [parts[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")]
+                    norm, rate = progress["grad_norm"], progress["learning_rate"]
+                    self._maybe_log_save_evaluate(self._tr_loss, norm, *report, learning_rate=rate)
+                return
+        # With several processes, a loader that skips batches does not tell the sampler.
+        announce_epoch(parts["train_dataloader"], parts["epoch"])
+        _draw_apart(parts["train_dataloader"], data_seed(self.args) + parts["epoch"])
+        super()._run_epoch(**parts)
+
+    def _is_over(self) -> bool:
+        return self.state.global_step >= self.state.max_steps or any(
+            callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, EarlyStoppingCallback)
+        )
+
+    def _restore_totals(self) -> None:
+        progress, self._resumed, self._checkpoint = self._resumed, None, None
+        if progress is None:
+            return
+        losses = progress["losses_since_log"]
+        has_same_processes = len(losses) == self.args.world_size
+        loss = losses[self.args.process_index] if has_same_processes else sum(losses) / len(losses)
+        self._tr_loss = torch.tensor(loss, device=self.args.device)
+        self._total_loss_scalar = progress["loss_until_log"]
+        self._globalstep_last_logged = progress["last_logged_step"]
+        self._seconds_before = progress["seconds"]
+        # The final mean loss and speed are those of all steps.
+        self._initial_global_step = 0
+
+    # transformers 5.24.0: counts neither time nor loss before a checkpoint, knows no batches by tokens, and deletes in place.
     def _finalize_training(self, trial, num_train_samples, start_time):
+        if self._checkpoint is not None:
+            # No epoch was left to begin.
+            self._load_rng_state(self._checkpoint)
+            self._restore_totals()
         self._check_weights()
         if self._trains_by_budget:
-            [num_pairs] = sum_over_processes(self.accelerator, self.args, torch.as_tensor([self._num_pairs]))
-            # The parent multiplies by the share of `max_steps` that is done.
-            num_train_samples = num_pairs * self.state.max_steps / max(self._num_steps, 1)
-        return super()._finalize_training(trial, num_train_samples, start_time)
+            # The parent multiplies by the share of `max_steps` that is done. A stream has no number of pairs.
+            num_epochs = self.state.max_steps / self._steps_per_epoch if self._steps_per_epoch else 0
+            num_train_samples = num_epochs * len(self.train_dataset) if num_epochs else 0
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
+            folders.discard_surplus(self._get_output_dir(trial), 1, [best])
+        return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
+
+    def _data_layout(self) -> dict[str, int | str | None]:
+        """Return the settings that determine which pairs the first N batches of an epoch hold."""
+        arguments, has_budget = self.args, self.max_tokens_per_batch is not None
+        strategy = str(getattr(arguments.train_sampling_strategy, "value", arguments.train_sampling_strategy))
+        return {
+            "num_processes": arguments.world_size,
+            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+            "steps_per_epoch": self._steps_per_epoch or None,
+            # The budget decides in place of these.
+            "per_device_train_batch_size": None if has_budget else self._train_batch_size,
+            "train_sampling_strategy": None if has_budget else strategy,
+            "dataloader_drop_last": None if has_budget else arguments.dataloader_drop_last,
+            "max_tokens_per_batch": self.max_tokens_per_batch,
+            "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
+            "length_multiple": self._length_multiple if has_budget else 1,
+        }
+
+    def _best_criterion(self) -> dict[str, Any]:
+        """Return the metric of the best checkpoint and its direction. Values of different metrics do not compare."""
+        metric = self.args.metric_for_best_model
+        is_greater_better = None if metric is None else bool(self.args.greater_is_better)
+        return {
+            "metric_for_best_model": metric and metric.removeprefix("eval_"),
+            "greater_is_better": is_greater_better,
+        }
+
+    @cached_property
+    def _data_fingerprint(self) -> dict[str, Any] | None:
+        return data_fingerprint(self.train_dataset)
+
+    def _set_best_folder(self, run: Path) -> None:
+        if self.state.best_global_step and (best := checkpoint_of_step(run, self.state.best_global_step)).is_dir():
+            self.state.best_model_checkpoint = str(best)
 
     # Evaluation
 
@@ -511,6 +627,9 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
         return self.decodes or self._needs_loss_alone
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
+        if self.is_in_train and self._checkpoint is not None:
+            # `eval_on_start`: the run started before the checkpoint.
+            return {}
         self._is_own_dataset = eval_dataset is None or eval_dataset is self.eval_dataset
         options = self._decoding_options(gen_kwargs)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **options)
@@ -530,6 +649,7 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
         self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
         # Loaders with persistent workers count epochs: another epoch would have other noise.
         dataloader.iteration = 0
+        _draw_apart(dataloader, data_seed(self.args))
         decodes = self.decodes
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
@@ -595,46 +715,62 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
 
     # Saving
 
-    @property
-    def has_whole_checkpoints(self) -> bool:
-        """True if a checkpoint holds weights for `from_pretrained`, not only the share of each process."""
-        if self.is_fsdp_enabled:
-            return "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
-        if not self.is_deepspeed_enabled:
-            return True
-        zero = self.accelerator.state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-        # accelerate does not gather with "auto".
-        return zero.get("stage") != 3 or zero.get("stage3_gather_16bit_weights_on_model_save") is True
+    # transformers 5.24.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
+    def _get_output_dir(self, trial):
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, folders.UNFINISHED_NAME) if self._is_saving else folder
 
-    def protected_checkpoints(self, run: Path) -> list[str | Path | None]:
+    # transformers 5.24.0: writes a checkpoint file by file under its name.
+    def _save_checkpoint(self, model, trial):
+        self._check_weights()
+        run = Path(self._get_output_dir(trial))
+        checkpoint = checkpoint_of_step(run, self.state.global_step)
+        self._is_saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+        norm = self._report.get("grad_norm")
+        losses = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
+        progress = {
+            **self._data_layout(),
+            **self._best_criterion(),
+            **self._report,
+            "grad_norm": None if norm is None else float(norm),
+            "data": self._data_fingerprint,
+            "losses_since_log": losses,
+            "loss_until_log": self._total_loss_scalar,
+            "last_logged_step": self._globalstep_last_logged,
+            "seconds": self._seconds_before + time.time() - self._start,
+        }
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(checkpoint)
+        else:
+            self._set_best_folder(run)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            # The parent has stored the folder that it wrote to.
+            self.state.save_to_json(str(run / folders.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
+            folders.publish_checkpoint(checkpoint, progress)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+        if self.args.should_save:
+            protected = [checkpoint, self.state.best_model_checkpoint, *self._protected_checkpoints(run)]
+            folders.discard_surplus(run, self.args.save_total_limit, protected)
+
+    # transformers 5.24.0: uploads in the background, from a folder that would lose its name meanwhile.
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self._is_saving:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _protected_checkpoints(self, run: Path) -> list[Path]:
+        """Return the checkpoints that `save_total_limit` keeps because they are the last, or the best by `best_kept_metric`."""
         checkpoints = checkpoints_in(run)
         scores = scores_in(self.state.log_history, self.best_kept_metric)
         scored = [path for path in checkpoints if step_of(path) in scores]
         scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-        last = checkpoints[-self.num_last_kept :] if self.num_last_kept else []
-        return [*super().protected_checkpoints(run), *scored[: self.num_best_kept], *last]
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        """Save the model as the parent does, and whole even if checkpoints are not."""
-        if not (_internal_call and output_dir is not None):
-            self._save_whole(output_dir, _internal_call)
-            return
-        if self.has_whole_checkpoints or not self.is_fsdp_enabled:
-            super().save_model(output_dir, _internal_call)
-        elif self.args.should_save:
-            # accelerate saves the shares of the weights later.
-            with as_plain_class(self.model):
-                self.model.config.save_pretrained(output_dir)
-            self._save_beside_weights(output_dir, has_generation_config=False)
-
-    def _save_whole(self, output_dir: str | None, _internal_call: bool) -> None:
-        if self.has_whole_checkpoints:
-            super().save_model(output_dir, _internal_call)
-            return
-        state = self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else gather_partitions(self.model)
-        self._save(output_dir or self.args.output_dir, state)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        return [*scored[: self.num_best_kept], *(checkpoints[-self.num_last_kept :] if self.num_last_kept else [])]
 
     # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
     def _save(self, output_dir=None, state_dict=None):
@@ -652,16 +788,13 @@ class MetaphraseTrainer(WholeCheckpoints, Seq2SeqTrainer):
             if processor is not None:
                 processor.save_pretrained(folder)
             set_modes_of_weights(Path(folder))
-            self._save_beside_weights(folder, not is_adapted(self.model))
-
-    def _save_beside_weights(self, folder: str, has_generation_config: bool) -> None:
-        arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
-        (Path(folder) / ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
-        # peft saves the adapter alone.
-        if not has_generation_config:
-            self.model.generation_config.save_pretrained(folder)
-        if self.tokenizers is not None:
-            self.tokenizers.save_pretrained(folder)
+            arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
+            (Path(folder) / ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
+            # peft saves the adapter alone.
+            if is_adapted(self.model):
+                self.model.generation_config.save_pretrained(folder)
+            if self.tokenizers is not None:
+                self.tokenizers.save_pretrained(folder)
 
 
 def _smooths_labels(model: PreTrainedModel) -> bool:
@@ -703,19 +836,13 @@ def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return repeated
 
 
+def _draw_apart(loader: DataLoader, seed: int) -> None:
+    """Let a loader draw the seeds of its workers apart from training, whose random numbers a resumed run repeats."""
+    getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(seed)
+
+
 def _has_lengths(dataset: Any) -> bool:
     return hasattr(dataset, "__len__") and set(LENGTH_COLUMNS) <= set(getattr(dataset, "column_names", None) or ())
-
-
-def count_pairs(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the number of pairs with labels in a padded or packed batch, as a scalar on its device. Fillers have no labels."""
-    is_label = inputs["labels"] != IGNORED_LABEL
-    if (lengths := inputs.get("target_lengths")) is None:
-        return is_label.any(dim=1).sum()
-    pair_of_token = torch.arange(len(lengths), device=is_label.device).repeat_interleave(
-        lengths, output_size=is_label.numel()
-    )
-    return torch.zeros_like(lengths).index_add_(0, pair_of_token, is_label.flatten().to(lengths.dtype)).count_nonzero()
 
 
 def _as_array(rows: Sequence[Sequence[int]]) -> np.ndarray:

@@ -91,13 +91,12 @@ SHARES = {"shares": {"clean": 1, "synthetic": 1}}
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ("clean", "`stages.start` must hold `shares` and `until`, got 'clean'"),
-        (SHARES, "`stages.start` must hold `shares` and `until`"),
-        (SHARES | {"until": 5}, "`stages.start.until` must be a data set and a number, such as .* got 5"),
-        (SHARES | {"until": {"clean": 1, "synthetic": 1}}, "`stages.start.until` must be a data set and a number"),
-        (SHARES | {"until": {"cleen": 1}}, "`stages.start.until` must name `datasets`, got 'cleen'. Did you mean"),
-        (SHARES | {"until": {"clean": 0}}, "`stages.start.until` must hold numbers above 0, got 0 for 'clean'"),
-        ({"shares": {}, "until": {"clean": 1}}, "`stages.start.shares` must be data sets and numbers, got {}"),
+        ("clean", "`stages.start` must hold `shares` of data sets and `until` with one, .* got 'clean'"),
+        (SHARES, "`stages.start` must hold `shares`"),
+        (SHARES | {"until": 5}, "`stages.start` must hold `shares`"),
+        (SHARES | {"until": {"clean": 1, "synthetic": 1}}, "`stages.start` must hold `shares`"),
+        (SHARES | {"until": {"cleen": 1}}, "`stages.start` must name `datasets`, got 'cleen'. Did you mean"),
+        (SHARES | {"until": {"clean": 0}}, "`stages.start` must hold numbers above 0, got 0 for 'clean'"),
         (
             {"shares": {"synthetic": 1}, "until": {"clean": 1}},
             "`stages.start.until` must name a data set of its `shares`",

@@ -13,7 +13,6 @@ from small_runs import is_whole
 from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.training.checkpointing.folders import checkpoints_in
-from metaphrase.training.checkpointing.trainer_mixin import read_progress
 
 # Of two equal runs these differ: times, and what transformers notes when it loads a tokenizer.
 DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")
@@ -107,12 +106,11 @@ def test_killed_at_steps_and_while_saving(server, whole_run, tmp_path):
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-2", "checkpoint-4"]
     assert (run / "_unfinished" / "checkpoint-6" / "model.safetensors").is_file()
     # All of step 8 is written, but it has no name yet: that is the third time something moves, after step 6 and its rotation.
-    killed, log = server.run(run, case="accumulation", resume=True, access=("os.rename", 3))
-    assert killed and "Removed what a run that was killed had left" in log and "checkpoint-6" in log
+    killed, _ = server.run(run, case="accumulation", resume=True, access=("os.rename", 3))
+    assert killed and not (run / "_unfinished" / "checkpoint-6").exists()
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-4", "checkpoint-6"]
     assert all(map(is_whole, checkpoints_in(run)))
-    killed, log = server.run(run, case="accumulation", resume=True)
-    assert not killed and "checkpoint-8" in log
+    assert not server.run(run, case="accumulation", resume=True)[0]
     assert_same_run(whole, run)
 
 
@@ -126,8 +124,7 @@ def test_killed_while_rotating_and_after_patience_has_ended_the_run(server, whol
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-14", "checkpoint-21"]
     assert (run / "_unfinished" / "discarded-checkpoint-7").is_dir()
     # The last evaluation has ended the run, but the model is not there yet.
-    killed, log = server.run(run, case="patience", resume=True, at=("on_train_end", 35))
-    assert killed and "discarded-checkpoint-7" in log
+    assert server.run(run, case="patience", resume=True, at=("on_train_end", 35))[0]
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-21", "checkpoint-35"]
     assert not server.run(run, case="patience", resume=True)[0]
     assert_same_run(whole, run)
@@ -146,14 +143,6 @@ def test_killed_between_the_last_step_of_an_epoch_and_its_end(server, whole_run,
     assert_same_run(whole, run)
 
 
-def test_killed_in_an_epoch_whose_order_is_drawn_from_the_process(server, whole_run, tmp_path):
-    whole, run = whole_run("global_order"), tmp_path / "run"
-    assert server.run(run, case="global_order", at=("on_step_end", 10))[0]
-    assert checkpoints_in(run)[-1].name == "checkpoint-9"
-    assert not server.run(run, case="global_order", resume=True)[0]
-    assert_same_run(whole, run)
-
-
 def test_two_processes_killed_in_the_second_epoch(server, whole_run, tmp_path):
     whole, run = whole_run("processes", processes=2), tmp_path / "run"
     assert server.run(run, case="processes", processes=2, at=("on_step_end", 7))[0]
@@ -161,35 +150,7 @@ def test_two_processes_killed_in_the_second_epoch(server, whole_run, tmp_path):
     # Both are there when it is saved, and both are killed when the name is about to be given.
     assert server.run(run, case="processes", processes=2, resume=True, access=("os.rename", 1))[0]
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-6"]
-    # As if the run had been further and were to go back.
-    shutil.copytree(run / "checkpoint-6", run / "checkpoint-8")
-    killed, log = server.run(run, case="processes", processes=2, resume=str(run / "checkpoint-6"))
-    assert not killed and log.count("what was later, checkpoint-8, now lies in") == 1
-    assert is_whole(run / "_abandoned-1" / "checkpoint-8")
-    shutil.rmtree(run / "_abandoned-1")
-    assert_same_run(whole, run)
-
-
-def test_killed_while_a_checkpoint_is_replaced(server, whole_run, tmp_path):
-    whole, run = whole_run("accumulation"), tmp_path / "run"
-    server.run(run, case="accumulation")
-    # The same steps from another folder write the last checkpoint again: the old one has moved away, the new one not yet arrived.
-    killed, log = server.run(run, case="accumulation", resume=str(whole / "checkpoint-8"), access=("os.rename", 2))
-    assert killed and [path.name for path in checkpoints_in(run)] == ["checkpoint-8"]
-    killed, log = server.run(run, case="accumulation", resume=True)
-    assert not killed and "was being replaced" in log
-    assert_same_run(whole, run)
-
-
-def test_killed_while_later_checkpoints_are_set_aside(server, whole_run, tmp_path):
-    whole, run = whole_run("accumulation"), tmp_path / "run"
-    server.run(run, case="accumulation")
-    assert server.run(run, case="accumulation", resume=str(run / "checkpoint-8"), access=("os.rename", 1))[0]
-    assert [path.name for path in checkpoints_in(run)] == ["checkpoint-8", "checkpoint-10"]
-    killed, log = server.run(run, case="accumulation", resume=True)
-    assert not killed and "from step 8: what was later, checkpoint-10, now lies in" in log
-    assert is_whole(run / "_abandoned-1" / "checkpoint-10")
-    shutil.rmtree(run / "_abandoned-1")
+    assert not server.run(run, case="processes", processes=2, resume=True)[0]
     assert_same_run(whole, run)
 
 
@@ -272,8 +233,6 @@ def test_an_experiment_on_changing_pairs_killed_in_an_epoch(fields, server, tmp_
     whole.parent.mkdir()
     assert not server.run(whole, recipe=recipe)[0]
     assert server.run(run, recipe=recipe, write=("model.safetensors", 3))[0]
-    progress = read_progress(checkpoints_in(run)[-1])
-    assert 0 < progress["num_batches"] < progress["batches_per_epoch"]
     assert not server.run(run, recipe=recipe, resume=True)[0]
     assert_same_run(whole, run)
 

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import random
 import signal
 import socket
 import sys
@@ -51,9 +50,6 @@ CASES = {
         "eval_on_start": True,
     }
     | {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", "greater_is_better": False},
-    # The order of the data is drawn from the state of the process; workers draw noise.
-    "global_order": {"max_steps": 12, "save_strategy": "steps", "save_steps": 3, "optim": "adafactor"}
-    | {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
     "best": BY_SCORE
     | {"max_steps": 12, "save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1},
     # With several processes, neither transformers nor accelerate tells a sampler of ours the epoch in which a run is resumed.
@@ -158,28 +154,6 @@ def make_pairs():
     return [pair | {"length": len(pair["input_ids"]) + len(pair["labels"])} for pair in pairs]
 
 
-class Noisy(torch.utils.data.Dataset):
-    """Pairs whose first token is drawn by epoch and index."""
-
-    column_names = ("input_ids", "labels", "length")
-
-    def __init__(self, pairs):
-        self.pairs = pairs
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def set_epoch(self, epoch):
-        self.epoch.fill_(epoch)
-
-    def __len__(self):
-        return len(self.pairs)
-
-    def __getitem__(self, key):
-        if isinstance(key, str):
-            return [pair[key] for pair in self.pairs]
-        token = random.Random(100 * int(self.epoch) + key).randint(4, 36)
-        return self.pairs[key] | {"input_ids": [token, *self.pairs[key]["input_ids"][1:]]}
-
-
 class GroupingTrainer(MetaphraseTrainer):
     def _get_train_sampler(self, train_dataset=None):
         return LengthGroupedSampler(list(self.train_dataset["length"]), self.args.train_batch_size, self.args.seed)
@@ -200,7 +174,7 @@ def make_trainer(case, output, callbacks=()):
     return trainer_class(
         model=tiny_model(dropout=0.1, encoder_attention_heads=2, decoder_attention_heads=2, **sizes),
         args=Seq2SeqTrainingArguments(output_dir=output, **(BASE | CASES[case])),
-        train_dataset=Noisy(make_pairs()) if case == "global_order" else pairs,
+        train_dataset=pairs,
         eval_dataset=pairs.select(range(6)),
         data_collator=PairCollator(0),
         callbacks=callbacks,

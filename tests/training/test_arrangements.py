@@ -61,22 +61,20 @@ def test_accumulated_token_budgets_are_one_batch_of_all_pairs(tmp_path):
     assert_same(actual, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("position", ["sinusoidal", "relative", "rotary"])
-def test_packed_training_is_padded_training(position, tmp_path):
+def test_packed_training_is_padded_training(tmp_path):
     options = {"per_device_train_batch_size": 8, "label_smoothing_factor": 0.1}
-    options["fields"] = {"position_embedding_type": position}
+    options["fields"] = {"position_embedding_type": "relative"}
     expected = train(tmp_path / "padded", COLLATORS["padded"], **options)
     assert_same(train(tmp_path / "packed", COLLATORS["packed"], **options), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_collator_that_shifts_the_labels_itself_changes_nothing(smoothing, tmp_path):
+def test_a_collator_that_shifts_the_labels_itself_changes_nothing(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
-    options = {"per_device_train_batch_size": 8, "label_smoothing_factor": smoothing, "remove_unused_columns": True}
+    options = {"per_device_train_batch_size": 8, "label_smoothing_factor": 0.1, "remove_unused_columns": True}
     without = train(tmp_path / "without", DataCollatorForSeq2Seq(tokenizer), **options)
     shifting = DataCollatorForSeq2Seq(tokenizer, model=tiny_model(vocab_size=60))
     assert_same(train(tmp_path / "with", shifting, **options), without, rtol=0, atol=0)
-    expected = train(tmp_path / "ours", per_device_train_batch_size=8, label_smoothing_factor=smoothing)
+    expected = train(tmp_path / "ours", per_device_train_batch_size=8, label_smoothing_factor=0.1)
     assert_same(without, expected, **CLOSE)
 
 

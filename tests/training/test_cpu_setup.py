@@ -84,15 +84,3 @@ def test_slow_bfloat16_is_told(speed, says, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         cpu_setup.warn_of_slow_bfloat16()
     assert [record.args[0] for record in caplog.records] == [float(text) for text in says]
-
-
-@pytest.mark.parametrize(("part", "expected"), [(1, 0.5), (4, 2.0)])
-def test_trial_divides_the_time_of_float32_by_that_of_bfloat16(part, expected, monkeypatch):
-    """With a clock that goes on by 2 ms for a float32 product, and by some of it for one in bfloat16."""
-    ticks = [0.002, 0.004 / part] * cpu_setup._ROUNDS
-    times = [0.0]
-    for tick in ticks:
-        times += [times[-1] + 1.0, times[-1] + 1.0 + tick]
-    clock = iter(times[1:])
-    monkeypatch.setattr(cpu_setup.time, "perf_counter", lambda: next(clock))
-    assert cpu_setup.speed_of_bfloat16() == pytest.approx(expected)

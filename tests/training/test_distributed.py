@@ -18,15 +18,16 @@ from verbs import execute
 
 from metaphrase.scripts import train
 from metaphrase.training import distributed as processes
-from metaphrase.training.checkpointing.trainer_mixin import get_random_states, set_random_states
 from metaphrase.training.distributed import ProcessSeeds, leave_processes
 
 
 @pytest.fixture(autouse=True)
 def states():
-    before = get_random_states()
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     yield
-    set_random_states(before)
+    random.setstate(before[0])
+    np.random.set_state(before[1])  # noqa: NPY002
+    torch.set_rng_state(before[2])
 
 
 def drawn_by(process_index, world_size, parallelism_config=None, seed=5):

@@ -6,19 +6,16 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from small_trainers import make_trainer, tiny_bart
 from tiny_models import tiny_model
-from token_mean import token_mean
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.training.checkpointing.trainer_mixin import get_random_states
 
 
 def trained_on(trainer, processes, monkeypatch, skipped=0, collator=None):
     """Labels of all steps, of the first process and those after it, and how many labels each process counts in a step."""
     steps = []
-    trainer._data_states = get_random_states()
     loader = DataLoader(trainer.train_dataset, 5, collate_fn=collator or PairCollator(0))
     for rank in range(processes):
         monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
@@ -38,7 +35,7 @@ def trained_on(trainer, processes, monkeypatch, skipped=0, collator=None):
 
 @pytest.mark.parametrize(
     ("family", "processes", "count"),
-    [("ours", 1, 12), ("ours", 2, 12), ("other", 2, 11), ("ours", 3, 6), ("ours", 3, 2), ("ours", 2, 10)],
+    [("ours", 2, 12), ("other", 2, 11), ("ours", 3, 6), ("ours", 3, 2), ("ours", 2, 10)],
 )
 def test_each_pair_is_trained_on_once_in_an_epoch(family, processes, count, pairs, tmp_path, monkeypatch):
     trainer = make_trainer(tiny_model(vocab_size=60) if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
@@ -48,12 +45,6 @@ def test_each_pair_is_trained_on_once_in_an_epoch(family, processes, count, pair
     # A run that goes on in the middle of an epoch knows it too.
     for skipped in range(1, len(steps)):
         assert trained_on(trainer, processes, monkeypatch, skipped) == steps[skipped:]
-
-
-def test_a_loss_of_ones_own_is_never_asked_of_nothing(pairs, tmp_path, monkeypatch):
-    trainer = make_trainer(tiny_model(vocab_size=60), pairs[:6], tmp_path, compute_loss_func=token_mean)
-    [step] = trained_on(trainer, 2, monkeypatch)
-    assert len(step) == 10
 
 
 def test_packed_pairs_have_no_rows_to_ignore(pairs, tmp_path, monkeypatch):

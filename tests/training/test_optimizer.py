@@ -142,12 +142,10 @@ def test_wrong_options_are_refused(options):
         ({"optim": "adafactor", "optim_args": "garbage"}, "optim_args"),
         ({"lr_scheduler_kwargs": {"junk": 1}}, "lr_scheduler_kwargs"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "lr_scheduler_kwargs"),
-        ({"optim": "galore_adamw_8bit"}, "optim"),
     ],
 )
-def test_options_of_optimizer_and_schedule_are_refused_before_any_data_is_read(fields, named, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises((ValueError, ImportError), match=f"`{named}`"):
+def test_options_of_optimizer_and_schedule_are_refused_before_any_data_is_read(fields, named, tmp_path):
+    with pytest.raises(ValueError, match=f"`{named}`"):
         check_optimizer(Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields))
 
 

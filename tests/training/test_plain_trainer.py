@@ -77,12 +77,6 @@ def test_fine_tuning_lowers_the_loss_and_evaluation_generates(tokenizer, tmp_pat
     assert after["eval_exact"] > 0.5
 
 
-def test_label_smoothing_without_the_model_in_the_collator_is_refused(tokenizer, tmp_path):
-    trainer = make_trainer(tiny_model(), tokenizer, tmp_path, max_steps=1, label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match=r"give the data collator the model \(`model=`\)"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("model_class", [MetaphraseForConditionalGeneration, MetaphraseModel])
 def test_no_option_of_the_model_looks_like_a_label(model_class):
     """The Trainer takes every parameter of `forward` for labels whose name has the word in it, and misses them in a batch."""

@@ -161,16 +161,6 @@ def test_the_trainer_computes_the_loss_of_two_passes(tmp_path):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_each_of_several_processes_counts_its_share(tmp_path, monkeypatch):
-    """Gradients are averaged over processes, so each multiplies its part of the sum over all labels by their number."""
-    trainer = make_sgd_trainer(perturbed_model(), tmp_path, r_drop_alpha=3.0, average_tokens_across_devices=True)
-    batch = PairCollator(0)(pairs_of_eight_lengths())
-    expected = trainer.model(**twice(batch, 3.0, 100)).loss
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 4)
-    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(100))
-    torch.testing.assert_close(loss, 4 * expected, rtol=1e-5, atol=1e-6)
-
-
 def test_r_drop_sets_in_at_its_step(tmp_path):
     rows = []
     options = {"r_drop_alpha": 3.0, "max_steps": 4, "per_device_train_batch_size": 4}
@@ -179,14 +169,6 @@ def test_r_drop_sets_in_at_its_step(tmp_path):
     trainer.model.get_encoder().register_forward_hook(lambda module, arguments, output: rows.append(len(output[0])))
     trainer.train()
     assert rows == [4, 4, 8, 8]
-
-
-def test_r_drop_that_would_never_set_in_is_refused(tmp_path):
-    options = {"r_drop_alpha": 3.0, "max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 4}
-    trainer = make_sgd_trainer(tiny_model(), tmp_path, **options)
-    trainer.r_drop_start_step = 4
-    with pytest.raises(ValueError, match="`r_drop_start_step` must be below the 4 steps of the run, got 4"):
-        trainer.train()
 
 
 def test_model_that_r_drop_cannot_train_is_refused():

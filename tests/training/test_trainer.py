@@ -7,13 +7,11 @@ from small_trainers import SIDES, loss_for_each_token, make_trainer, tiny_bart, 
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
-from metaphrase.data.collators import PackedCollator, PairCollator
+from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import WithFillers
-from metaphrase.evaluation.evaluate import spread
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
-from metaphrase.training.trainer import count_pairs
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
 
@@ -49,12 +47,6 @@ def test_pairs_of_a_budget_are_counted_as_trained_on(is_packed, length, model, p
     metrics = trainer.train().metrics
     samples = metrics["train_samples_per_second"] * metrics["train_runtime"]
     assert samples == pytest.approx(metrics["epoch"] * len(pairs), rel=0.02)
-
-
-def test_fillers_and_ignored_pairs_do_not_count():
-    pairs = [{"input_ids": [5] * size, "labels": [6] * (size + 1)} for size in (3, 1, 7)]
-    pairs.append({"input_ids": [5], "labels": [-100, -100]})
-    assert count_pairs(PairCollator(0)(pairs)) == count_pairs(PackedCollator(0, 32)(pairs)) == 3
 
 
 def test_training_loss_is_smoothed(model, pairs, tmp_path):
@@ -96,24 +88,12 @@ def test_other_families_refuse_r_drop(pairs, tmp_path):
         make_trainer(tiny_bart(), pairs, tmp_path, r_drop_alpha=1.0)
 
 
-def test_spread_rows_are_as_many_as_asked_for():
-    assert spread(5, None) == spread(5, 7) == [0, 1, 2, 3, 4]
-    assert spread(10, 4) == [0, 2, 5, 7]
-
-
 def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
     tokenizer = train_tokenizer(["a b c", "d e f"], kind="char", show_progress=False)
     options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     make_trainer(model, pairs, tmp_path, tokenizers=TokenizerPair(tokenizer, tokenizer), **options).train()
     loaded = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")
     assert loaded("a b").input_ids == tokenizer("a b").input_ids
-
-
-def test_the_loader_of_a_budget_has_the_settings_of_loaders(model, pairs, tmp_path):
-    options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn", "dataloader_in_order": False}
-    trainer = make_trainer(model, with_lengths(pairs), tmp_path, max_tokens_per_batch=40, **options)
-    loader = trainer.get_train_dataloader()
-    assert loader.multiprocessing_context.get_start_method() == "spawn" and not loader.in_order
 
 
 @pytest.mark.parametrize(("half", "multiple"), [({}, 1), ({"bf16": True}, 32)])

@@ -88,8 +88,6 @@ BUDGET = {"max_tokens_per_batch": 60}
         (BUDGET | {"train": [{"input_ids": [5], "labels": [6]}]}, "columns source_length and .* got a list with None"),
         (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
         (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
-        ({"r_drop_alpha": -1.0}, "`r_drop_alpha` must be at least 0 and finite, got -1.0"),
-        ({"label_smoothing_factor": 1.5}, "`label_smoothing_factor` must be at least 0 and below 1, got 1.5"),
         (
             {"r_drop_alpha": 1.0, "compute_loss_func": token_mean},
             "`r_drop_alpha` must be left out with `compute_loss_func`",
@@ -110,7 +108,7 @@ def test_fewer_pairs_than_processes_cannot_share_a_budget(model, pairs, tmp_path
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=60)
     trainer.train_dataset = with_lengths(pairs[:2])
     monkeypatch.setattr(type(trainer.args), "world_size", 3)
-    with pytest.raises(ValueError, match="a pair for each process with `max_tokens_per_batch`, got 2 and 3 processes"):
+    with pytest.raises(ValueError, match="at least 3 pairs"):
         trainer.get_train_dataloader()
 
 

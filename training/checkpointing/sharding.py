@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -70,6 +71,17 @@ def _is_partitioned(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+def saves_whole_weights(state: AcceleratorState) -> bool:
+    """True if checkpoints hold weights for `from_pretrained`, not only the share of each process."""
+    if (fsdp := getattr(state, "fsdp_plugin", None)) is not None:
+        return "FULL" in str(fsdp.state_dict_type)
+    if (deepspeed := getattr(state, "deepspeed_plugin", None)) is None:
+        return True
+    zero = deepspeed.deepspeed_config.get("zero_optimization", {})
+    # accelerate does not gather with "auto".
+    return zero.get("stage") != 3 or zero.get("stage3_gather_16bit_weights_on_model_save") is True
+
+
 def whole_shape(weight: torch.Tensor) -> torch.Size:
     """Return the shape of a whole weight. A weight that DeepSpeed has partitioned does not show it."""
     return getattr(weight, "ds_shape", weight.shape)
@@ -78,7 +90,7 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
 def gather_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a sharded model with whole weights, on each process. All processes must call this."""
     if _is_partitioned(model):
-        state = gather_partitions(model)
+        state = _gather_partitions(model)
     else:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     # Initial weights must not draw from training's random numbers. With DeepSpeed, `from_config` would partition them at once.
@@ -121,7 +133,7 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
             weights[name].copy_(state[name])
 
 
-def gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
+def _gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole weights of a model partitioned by DeepSpeed's stage 3, on each process. All processes must call this."""
     state = {}
     for name, weight in model.state_dict(keep_vars=True).items():

@@ -10,8 +10,7 @@ import datasets
 import numpy as np
 import torch
 
-from metaphrase.data.pairs import SIDES, possible_validation, split_pairs
-from metaphrase.data.profile import CorpusProfile
+from metaphrase.data.pairs import SIDES, CorpusProfile, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.choices.finetuning import LORA_RANK, choose_finetuning, choose_limits

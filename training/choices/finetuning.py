@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedConfig
 
-from metaphrase.data.profile import CorpusProfile
+from metaphrase.data.pairs import CorpusProfile
 from metaphrase.training.choices.rules import (
     TokenProfile,
     bleu_tokenize,

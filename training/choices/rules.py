@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from metaphrase.data.pairs import LENGTH_COLUMNS
-from metaphrase.data.profile import CorpusProfile, SideProfile
+from metaphrase.data.pairs import LENGTH_COLUMNS, CorpusProfile, SideProfile
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
 from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes, saves_evaluated_weights

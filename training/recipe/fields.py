@@ -117,13 +117,6 @@ class OwnFields(BaseModel):
     mean_span_length: float | None = _data(
         "Mean tokens of a hidden span [that of the paper].", ge=1, effect_with="objective"
     )
-    spans_anywhere: bool = _data(
-        "Allow spans of span_corruption at both ends of a text.", False, effect_with="objective"
-    )
-    end_documents: bool = _data("Append eos to each document of plain text.", True, effect_with="objective")
-    remainder: Literal["drop", "keep"] = _data(
-        "What to do with the last, incomplete block of text.", "drop", effect_with="objective"
-    )
     num_sentinels: int = _data("Number of sentinel tokens of a new tokenizer.", 100, ge=1, effect_with="objective")
     max_train_samples: int | None = _data("Maximum number of training pairs.", ge=1)
     max_validation_samples: int | None = _data("Maximum number of validation pairs.", ge=1)

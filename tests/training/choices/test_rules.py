@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from pronunciations import PRONUNCIATIONS
 
-from metaphrase.data.profile import CorpusProfile
+from metaphrase.data.pairs import CorpusProfile
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.choices.rules import (
