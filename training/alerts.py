@@ -27,7 +27,7 @@ _SHARED_SOURCES = 0.1
 _SWAPPED = 0.015
 _LONG_REFERENCES, _UNFINISHED, _UNFINISHED_IN_TRAINING = 0.01, 0.02, 0.1
 # Scores above which outputs have something in common with the references; error rates below which they have.
-_ALIVE = {"bleu": 0.5, "rouge": 0.5, "chrf": 15.0, "chrf++": 15.0}
+_ALIVE = {"bleu": 0.5, "rouge": 0.5, "chrf": 15.0, "chrf++": 15.0, "exact_match": 0.0}
 _DEAD_ERROR_RATE = 95.0
 _RUNAWAY = (
     "A network that is trained too little repeats itself: train longer, or on more pairs, and check `learning_rate`. "
@@ -206,12 +206,11 @@ class TrainingAlerts(TrainerCallback):
         entries = [entry for entry in state.log_history if any(f"eval_{name}" in entry for name in self.metrics)][-3:]
         if len(entries) < 3 or entries[0]["step"] < 0.2 * state.max_steps:
             return
-        # Few outputs are right as a whole at first.
-        names = [name for name in self.metrics if name != "exact_match"]
-        scores = {name: [entry.get(f"eval_{name}", math.nan) for entry in entries] for name in names}
+        scores = {name: [entry.get(f"eval_{name}", math.nan) for entry in entries] for name in self.metrics}
         dead = [name for name, values in scores.items() if not any(_is_alive(name, value) for value in values)]
         best = (args.metric_for_best_model or "").removeprefix("eval_")
-        if dead and (len(dead) == len(names) or best in dead):
+        # Few outputs are right as a whole at first.
+        if dead != ["exact_match"] and (len(dead) == len(scores) or (best in dead and best != "exact_match")):
             advice = "Check that each target belongs to its source, and that `learning_rate` suits the network."
             if "bleu" in dead:
                 advice += " BLEU of fewer than four words is always 0: then set `metrics: [exact_match, cer]`."

@@ -13,26 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL
 
-_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-
 # Processes
-
-
-def check_processes() -> None:
-    """Refuse the single process that `accelerate launch --cpu --num_processes N` starts in place of N.
-
-    That launcher leaves it to mpirun to start processes, and warns of nothing without mpirun. It sets the address where processes
-    meet, but no rank.
-
-    Raises:
-        ValueError: If this is such a process.
-    """
-    is_from_launcher = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
-    if is_from_launcher and not any(name in os.environ for name in ("WORLD_SIZE", "LOCAL_RANK", *_MPI)):
-        raise ValueError(
-            "`accelerate launch` must start several processes on a CPU by `--multi_gpu --num_processes N`, got `--cpu`, "
-            "with which it starts one. `torchrun --nproc_per_node N` starts them too."
-        )
 
 
 def meet_on_cpu(timeout: float, backend: str | None = None) -> None:

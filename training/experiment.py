@@ -44,7 +44,7 @@ from metaphrase.training.callbacks import (
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
 from metaphrase.training.corpora import open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
+from metaphrase.training.distributed import check_devices, meet_on_cpu
 from metaphrase.training.finishing import (
     average_run,
     fill_decoding,
@@ -106,7 +106,6 @@ class Experiment:
                 already and is not to be resumed.
         """
         self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None
-        check_processes()
         if recipe.use_cpu or not torch.accelerator.is_available():
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
         self.arguments = _training_arguments(recipe)

@@ -25,6 +25,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import seed_worker
 
 from metaphrase.data.augmentation import announce_epoch
@@ -481,6 +482,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
         elif checkpoint is not None:
             folders.check_whole(checkpoint)
+            folders.check_last(checkpoint, run)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             folders.remove_unfinished(run)
@@ -520,6 +522,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             for callback, state in zip(callbacks, states[-len(callbacks) :], strict=False):
                 for attribute, value in state["attributes"].items():
                     setattr(callback, attribute, value)
+        # transformers stores the states of callbacks that the checkpoint knows, and of those alone.
+        present = [*self.callback_handler.callbacks, self.control]
+        present = [callback for callback in present if isinstance(callback, ExportableState)]
+        states = {name: state for name, state in self.state.stateful_callbacks.items() if not isinstance(state, list)}
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks | states
 
     # transformers 5.24.0: would begin an epoch without the totals, and make a step in a run that is done.
     def _run_epoch(self, **parts):

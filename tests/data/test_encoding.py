@@ -155,7 +155,7 @@ def test_cache_is_hit_by_another_process_and_counts_there_too(tmp_path):
         f"print(json.dumps(module['encode_on_disk'](pathlib.Path({str(tmp_path)!r}), ['go', 'one', 'two'])))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "support")
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *sys.path])
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     calls, *second = json.loads(done.stdout.splitlines()[-1])
     assert calls == 0

@@ -336,16 +336,6 @@ def test_split_refuses_impossible_numbers():
         split_pairs(pairs, 1, 0)
 
 
-@pytest.mark.skipif("METAPHRASE_DATA" not in os.environ, reason="METAPHRASE_DATA names no folder with real corpora")
-def test_real_corpora(tmp_path):
-    folder = Path(os.environ["METAPHRASE_DATA"])
-    pairs = load_pairs(file=folder / "tatoeba_en_es" / "en_es.tsv", cache_dir=tmp_path)
-    assert len(pairs) == 118964
-    multi30k = folder / "multi30k_en_de"
-    pairs = load_pairs(source_file=multi30k / "train.en", target_file=multi30k / "train.de", cache_dir=tmp_path)
-    assert len(pairs) == 29000
-
-
 LONG = ("long " * 30, "x")
 
 

@@ -28,12 +28,11 @@ def test_batches_are_as_large_as_the_budget_allows_and_no_larger():
     assert cut_into_batches([2, 3, 0], [lengths[index] for index in (2, 3, 0)], 12) == [[2], [3, 0]]
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-@pytest.mark.parametrize("window", [2, 200])
+@pytest.mark.parametrize(("processes", "window"), [(1, 200), (3, 2)])
 def test_every_pair_occurs_once_within_the_budget_and_all_processes_have_equally_many_batches(processes, window):
     lengths = random_lengths()
     shards = [TokenBudgetSampler(lengths, 600, 7, processes, rank, window) for rank in range(processes)]
-    for epoch in range(6):
+    for epoch in range(3):
         for shard in shards:
             shard.set_epoch(epoch)
         batches = [list(shard) for shard in shards]
@@ -53,23 +52,6 @@ def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs():
     assert len(batches) == len(whole)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     assert all(padded_cost(*lengths[batch].T) <= 600 for batch in batches)
-
-
-@pytest.mark.parametrize("processes", [1, 3])
-def test_no_pair_of_a_small_heavy_tailed_corpus_is_lost_in_any_epoch(processes):
-    generator = np.random.default_rng(6)
-    is_long, long = generator.random((300, 2)) < 0.1, generator.integers(50, 100, (300, 2))
-    lengths = np.where(is_long, long, generator.integers(2, 8, (300, 2)))
-    budget = int(lengths.sum(axis=1).max())
-    sampler = TokenBudgetSampler(lengths, budget, 42, processes)
-    orders = set()
-    for epoch in range(12):
-        batches = sampler.epoch_batches(epoch)
-        assert len(batches) == len(sampler) * processes
-        assert sorted(index for batch in batches for index in batch) == list(range(300)), epoch
-        assert all(padded_cost(*lengths[batch].T) <= budget for batch in batches)
-        orders.add(str(batches))
-    assert len(orders) == 12
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -160,19 +142,6 @@ def test_lengths_are_rounded_up_as_the_collator_pads():
     assert sorted(sampler) == [[0], [1], [2]]
     with pytest.raises(ValueError, match="18 in all, got 17"):
         TokenBudgetSampler([[9, 9]], 17, 0, length_multiple=8)
-
-
-@pytest.mark.parametrize("seed", [20240601, 2**64, 2**63 // 1_000_003])
-def test_any_seed_will_do(seed):
-    lengths = random_lengths(200)
-    orders = [list(TokenBudgetSampler(lengths, 600, seed + more)) for more in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
-
-
-@pytest.mark.parametrize("pairs", [1, 2])
-def test_few_pairs(pairs):
-    sampler = TokenBudgetSampler(np.full((pairs, 2), 4), 16, 0)
-    assert sorted(index for batch in sampler for index in batch) == list(range(pairs))
 
 
 def test_grouped_batches_hold_similar_lengths_in_an_order_of_seed_and_epoch():

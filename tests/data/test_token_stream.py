@@ -50,19 +50,6 @@ def test_every_pair_occurs_once_in_a_pass(pairs, processes):
     assert sorted(seen[:PAIRS]) == sorted(seen[PAIRS:]) == list(range(PAIRS))
 
 
-def test_no_more_than_the_buffer_is_read_ahead(pairs):
-    read = []
-
-    def generate(number):
-        for pair in pairs:
-            read.append(pair["input_ids"][0])
-            yield pair
-
-    stream = iter(TokenBudgetStream(generate, 300, seed=3, pairs_in_buffer=200))
-    next(stream)
-    assert len(read) == 201  # and one more, to see whether there is a next buffer
-
-
 @pytest.mark.parametrize("pairs_in_buffer", [349, 699, 700])
 def test_a_rest_of_less_than_a_pair_for_each_process_is_not_lost(pairs, pairs_in_buffer):
     options = {"num_processes": 3, "pairs_in_buffer": pairs_in_buffer}
@@ -103,14 +90,6 @@ def test_passes_differ_and_the_seed_decides(pairs):
     assert first[:9] != [numbers(batch) for batch in islice(other, 9)]
     length = len(one_pass(stream_of(pairs)))
     assert first[:10] != first[length : length + 10]
-
-
-def test_buffers_of_a_pass_are_shuffled_apart():
-    pairs = [{"input_ids": [number], "labels": [number]} for number in range(200)]
-    batches = islice(stream_of(pairs, pairs_in_buffer=100, num_processes=1), 2)
-    first, second = ([number % 100 for number in numbers(batch)] for batch in batches)
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert first != second
 
 
 def test_workers_of_a_loader_give_the_order_of_one(pairs):

@@ -74,13 +74,9 @@ def select_checkpoints(
     Raises:
         ValueError: If not exactly one of `last` and `best` is given, or there are too few checkpoints or scores.
     """
-    if (last is None) == (best is None):
-        raise ValueError(f"Exactly one of `last` and `best` must be given, got {last} and {best}.")
-    if metric is not None and best is None:
-        raise ValueError(f"`metric` must come with `best`, got {metric!r} without.")
     field, number = ("last", last) if best is None else ("best", best)
-    if number < 1:
-        raise ValueError(f"`{field}` must be at least 1, got {number}.")
+    if (last is None) == (best is None) or number < 1:
+        raise ValueError(f"Exactly one of `last` and `best` must be given, and be at least 1, got {last} and {best}.")
     run_folder = Path(run_folder)
     by_step = {step_of(path): path for path in checkpoints_in(run_folder)}
     if not by_step:

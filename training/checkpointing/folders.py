@@ -100,26 +100,30 @@ def _damage(name: str, path: Path) -> str | None:
 
 
 def check_whole(checkpoint: str | Path) -> None:
-    """Check that a checkpoint to resume from is whole, and the last whole one of its folder.
+    """Check that a checkpoint to resume from is whole.
 
     Raises:
-        ValueError: If something is missing or damaged, or a later checkpoint would belong to another course of the run.
+        ValueError: If something is missing or damaged.
     """
     if problems := what_is_missing(checkpoint):
         raise ValueError(
             f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}."
         )
-    checkpoint = Path(checkpoint).resolve()
-    for later in checkpoints_in(checkpoint.parent):
-        if (
-            _CHECKPOINT.fullmatch(checkpoint.name)
-            and step_of(later) > step_of(checkpoint)
-            and not what_is_missing(later)
-        ):
-            raise ValueError(
-                f"`resume_from_checkpoint` must be the last checkpoint of its folder, got {checkpoint.name} and {later.name}, "
-                "which would belong to another course of the run. Move later checkpoints away first."
-            )
+
+
+def check_last(checkpoint: str | Path, run_folder: str | Path) -> None:
+    """Refuse to resume from a checkpoint of a run before its last whole one.
+
+    Raises:
+        ValueError: If a later checkpoint would belong to another course of the run.
+    """
+    checkpoint, run_folder = Path(checkpoint).resolve(), Path(run_folder).resolve()
+    last = last_whole_checkpoint(run_folder)
+    if checkpoint.parent == run_folder and last is not None and step_of(checkpoint) < step_of(Path(last)):
+        raise ValueError(
+            f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}, "
+            "which would belong to another course of the run. Move later checkpoints away first."
+        )
 
 
 def last_whole_checkpoint(run_folder: str | Path) -> str | None:

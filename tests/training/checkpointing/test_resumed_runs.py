@@ -20,9 +20,7 @@ def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
         make_trainer(run).train(resume_from_checkpoint=str(run / "checkpoint-3"))
     with pytest.raises(ValueError, match="`output_dir` must hold a whole checkpoint to resume from"):
         make_trainer(tmp_path / "empty").train(resume_from_checkpoint=True)
-    with pytest.raises(
-        ValueError, match="must be the last checkpoint of its folder, got checkpoint-1 and checkpoint-2"
-    ):
+    with pytest.raises(ValueError, match="must be the last checkpoint of its run, got checkpoint-1"):
         make_trainer(run).train(resume_from_checkpoint=str(run / "checkpoint-1"))
     trainer = make_trainer(run)
     trainer.train(resume_from_checkpoint=True)
