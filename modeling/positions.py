@@ -63,38 +63,26 @@ def sinusoids(positions: torch.Tensor, hidden_size: int, layout: str) -> torch.T
 
 
 class SinusoidalPositionEmbedding(nn.Module):
-    """Fixed sinusoids, in a table that grows with the longest sequence."""
+    """Fixed sinusoids, computed in each call."""
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.layout = config.sinusoidal_layout
         self.offset = config.position_offset
-        self.register_buffer("table", self.make_table(config.max_position_embeddings + self.offset), persistent=False)
-
-    def make_table(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        return sinusoids(torch.arange(length, device=device), self.hidden_size, self.layout)
 
     def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
-        """Look up positions.
+        """Return the vectors of positions, `(batch, query, hidden)` in float32.
 
         Args:
             position_ids: `(batch, query)`.
-            length: A number above every position; None if unknown.
-
-        Returns:
-            `(batch, query, hidden)` in float32.
+            length: A number above every position; None if unknown. Reading the positions would wait for an accelerator.
         """
-        position_ids = position_ids + self.offset
-        if length is None:
-            # Reading the largest position would wait for an accelerator.
-            return sinusoids(position_ids, self.hidden_size, self.layout)
-        table, length = self.table, length + self.offset
-        if length > table.shape[0]:
-            table = self.make_table(max(length, 2 * table.shape[0]), device=table.device)
-            if not torch.compiler.is_compiling():
-                self.table = table
-        return nn.functional.embedding(position_ids, table).float()
+        if length is None or position_ids.numel() <= length:
+            return sinusoids(position_ids + self.offset, self.hidden_size, self.layout)
+        # A vector for each position takes less time than one for each token.
+        table = sinusoids(torch.arange(length, device=position_ids.device) + self.offset, self.hidden_size, self.layout)
+        return nn.functional.embedding(position_ids, table)
 
 
 class LearnedPositionEmbedding(nn.Embedding):

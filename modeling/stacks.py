@@ -79,8 +79,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             # `init` cannot see that a checkpoint filled the weight, since a row has no mark.
             if module.padding_idx is not None and not is_loaded(module.weight):
                 init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, SinusoidalPositionEmbedding):
-            init.copy_(module.table, module.make_table(module.table.shape[0]))
         elif isinstance(module, RotaryPositionEmbedding):
             frequencies, _ = module.make_frequencies()
             init.copy_(module.inv_freq, frequencies)

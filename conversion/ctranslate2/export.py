@@ -249,7 +249,7 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
     if config.embedding_norm:
         _fill_norm(spec.layernorm_embedding, stack.embedding_norm)
     if stack.embed_positions is not None:
-        spec.position_encodings.encodings = _position_table(stack.embed_positions, config)
+        spec.position_encodings.encodings = _position_table(stack, config)
     for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
         if stack.rotary_emb is not None:
             layer_spec.self_attention = _rotary_attention(stack.rotary_emb, config)
@@ -267,13 +267,14 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
         _fill_norm(layer_spec.ffn.layer_norm, layer.mlp_norm)
 
 
-def _position_table(positions: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
+def _position_table(stack: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
     """Return the positions to add to the embeddings, shape (positions, H)."""
+    positions = stack.embed_positions
     if config.position_embedding_type == "learned":
         return positions.weight[positions.offset :]
     length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
     # The model adds them in its own precision.
-    return positions.make_table(length + positions.offset)[positions.offset :].to(positions.table.dtype)
+    return positions(torch.arange(length)[None], None)[0].to(stack.embed_tokens.weight.dtype)
 
 
 def _fill_bias(

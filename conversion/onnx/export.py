@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.positions import sinusoids
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
 from metaphrase.storage.loading import load_whole
 from metaphrase.storage.model_files import check_model_folder
@@ -223,7 +224,7 @@ class _PositionTable(nn.Module):
             table = positions.weight.detach()
         else:
             length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
-            table = positions.make_table(length + positions.offset)
+            table = sinusoids(torch.arange(length + positions.offset), positions.hidden_size, positions.layout)
         # A slice would keep the whole table.
         self.register_buffer("table", table[positions.offset :].clone(), persistent=False)
 

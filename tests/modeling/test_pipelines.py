@@ -226,14 +226,15 @@ except Exception:
 
 
 def test_folder_works_without_the_package(model_folders, generators, tmp_path):
+    arguments = json.dumps(SOURCES), json.dumps(list(NAMES)), *model_folders.values()
+    report = report_without_package(RUN_PIPELINES, tmp_path, *arguments)
+    assert "trust_remote_code" in report["untrusted"].splitlines()[-1]
     for joint, folder in model_folders.items():
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))["custom_pipelines"]
         assert {task: entry["impl"] for task, entry in written.items()} == {
             task: f"pipelines.{CLASSES[task].__name__}" for task in NAMES
         }
-        report = report_without_package(RUN_PIPELINES, tmp_path, json.dumps(SOURCES), json.dumps(list(NAMES)), folder)
         for task, name in NAMES.items():
             expected = [{f"{name}_text": text} for text in generators[joint].generate(SOURCES, num_beams=4)]
             assert report[f"{folder} {task}"] == [expected, expected]
             assert task != "translation" or report[f"{folder} again"] == expected
-        assert "trust_remote_code" in report["untrusted"].splitlines()[-1]
