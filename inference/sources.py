@@ -177,7 +177,8 @@ def longest_target(model: Any) -> int | None:
 def _num_positions(model: Any, method: str) -> int | None:
     if not hasattr(model, method):
         return None
-    config = getattr(model, method)().config
+    # FSMT's stacks have no configuration of their own.
+    config = getattr(getattr(model, method)(), "config", model.config)
     return getattr(config, "position_limit" if config.model_type == "metaphrase" else "max_position_embeddings", None)
 
 
