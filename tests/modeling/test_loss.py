@@ -3,10 +3,10 @@
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from largest_tensor import LargestTensor
 from tiny_models import random_batch, tiny_model
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
@@ -15,6 +15,18 @@ from metaphrase.ops import projected_loss as module
 from metaphrase.ops.projected_loss import projected_loss
 
 ROWS, HIDDEN, VOCAB = 700, 16, 53
+
+
+class LargestTensor(TorchDispatchMode):
+    """A context that records the largest number of elements of a new tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            self.elements = max(self.elements, result.numel())
+        return result
 
 
 @pytest.mark.parametrize(

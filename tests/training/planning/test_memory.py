@@ -1,12 +1,14 @@
 """The estimate of weights, gradients, optimizer and activations, against what torch keeps, and the page of tables."""
 
 import importlib.util
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, arguments_of, batch_and_shape, training_model
-from live_bytes import LiveBytes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from metaphrase.training.planning.memory import (
     ParameterCounts,
@@ -18,6 +20,34 @@ from metaphrase.training.planning.memory import (
 from metaphrase.training.trainer import repeat_batch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the bytes of live storages made by operations: `now`, and at the peak `most`."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.most = 0
+        self.storages = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return outputs
+
+    def _count(self, storage):
+        if storage._cdata in self.storages:
+            return
+        self.storages.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key, size):
+        self.storages.discard(key)
+        self.now -= size
 
 
 def tensors_of(model, batch):
