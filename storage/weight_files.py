@@ -52,7 +52,8 @@ def weight_names(folder: Path) -> list[str]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return []
-    names = sorted(set((read_fields(index) or {}).get("weight_map", {}).values()))
+    weight_map = (read_fields(index) or {}).get("weight_map")
+    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
     # transformers would open a pickle, or a file of another folder.
     if not names or any(Path(name).name != name or Path(name).suffix != ".safetensors" for name in names):
         raise ValueError(

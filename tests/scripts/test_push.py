@@ -265,7 +265,7 @@ def test_missing_shard_missing_folder_and_secret_are_refused(hub, folder, tmp_pa
         execute(push, push_words(folder))
     for damaged in ("{}", "[]", '{"weight_map": 1}', "{"):
         (folder / "model.safetensors.index.json").write_text(damaged, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must be an index of weights"):
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json`? must"):
             execute(push, push_words(folder))
 
 
