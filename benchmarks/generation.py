@@ -33,7 +33,7 @@ from metaphrase.conversion import convert
 from metaphrase.evaluation.metrics import compute_metrics
 from metaphrase.inference import decode, quantize
 from metaphrase.inference.batches import pad_sources
-from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
+from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 

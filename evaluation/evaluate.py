@@ -14,7 +14,7 @@ from metaphrase.data.collators import PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import TASK_COLUMN
 from metaphrase.evaluation.metrics import NUM_BOOTSTRAP_SAMPLES, check_references, compute_metrics, metric_options
 from metaphrase.inference import Generator
-from metaphrase.inference.sources import longest_target
+from metaphrase.inference.batches import longest_target
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TextFrame, TokenizerPair, check_target_language, shorten
 from metaphrase.tokenization.batches import batches_by_length

@@ -13,15 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from metaphrase.hub_card.figures import SCORE_LABELS, spell_out
+from metaphrase.inference.explanation import Explanation
 from metaphrase.storage.folders import file_in_one_step
-
-if TYPE_CHECKING:
-    from metaphrase.inference import Explanation
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ _DETAILS = {"heads": "all heads", "layers": "the mean of each layer", "mean": "t
 
 
 def write_explanation_page(
-    explanations: Sequence["Explanation"],
+    explanations: Sequence[Explanation],
     path: str | os.PathLike,
     *,
     title: str = "Explanation",
@@ -92,11 +90,11 @@ def check_pairs(count: int) -> None:
         raise ValueError(f"A page must show 1 to {MAX_PAIRS} pairs, got {count}.")
 
 
-def _affordable_detail(explanations: Sequence["Explanation"], max_weight_bytes: int) -> str:
+def _affordable_detail(explanations: Sequence[Explanation], max_weight_bytes: int) -> str:
     for detail in _DETAILS:
         weights = [values for explanation in explanations for values in explanation.attentions.values()]
-        # base64 writes four characters for three bytes
-        size = sum(4 * -(-int(np.prod(_kept_maps(values, detail))) * values[0, 0].size // 3) for values in weights)
+        # base64 writes four characters for three bytes.
+        size = sum(4 * -(-_reduce(values, detail).size // 3) for values in weights)
         if size <= max_weight_bytes:
             return detail
     raise ValueError(
@@ -105,13 +103,7 @@ def _affordable_detail(explanations: Sequence["Explanation"], max_weight_bytes: 
     )
 
 
-def _kept_maps(weights: np.ndarray, detail: str) -> tuple[int, int]:
-    """Return the numbers of layers and heads that the page holds."""
-    layers, heads = weights.shape[:2]
-    return {"heads": (layers, heads), "layers": (layers, 1), "mean": (1, 1)}[detail]
-
-
-def _describe(explanation: "Explanation", detail: str) -> dict[str, Any]:
+def _describe(explanation: Explanation, detail: str) -> dict[str, Any]:
     """Return the content of one pair in the form that the script of the page reads."""
     content = asdict(explanation)
     del content["beam_tree"]
@@ -131,9 +123,8 @@ def _describe(explanation: "Explanation", detail: str) -> dict[str, Any]:
 
 def _reduce(weights: np.ndarray, detail: str) -> np.ndarray:
     """Reduce weights `(layers, heads, query, key)` to the layers and heads that the page holds."""
-    layers, heads = _kept_maps(weights, detail)
-    weights = weights if heads == weights.shape[1] else weights.mean(axis=1, keepdims=True)
-    return weights if layers == len(weights) else weights.mean(axis=0, keepdims=True)
+    weights = weights if detail == "heads" else weights.mean(axis=1, keepdims=True)
+    return weights.mean(axis=0, keepdims=True) if detail == "mean" else weights
 
 
 def _pack(weights: np.ndarray) -> dict[str, Any]:
@@ -144,9 +135,7 @@ def _pack(weights: np.ndarray) -> dict[str, Any]:
 def _pack_signed(values: np.ndarray) -> dict[str, Any]:
     """Pack values around 0: byte 128 is 0, byte 255 is the largest magnitude, which stands beside them."""
     largest = float(np.abs(values).max()) or 1.0
-    rounded = np.rint(128 + 127 * values / largest).astype(np.uint8)
-    packed = base64.b64encode(rounded.tobytes()).decode("ascii")
-    return {"shape": list(values.shape), "bytes": packed, "largest": largest}
+    return _pack((128 + 127 * values / largest) / 255) | {"largest": largest}
 
 
 def _json(content: dict) -> str:

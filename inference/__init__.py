@@ -13,15 +13,13 @@ from metaphrase.inference.alignment import (
     word_alignment,
     word_weights,
 )
-from metaphrase.inference.batches import decode
-from metaphrase.inference.engine import Hypothesis
+from metaphrase.inference.batches import Hypothesis, decode
 from metaphrase.inference.explanation import Explanation, explain
-from metaphrase.inference.generator import ENGINES, Generator
+from metaphrase.inference.generator import ENGINES, Generator, ScoredText
 from metaphrase.inference.generator_pool import GeneratorPool
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.scoring import ForcedScore
-from metaphrase.inference.streams import ScoredText
 from metaphrase.inference.texts.plan import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling

@@ -4,6 +4,7 @@ A link i-j joins source word i and target word j, both from 0: the format of Pha
 """
 
 import contextlib
+import operator
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,13 +13,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from metaphrase.decoding.options import plain_options
+from metaphrase.inference.batches import check_sources, evaluating, longest_source
 from metaphrase.inference.generator import Generator, check_single
-from metaphrase.inference.scoring import encode_forced, forced_batches, forced_inputs, read_texts
-from metaphrase.inference.sources import check_sources, count_cut, evaluating, longest_source
+from metaphrase.inference.scoring import encode_forced, forced_batches, read_texts
 from metaphrase.tokenization import (
     TextFrame,
-    checked_texts,
     readable_tokens,
     shorten,
     words_of_decoded,
@@ -106,42 +105,27 @@ def cross_attentions(
         **generation_kwargs: As for `generate()`, if the model generates the targets.
 
     Raises:
-        ValueError: If a source is blank, the numbers of sources and targets differ, the layer or head does not exist,
-            `head` is given without `layer`, generation options are given with targets, or the model returns no
-            cross-attention.
+        ValueError: If the numbers of sources and targets differ, the layer or head does not exist, generation options are given
+            with targets, or the model returns no cross-attention.
     """
-    if head is not None and layer is None:
-        raise ValueError(f"`layer` must be given with `head`, got head {head} alone.")
     if targets is not None and generation_kwargs:
-        raise ValueError(
-            f"`target` must be left out with generation options, got a target and {', '.join(generation_kwargs)}."
-        )
-    generation_kwargs = plain_options(generation_kwargs)
-    count = generation_kwargs.pop("num_return_sequences", 1)
-    if count != 1:
-        raise ValueError(f"`num_return_sequences` must be 1 for one map, got {count}.")
+        raise ValueError(f"Generation options have no effect with a target, got {', '.join(generation_kwargs)}.")
     check_single(generator, "generator")
-    if targets is not None:
-        targets = list(checked_texts(targets, "targets"))
     sources, targets = read_texts(sources, targets)
     model, tokenizers = generator.model, generator.tokenizers
-    if layer is not None:
-        # Before targets are generated, a pass over one token shows the layers and heads.
-        _choose(torch.cat(_weights_of_layers(model, forced_inputs(model, [[0]], [[0]]))), layer, head)
     uncut_ids = generator.encode_uncut(sources)
     source_ids = generator.truncate(uncut_ids)
     check_sources(source_ids, longest_source(model), generator.max_tokens_per_batch)
     if targets is None:
         # `search` counts truncated sources.
-        options = {**generation_kwargs, "num_return_sequences": 1}
-        hypotheses = generator.search(sources, False, options, show_progress)
+        hypotheses = generator.search(sources, False, {**generation_kwargs, "num_return_sequences": 1}, show_progress)
         target_ids = [best.ids for [best] in hypotheses]
         target_texts = tokenizers.decode_targets(target_ids)
         find_words = words_of_decoded
     else:
         target_ids, target_texts = encode_forced(tokenizers, targets), targets
         find_words = words_of_target
-        generator.num_truncated += count_cut(uncut_ids, source_ids)
+        generator.num_truncated += sum(map(operator.ne, uncut_ids, source_ids))
     maps: list[AttentionMap | None] = [None] * len(source_ids)
     end = TextFrame.of(tokenizers.encode_sources).end
     start = generation_kwargs.get("decoder_start_token_id")
@@ -208,16 +192,14 @@ def _kernels(config) -> dict | str:
 
 def _choose(heads: torch.Tensor, layer: int | None, head: int | None) -> np.ndarray:
     """Reduce weights `(layers, heads, target, source)` to `(target, source)`."""
+    for name, index, count in (("layer", layer, heads.shape[0]), ("head", head, heads.shape[1])):
+        if index is not None and not -count <= index < count:
+            raise ValueError(f"`{name}` must be from {-count} to {count - 1}, got {index}.")
+    if layer is None and head is not None:
+        raise ValueError(f"`layer` must be given with `head`, got head {head} alone.")
     if layer is None:
         return heads.mean(dim=(0, 1)).numpy()
-    heads = heads[_checked_index("layer", layer, len(heads))]
-    return (heads.mean(dim=0) if head is None else heads[_checked_index("head", head, len(heads))]).numpy()
-
-
-def _checked_index(name: str, index: int, count: int) -> int:
-    if not -count <= index < count:
-        raise ValueError(f"`{name}` must be from {-count} to {count - 1}, got {index}.")
-    return index
+    return (heads[layer].mean(dim=0) if head is None else heads[layer, head]).numpy()
 
 
 def aligned_layer(model: PreTrainedModel) -> int:
@@ -294,23 +276,15 @@ def alignment_error_rate(
         possible: Links that a sentence may have (P). Sure links are possible, too.
 
     Raises:
-        ValueError: If the numbers of sentences differ, or there are neither predicted nor sure links.
+        ValueError: If the numbers of sentences differ.
 
     Source: section 2.3 of Och and Ney 2003, "A systematic comparison of various statistical alignment models".
     """
-    predicted, sure, possible = list(predicted), list(sure), list(possible)
-    if not len(predicted) == len(sure) == len(possible):
-        raise ValueError(
-            "`predicted`, `sure` and `possible` must have the same length, "
-            f"got {len(predicted)}, {len(sure)} and {len(possible)}."
-        )
     right = total = 0
     for links, required, allowed in zip(predicted, sure, possible, strict=True):
         links, required = set(links), set(required)
         right += len(links & required) + len(links & (required | set(allowed)))
         total += len(links) + len(required)
-    if not total:
-        raise ValueError("`predicted` or `sure` must have a link, got none.")
     return 1 - right / total
 
 

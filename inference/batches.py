@@ -1,11 +1,13 @@
-"""Decode many sources in batches of similar length. Hypotheses have the order of the sources."""
+"""Decode ids in batches of similar length, with torch or another engine. Hypotheses have the order of the sources."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
@@ -14,9 +16,7 @@ from metaphrase.decoding.fast_generation import SequenceScores, is_metaphrase, t
 from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.searches.constrained_beam_search import add_beams, constrained_beam_search
 from metaphrase.decoding.searches.joint_search import Partner
-from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.progress import progress_bar
-from metaphrase.inference.sources import PROMPT, evaluating, numbering, prompts_of, read_prompts, with_start
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, length_limits, resolve_settings
 from metaphrase.tokenization.batches import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
@@ -25,6 +25,133 @@ DEFAULT_BATCH_SIZE = 64
 DEFAULT_MAX_TOKENS_PER_BATCH = 8192
 # These options count the padding of a source, except with these values.
 _OPTIONS_OF_PADDING = {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
+# Most tokens of a source for a model without a limit, such as T5, unless a batch may have more. The memory for attention grows
+# with the square of this number.
+MAX_TOKENS_WITHOUT_POSITIONS = 8192
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One decoded target.
+
+    Attributes:
+        ids: Token ids without start token and padding. The last one is the end of sequence if the model wrote it.
+        score: Length-normalized score of beam search, else the sum of log-probabilities. Those of samples are the model's own,
+            without temperature, `top_p` and the like. `None` without `return_scores`.
+        is_finished: True if the model wrote the end of sequence within the length limit. An end that `forced_eos_token_id` put
+            there does not count.
+    """
+
+    ids: list[int]
+    score: float | None
+    is_finished: bool
+
+
+# Takes the sources of a batch once for each model (token ids). Returns the hypotheses of each source.
+BatchSearch = Callable[..., list[list[Hypothesis]]]
+
+
+class Engine(Protocol):
+    """Decoder in place of a transformers model, such as `CTranslate2Engine`. It is no `torch.nn.Module`.
+
+    Attributes:
+        generation_config: Defaults for options that a call leaves out.
+    """
+
+    generation_config: GenerationConfig
+
+    def make_search(self, options: Mapping[str, Any], return_scores: bool) -> BatchSearch:
+        """Return the search for the batches of one call. `ValueError` for an option that the engine does not support."""
+
+
+class TooLongError(ValueError):
+    """A source has more tokens than its model has positions, or than fit into memory.
+
+    Attributes:
+        number: Number of the source, from 1; in a file that of the line.
+        num_tokens: Tokens of the source, with end of sequence.
+        limit: Most tokens.
+        side: `source`, or `target` for a target that was given.
+        has_positions: True if the limit is that of the model's positions.
+    """
+
+    def __init__(self, number: int, num_tokens: int, limit: int, side: str = "source", has_positions: bool = True):
+        # An error from another process is rebuilt from these arguments.
+        super().__init__(number, num_tokens, limit, side, has_positions)
+        self.number, self.num_tokens, self.limit, self.side = number, num_tokens, limit, side
+        self.has_positions = has_positions
+
+    def __str__(self) -> str:
+        hint = f" Set `max_source_length` to {self.limit} or less to truncate it." if self.side == "source" else ""
+        hint += "" if self.has_positions else " Set `max_tokens_per_batch` to read it whole, with more memory."
+        reason = "than the model has positions" if self.has_positions else "than `max_tokens_per_batch` or the default"
+        return (
+            f"A {self.side} must not have more tokens {reason}, {self.limit}, got {self.num_tokens} in "
+            f"number {self.number} (in a file: line {self.number}).{hint}"
+        )
+
+
+@contextlib.contextmanager
+def numbering(numbers: Sequence[int]) -> Iterator[None]:
+    """Replace the number in a `TooLongError`: source i of a selection has number `numbers[i - 1]`."""
+    try:
+        yield
+    except TooLongError as error:
+        raise TooLongError(numbers[error.number - 1], *error.args[1:]) from None
+
+
+def check_sources(sources: Sequence[Sequence[int]], positions: int | None, max_tokens_per_batch: int) -> None:
+    """Raise `TooLongError` for a source with more tokens than `positions`, or than a batch may have without such a limit."""
+    limit = max(MAX_TOKENS_WITHOUT_POSITIONS, max_tokens_per_batch) if positions is None else positions
+    for number, source in enumerate(sources, start=1):
+        if len(source) > limit:
+            raise TooLongError(number, len(source), limit, has_positions=positions is not None)
+
+
+def longest_source(model: Any) -> int | None:
+    """Return the most tokens of a source, with the end of sequence, or None if the model has no limit."""
+    return _num_positions(model, "get_encoder")
+
+
+def longest_target(model: Any) -> int | None:
+    """Return the most tokens of the decoder's input, with the start token, or None if the model has no limit."""
+    return _num_positions(model, "get_decoder")
+
+
+def _num_positions(model: Any, method: str) -> int | None:
+    if not hasattr(model, method):
+        return None
+    config = getattr(model, method)().config
+    return getattr(config, "position_limit" if config.model_type == "metaphrase" else "max_position_embeddings", None)
+
+
+@contextlib.contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Set models to evaluation mode, and restore the mode of each module afterwards."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        # A module comes before its submodules, whose modes `train` changes. A stack also acts on a call of `train`.
+        for module, was_training in modes:
+            if module.training != was_training:
+                module.train(was_training)
+
+
+def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `generate()` in their plain form, checked.
+
+    Raises:
+        ValueError: If a value is out of range, or an option has rows of a batch, which no caller sees.
+    """
+    options = plain_options(options)
+    for name in ("decoder_input_ids", "prefix_allowed_tokens_fn"):
+        if options.get(name) is not None:
+            raise ValueError(f"`{name}` has rows of a batch, which are no texts. Call `model.generate()` with it.")
+    check_options(options)
+    return options
 
 
 def decode(
@@ -33,7 +160,6 @@ def decode(
     """Run `model.generate()`, or an engine, over all sources.
 
     `force_words_ids` are phrases that each target contains. A length option overrides any length of the generation config.
-    `decoder_input_ids` has a row for each source or one for all; hypotheses begin with it, scores leave it out.
 
     Args:
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
@@ -48,8 +174,7 @@ def decode(
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
     batching = {name: arguments.pop(name) for name in _ARGUMENTS_OF_BATCHES if name in arguments}
-    options = read_prompts(plain_options(arguments), len(sources))
-    return decode_batches(model, sources, options, return_scores=return_scores, **batching)
+    return decode_batches(model, sources, read_options(arguments), return_scores=return_scores, **batching)
 
 
 _ARGUMENTS_OF_BATCHES = ("batch_size", "max_tokens_per_batch", "show_progress", "on_batch", "partners", "search")
@@ -70,12 +195,12 @@ def decode_batches(
     search: Callable | None = None,
     vocabulary_map: VocabularyMap | None = None,
 ) -> list[list[Hypothesis]]:
-    """Decode with plain options, see `decode`.
+    """Decode with options from `read_options`, see `decode`.
 
     Args:
         model: As for `decode`.
         sources: As for `decode`.
-        options: Arguments of `generate()`, from `plain_options` and `read_prompts`.
+        options: Arguments of `generate()`.
         return_scores: True if hypotheses carry their score.
         batch_size: Most sources in a batch. It is 1 if transformers drafts tokens, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
@@ -86,29 +211,25 @@ def decode_batches(
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
         vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
     """
-    prompts: dict[str, Any] = {}
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     sources_of_models = [sources, *(partner.sources for partner in partners)]
     lengths = [max(map(len, ids)) for ids in zip(*sources_of_models, strict=True)]
-    if isinstance(model, torch.nn.Module):
-        models = [model, *(partner.model for partner in partners)]
-        options = with_start(model, options)
-        _check_forced(model, options)
-        prompts = {PROMPT: options.pop(PROMPT)} if options.get(PROMPT) is not None else {}
-        if _is_assisted(model, options) or _depends_on_padding(resolve_settings(model, options)):
-            # transformers' assisted loop takes one source. A source alone has no padding.
-            batch_size = 1
-        searching = _searching(models, search, return_scores, vocabulary_map, options)
-    else:
-        searching = model.searching(options, return_scores)
-    with searching as search_batch, progress_bar(len(sources), "sentence", show_progress) as bar:
-        # An engine has checked its options by now, with other bounds.
-        check_options(options)
+    with contextlib.ExitStack() as context:
+        if isinstance(model, torch.nn.Module):
+            models = [model, *(partner.model for partner in partners)]
+            settings = resolve_settings(model, options)
+            counts_padding = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_PADDING.items())
+            if counts_padding or _is_assisted(model, options):
+                # transformers' assisted loop takes one source. A source alone has no padding.
+                batch_size = 1
+            search_batch = _make_search(models, search, return_scores, vocabulary_map, options)
+            context.enter_context(evaluating(models))
+            context.enter_context(torch.inference_mode())
+        else:
+            search_batch = model.make_search(options, return_scores)
+        bar = context.enter_context(progress_bar(len(sources), "sentence", show_progress))
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
-            with numbering([index + 1 for index in batch]):
-                rows = search_batch(
-                    *([ids[index] for index in batch] for ids in sources_of_models), **prompts_of(prompts, batch)
-                )
+            rows = search_batch(*([ids[index] for index in batch] for ids in sources_of_models))
             for index, hypotheses in zip(batch, rows, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
@@ -117,29 +238,27 @@ def decode_batches(
     return results
 
 
-@contextlib.contextmanager
-def _searching(
+def _make_search(
     models: Sequence[PreTrainedModel],
     joint_search: Callable | None,
     return_scores: bool,
     vocabulary_map: VocabularyMap | None,
-    options: dict,
-) -> Iterator[BatchSearch]:
-    """Put the models into evaluation mode inside this context. Yields the search for one batch."""
-    needs_phrases = options.get("force_words_ids") is not None
-    if needs_phrases and joint_search is not None:
-        raise ValueError("Required phrases need a single model, got several.")
-    if needs_phrases:
+    options: Mapping[str, Any],
+) -> BatchSearch:
+    options = dict(options)
+    if options.get("force_words_ids") is not None:
+        if joint_search is not None:
+            raise ValueError("Required phrases need a single model, got several.")
         options = add_beams(models[0], options)
         options |= {"custom_generate": constrained_beam_search, "return_dict_in_generate": True, "output_scores": False}
     elif joint_search is None and is_metaphrase(models[0]) and _is_plain(models[0], options):
-        options = options | {"custom_generate": fast_generation.search, "return_scores": return_scores}
+        options |= {"custom_generate": fast_generation.search, "return_scores": return_scores}
     elif joint_search is None:
-        options = options | {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
+        options |= {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
 
-    def search_batch(*sources: list[Sequence[int]], **prompts) -> list[list[Hypothesis]]:
+    def search_batch(*sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
         inputs, *partner_inputs = map(pad_sources, sources, models)
-        batch_options = options | {name: rows.expand(len(sources[0]), -1) for name, rows in prompts.items()}
+        batch_options = dict(options)
         if joint_search is not None:
             search = functools.partial(joint_search, partners=list(zip(models[1:], partner_inputs, strict=True)))
             batch_options |= {"custom_generate": search, "return_scores": return_scores}
@@ -149,8 +268,7 @@ def _searching(
         count = len(hypotheses) // len(sources[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
-    with evaluating(models), torch.inference_mode():
-        yield search_batch
+    return search_batch
 
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -164,6 +282,7 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     ids = [list(source) + [pad] * (width - len(source)) for source in sources]
     mask = [[1] * len(source) + [0] * (width - len(source)) for source in sources]
     num_rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    # A tokenizer may have more entries than its model. On a GPU, torch's error would name no id.
     if num_rows is not None and width and (largest := max(map(max, ids))) >= num_rows:
         raise ValueError(f"Token ids must be rows of the model's embedding, below {num_rows}, got {largest}.")
     return {
@@ -172,99 +291,67 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     }
 
 
-def _check_forced(model: PreTrainedModel, options: dict) -> None:
-    size = getattr(model.get_output_embeddings(), "out_features", None)
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        for token in torch.as_tensor([] if options.get(name) is None else options[name]).flatten().tolist():
-            if size is not None and not 0 <= token < size:
-                raise ValueError(f"`{name}` must be an id from 0 and below {size}, got {token}.")
-
-
-def _is_assisted(model: PreTrainedModel, options: dict) -> bool:
-    """Return True if transformers drafts tokens: by another model, by lookup, or by layers of the model itself."""
-    config = model.generation_config
-    names = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-    return options.get("assistant_model") is not None or any(
-        options[name] if name in options else getattr(config, name, None) for name in names
-    )
-
-
-def _is_sampled_alone(model: PreTrainedModel, options: dict) -> bool:
-    """Return True for plain sampling. Its loop gets no streamer as a `custom_generate`."""
-    settings = resolve_settings(model, options)
-    is_plain = (settings.get("num_beams") or 1) == 1 and options.get("streamer") is None
-    return bool(settings.get("do_sample")) and is_plain and not _is_assisted(model, options)
-
-
-def _generate(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
-) -> list[Hypothesis]:
-    prompt = generation_kwargs.get(PROMPT)
-    prompt_length = 1 if prompt is None else prompt.shape[1]
-    min_new_tokens = generation_kwargs.get("min_new_tokens")
-    if min_new_tokens is not None and model.generation_config.min_length is not None:
-        # `generate()` warns if both are set.
-        generation_kwargs = {**generation_kwargs, "min_length": prompt_length + min_new_tokens, "min_new_tokens": None}
-    step_scores = None
-    if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
-        criteria = generation_kwargs.get("stopping_criteria") or []
-        step_scores = SequenceScores(empties=not criteria)
-        generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*criteria, step_scores])}
-        if _is_sampled_alone(model, generation_kwargs):
-            generation_kwargs["custom_generate"] = step_scores.sample
-    # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
-    output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
-    eos_token_ids = generation_kwargs.get("eos_token_id", model.generation_config.eos_token_id)
-    eos_token_ids = set() if eos_token_ids is None else set(torch.as_tensor(eos_token_ids).flatten().tolist())
-    forced_index = _forced_eos_index(model, generation_kwargs, prompt_length)
-    rows = [_cut(row, eos_token_ids, prompt_length - 1, forced_index) for row in output.sequences[:, 1:].tolist()]
-    scores = [None] * len(rows)
-    if return_scores:
-        scores = _sequence_scores(output, prompt_length, eos_token_ids, step_scores)
-    return [Hypothesis(ids, score, is_finished) for (ids, is_finished), score in zip(rows, scores, strict=True)]
-
-
-def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
+def _is_plain(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
     """Return True for greedy search, beam search and sampling with no other options than those of the command line."""
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
     known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
-    names = {name for name, value in generation_kwargs.items() if value is not None}
+    names = {name for name, value in options.items() if value is not None}
     return known >= names and model.generation_config.get_generation_mode() in modes
 
 
-def _forced_eos_index(model: PreTrainedModel, generation_kwargs: dict, prompt_length: int) -> int | None:
-    """Return the index, without start token, at which `forced_eos_token_id` ends a sequence; `None` if it is not set."""
-    if resolve_settings(model, generation_kwargs).get("forced_eos_token_id") is None:
-        return None
-    _, max_length = length_limits(model, generation_kwargs, prompt_length)
+def _is_assisted(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
+    """Return True if transformers drafts tokens: by another model, by lookup, or by layers of the model itself."""
+    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+    settings = resolve_settings(model, options)
+    return any(settings.get(name) not in (None, False) for name in names)
+
+
+def _generate(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, options: dict[str, Any]
+) -> list[Hypothesis]:
+    min_new_tokens = options.get("min_new_tokens")
+    if min_new_tokens is not None and model.generation_config.min_length is not None:
+        # `generate()` warns if both are set.
+        options |= {"min_length": 1 + min_new_tokens, "min_new_tokens": None}
+    totals = totals_of_steps
+    settings = resolve_settings(model, options)
+    if options.get("output_scores") and options.get("custom_generate") is None:
+        criteria = options.get("stopping_criteria") or []
+        step_scores = SequenceScores(empties=not criteria)
+        options["stopping_criteria"] = StoppingCriteriaList([*criteria, step_scores])
+        is_sampled = settings.get("do_sample") and (settings.get("num_beams") or 1) == 1
+        if is_sampled and options.get("streamer") is None and not _is_assisted(model, options):
+            options["custom_generate"] = step_scores.sample
+        totals = lambda _, *arguments: step_scores.totals(*arguments)  # noqa: E731
+    # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
+    output = model.generate(**inputs, **{"synced_gpus": False} | options)
+    ends = settings.get("eos_token_id")
+    ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+    forced_index = None
+    if settings.get("forced_eos_token_id") is not None:
+        forced_index = _most_tokens(model, options) - 2
+    rows = [_cut(row, ends, forced_index) for row in output.sequences[:, 1:].tolist()]
+    scores = [None] * len(rows)
+    if return_scores and getattr(output, "sequences_scores", None) is not None:
+        scores = output.sequences_scores.tolist()
+    elif return_scores:
+        end_ids = torch.tensor(sorted(ends), dtype=torch.long, device=output.sequences.device)
+        scores = totals(output.scores, output.sequences, 1, end_ids).tolist()
+    return [Hypothesis(ids, score, is_finished) for (ids, is_finished), score in zip(rows, scores, strict=True)]
+
+
+def _most_tokens(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
+    """Return the most tokens of a target, with the start token. Without a limit it is the default of `generate()`."""
+    _, max_length = length_limits(model, options)
     if max_length is None:
-        # The default of `generate()`.
-        max_length = GenerationConfig._get_default_generation_params()["max_length"] + prompt_length
+        max_length = GenerationConfig._get_default_generation_params()["max_length"] + 1
         max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
-    return max_length - 2
+    return max_length
 
 
-def _cut(
-    row: list[int], eos_token_ids: set[int], num_prompt_tokens: int, forced_index: int | None
-) -> tuple[list[int], bool]:
-    """Return the ids up to the first end of sequence after the prompt, and True if the model wrote that end itself."""
+def _cut(row: list[int], ends: set[int], forced_index: int | None) -> tuple[list[int], bool]:
+    """Return the ids up to the first end of sequence, and True if the model wrote that end itself."""
     for index, token in enumerate(row):
-        if index >= num_prompt_tokens and token in eos_token_ids:
+        if token in ends:
             return row[: index + 1], index != forced_index
     return row, False
-
-
-def _sequence_scores(
-    output, prompt_length: int, eos_token_ids: set[int], step_scores: SequenceScores | None
-) -> list[float]:
-    sequences_scores = getattr(output, "sequences_scores", None)
-    if sequences_scores is not None:
-        return sequences_scores.tolist()
-    ends = torch.tensor(sorted(eos_token_ids), dtype=torch.long, device=output.sequences.device)
-    # A custom loop need not call the stopping criteria.
-    totals = functools.partial(totals_of_steps, output.scores) if step_scores is None else step_scores.totals
-    return totals(output.sequences, prompt_length, ends).tolist()
-
-
-def _depends_on_padding(settings: Mapping[str, Any]) -> bool:
-    return any(settings.get(name) not in (None, neutral) for name, neutral in _OPTIONS_OF_PADDING.items())

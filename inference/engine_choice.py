@@ -2,19 +2,17 @@
 
 import logging
 import math
+import tempfile
 import textwrap
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.prepacked_weights import WeightRecord
-from metaphrase.inference.ctranslate2.options import translate_exactly
-from metaphrase.inference.engine import Engine
-from metaphrase.inference.sources import longest_target
+from metaphrase.inference.batches import Engine, longest_target
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.tokenization import TokenizerPair
@@ -46,22 +44,11 @@ def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> 
     return num_weights <= _MAX_WEIGHTS[key]
 
 
-def log_once(logged: list[str], lines: Sequence[str]) -> None:
-    """Log the lines that are not logged yet, and add them to `logged`."""
-    for line in lines:
-        if line not in logged:
-            logged.append(line)
-            logger.info("%s", line)
-
-
 class EngineChoice:
     """A torch model, its copy in CTranslate2, and the choice between the two for each call.
 
-    In float32 both write the same tokens. The first call that the copy makes faster loads it, and makes it if the cache has
-    none. From then on the weights are in memory twice.
-
-    Attributes:
-        lines: Logged lines, each with an engine and the reason for it.
+    In float32 both write the same tokens. The first call that the copy makes faster makes and loads it. From then on the weights
+    are in memory twice.
     """
 
     def __init__(
@@ -71,7 +58,7 @@ class EngineChoice:
         quantization: str | None = None,
         vocabulary_map: VocabularyMap | None = None,
     ):
-        """Find out if the model can have a copy. With `quantization`, make the copy.
+        """Find out if the model can have a copy. With `quantization`, write the copy's files.
 
         Args:
             model: The model before quantization.
@@ -87,15 +74,15 @@ class EngineChoice:
         is_fixed = not getattr(model.config, "decoder_start_from_labels", False)
         self._start = model.generation_config.decoder_start_token_id if is_fixed else None
         self._max_length: int | None = None
-        self._copy: Path | None = None
+        self._files: tempfile.TemporaryDirectory | None = None
         self._engine: Engine | None = None
         self._record: WeightRecord | None = None
         self._lock = threading.Lock()
-        self.lines: list[str] = []
+        self._logged: set[str] = set()
         self._obstacle = self._find_obstacle(model)
         if quantization and self._obstacle is None:
             # The weights in float32 are gone afterwards.
-            self._obstacle = self._make_copy(model)
+            self._obstacle = self._write_files(model)
 
     def expect_many(self) -> None:
         """Load the copy for the next call that it makes faster, even for few sentences."""
@@ -106,7 +93,6 @@ class EngineChoice:
         model: PreTrainedModel,
         options: Mapping[str, Any],
         sources: Sequence[Sequence[int]],
-        *,
         batch_size: int,
         return_scores: bool,
     ) -> PreTrainedModel | Engine:
@@ -131,7 +117,9 @@ class EngineChoice:
         text = (
             f"torch ({textwrap.shorten(reason, 200)})" if reason else "CTranslate2 (faster for this model and search)"
         )
-        log_once(self.lines, [f"Engine: {text}"])
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.info("Engine: %s", text)
         return model if reason else self._engine
 
     def _find_obstacle(self, model: PreTrainedModel) -> str | None:
@@ -162,11 +150,10 @@ class EngineChoice:
         return_scores: bool,
     ) -> str | None:
         """Return the reason why this call should run in torch, or None."""
-        if names := [name for name, value in options.items() if isinstance(value, torch.Tensor)]:
-            return f"CTranslate2 does not support `{names[0]}`"
-        config = model.generation_config
+        from metaphrase.inference.ctranslate2_engine import translate_exactly  # Needs an extra.
+
         try:
-            search = translate_exactly(config, options, vocab_size=model.config.decoder_vocab_size)
+            search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
         except ValueError as error:
             return str(error).removesuffix(".")
         num_beams = search.options["beam_size"]
@@ -183,15 +170,16 @@ class EngineChoice:
             return f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
         return None
 
-    def _make_copy(self, model: PreTrainedModel) -> str | None:
-        """Make the copy, unless the cache has it. Return the reason if it cannot be made."""
+    def _write_files(self, model: PreTrainedModel) -> str | None:
+        """Write the copy's files. Return the reason if that is not possible."""
         num_bytes, free = 4 * self._num_weights, free_main_memory()
         if num_bytes > _MEMORY_SHARE * free:
             return f"a copy needs {num_bytes / 2**20:.0f} MiB of memory, and {free / 2**20:.0f} MiB are free"
-        from metaphrase.inference.ctranslate2.engine import cached_copy  # Needs an extra.
+        from metaphrase.conversion.ctranslate2.export import save_weights  # Needs an extra.
 
         try:
-            self._copy = cached_copy(model, self._tokenizers, self._map)
+            self._files = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+            save_weights(model, self._tokenizers, Path(self._files.name), self._map and self._map.path)
         except (ValueError, OSError) as error:
             return f"no copy for CTranslate2: {error}"
         return None
@@ -199,15 +187,13 @@ class EngineChoice:
     def _load(self, model: PreTrainedModel) -> str | None:
         """Load the copy, unless it is loaded. Return the reason if it cannot be used."""
         if self._engine is None:
-            if self._copy is None and (reason := self._make_copy(model)):
+            if self._files is None and (reason := self._write_files(model)):
                 return reason
-            from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # Needs an extra.
+            from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
 
-            try:
-                self._engine = CTranslate2Engine(self._copy, device="cpu", compute_type=self._dtype)
-                self._engine.use_vmap = self._map is not None
-            except (ValueError, OSError) as error:
-                return f"no copy for CTranslate2: {error}"
+            with self._files as folder:
+                self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
+            self._engine.use_vmap = self._map is not None
             self._record = WeightRecord(model, [weight for weight in model.parameters() if not weight.is_inference()])
         if not self._record.is_current(model):
             self._engine = None

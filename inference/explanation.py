@@ -1,9 +1,7 @@
 """Explanation of a pair: tokens, shapes, masks, attention, teacher forcing, next tokens, and the tree of a beam search."""
 
 import contextlib
-import itertools
 import re
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from metaphrase.decoding.options import plain_options
-from metaphrase.inference.alignment import AttentionMap, cross_attention, showing_attention
-from metaphrase.inference.batches import decode
+from metaphrase.inference.alignment import cross_attention, showing_attention
+from metaphrase.inference.batches import decode, evaluating, longest_source
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.scoring import forced_inputs
-from metaphrase.inference.sources import evaluating, longest_source
 from metaphrase.tokenization import readable_tokens
-from metaphrase.tokenization.tokenizer_trainer import SPACE_MARK
 
 NUM_CANDIDATES = 10
 DEFAULT_BEAMS, DEFAULT_TOP_K, DEFAULT_TOP_P = 4, 5, 0.9
@@ -52,14 +48,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Step:
-    """Next tokens at one position of a path.
+    """Next tokens at one position of a path. Tokens are in a readable form.
 
     Attributes:
         ids: The most probable tokens, best first. The first is the choice of greedy search.
-        tokens: These tokens in a readable form.
+        tokens: These tokens.
         probabilities: Their probabilities in the model's distribution.
         choice: Id of the token on the path.
-        token: The token on the path in a readable form.
+        token: The token on the path.
         beam_choice: Id on the best hypothesis of beam search; `None` if that left the path earlier.
         top_k: Distribution after top-k.
         top_p: Distribution after top-p.
@@ -109,39 +105,24 @@ class BeamTree:
     best_ids: list[int]
 
 
-def search_ids(generator: Generator, source: Sequence[int], options: Mapping[str, Any]) -> list[int]:
-    """Return the ids that greedy search finds."""
-    options = {name: value for name, value in plain_options(options).items() if name in _SHARED_OPTIONS}
-    [[best]] = decode(generator.model, [source], **options, num_beams=1, do_sample=False, num_return_sequences=1)
-    return best.ids
-
-
 def record_beam_search(generator: Generator, source: Sequence[int], options: Mapping[str, Any]) -> BeamTree:
     """Return the tree of a beam search, which `generate()` runs.
 
     The beam size is `num_beams` of the options or of the model. A size of 1 becomes `DEFAULT_BEAMS`.
     """
-    options, config = plain_options(options), generator.model.generation_config
+    config = generator.model.generation_config
     num_beams = options.get("num_beams") or config.num_beams or 1
     num_beams = num_beams if num_beams > 1 else DEFAULT_BEAMS
     options = {name: options[name] for name in (*_SHARED_OPTIONS, *_BEAM_OPTIONS) if name in options}
+    options |= {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
     ends = config.eos_token_id
     recorder = _BeamRecorder(num_beams, {ends} if isinstance(ends, int) else set(ends or []))
-    [results] = decode(
-        generator.model,
-        [source],
-        **options,
-        num_beams=num_beams,
-        num_return_sequences=num_beams,
-        do_sample=False,
-        return_scores=True,
-        logits_processor=[recorder],
-    )
+    [results] = decode(generator.model, [source], return_scores=True, logits_processor=[recorder], **options)
     nodes = recorder.nodes
     for rank, result in enumerate(results, start=1):
-        node = recorder.find(result.ids)
-        if node is not None:
-            node.state, node.rank, node.score = "finished", rank, result.score
+        index = recorder.indices.get(tuple(result.ids))
+        if index is not None:
+            nodes[index].state, nodes[index].rank, nodes[index].score = "finished", rank, result.score
     tokens = readable_tokens(generator.tokenizers.target, [node.id for node in nodes])
     for node, token in zip(nodes, tokens, strict=True):
         node.token = token
@@ -156,16 +137,13 @@ class _BeamRecorder(LogitsProcessor):
         self.nodes: list[BeamNode] = []
         # For each hypothesis, without the start token, the index of its node.
         self.indices: dict[tuple[int, ...], int | None] = {(): None}
-        self.prompt_length: int | None = None
         self.step = -1
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.prompt_length is None:
-            self.prompt_length = input_ids.shape[1]
         self.step += 1
         candidates, prefixes = [], set()
         count = max(2, 1 + len(self.ends)) * self.num_beams
-        for ids, log_probabilities in zip(input_ids[:, self.prompt_length :].tolist(), scores.float(), strict=True):
+        for ids, log_probabilities in zip(input_ids[:, 1:].tolist(), scores.float(), strict=True):
             prefix = tuple(ids)
             # The first step has the same prefix in all rows.
             if prefix in prefixes or prefix not in self.indices:
@@ -181,12 +159,8 @@ class _BeamRecorder(LogitsProcessor):
                 if value > -1e8:
                     candidates.append((total + value, prefix, token))
         candidates.sort(key=lambda candidate: -candidate[0])
-        self._add(candidates[:count])
-        return scores
-
-    def _add(self, candidates: list[tuple[float, tuple[int, ...], int]]) -> None:
         num_open = 0
-        for rank, (total, prefix, token) in enumerate(candidates):
+        for rank, (total, prefix, token) in enumerate(candidates[:count]):
             node = BeamNode(self.indices[prefix], self.step, token, "", total)
             if token in self.ends and rank < self.num_beams:
                 node.state = "finished"
@@ -196,14 +170,11 @@ class _BeamRecorder(LogitsProcessor):
                 num_open += 1
             self.indices[*prefix, token] = len(self.nodes)
             self.nodes.append(node)
-
-    def find(self, ids: Sequence[int]) -> BeamNode | None:
-        index = self.indices.get(tuple(ids))
-        return None if index is None else self.nodes[index]
+        return scores
 
 
 def describe_steps(
-    generator: Generator,
+    tokenizer: PreTrainedTokenizerBase,
     logits: torch.Tensor,
     path: list[int],
     beam_ids: list[int],
@@ -213,42 +184,33 @@ def describe_steps(
     """Describe the next tokens at each position of a path.
 
     Args:
-        generator: Its tokenizer makes tokens readable.
-        logits: Logits of a pass over the path, `(path, vocab)`.
+        tokenizer: Tokenizer of the targets.
+        logits: Logits of a pass over the path, `(path, vocab)`, in float32.
         path: Ids of the path.
         beam_ids: Ids of the best hypothesis of beam search.
         seed: Seed of the drawn tokens.
         options: `temperature`, `top_k` and `top_p`.
     """
-    # In float32, and on the CPU for the same draws on every device.
+    # On the CPU, for the same draws on every device.
     logits = logits.cpu()
     best = logits.softmax(dim=-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
     scaled = TemperatureLogitsWarper(float(options.get("temperature") or 1.0))(None, logits)
-    top_k, top_p = options.get("top_k") or DEFAULT_TOP_K, options.get("top_p") or DEFAULT_TOP_P
+    top_k, top_p = options.get("top_k") or DEFAULT_TOP_K, float(options.get("top_p") or DEFAULT_TOP_P)
     rng = torch.Generator().manual_seed(seed)
     cuts = []
-    for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(float(top_p))):
+    for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):
         probabilities = warper(None, scaled).softmax(dim=-1)
         drawn = torch.multinomial(probabilities, 1, generator=rng)[:, 0].tolist()
-        sizes = (probabilities > 0).sum(dim=-1).tolist()
-        names = readable_tokens(generator.tokenizers.target, drawn)
-        cuts.append(list(zip(sizes, probabilities.gather(1, best.indices).tolist(), drawn, names, strict=True)))
-    path_tokens = readable_tokens(generator.tokenizers.target, path)
+        sizes, kept = (probabilities > 0).sum(dim=-1).tolist(), probabilities.gather(1, best.indices).tolist()
+        cuts.append(list(map(Cut, sizes, kept, drawn, readable_tokens(tokenizer, drawn))))
     steps = []
-    for index, token in enumerate(path):
+    for index, (token, text) in enumerate(zip(path, readable_tokens(tokenizer, path), strict=True)):
         ids = best.indices[index].tolist()
         is_beam = path[:index] == beam_ids[:index] and index < len(beam_ids)
+        beam_choice = beam_ids[index] if is_beam else None
+        shares = best.values[index].tolist()
         steps.append(
-            Step(
-                ids=ids,
-                tokens=readable_tokens(generator.tokenizers.target, ids),
-                probabilities=best.values[index].tolist(),
-                choice=token,
-                token=path_tokens[index],
-                beam_choice=beam_ids[index] if is_beam else None,
-                top_k=Cut(*cuts[0][index]),
-                top_p=Cut(*cuts[1][index]),
-            )
+            Step(ids, readable_tokens(tokenizer, ids), shares, token, text, beam_choice, cuts[0][index], cuts[1][index])
         )
     return steps
 
@@ -269,7 +231,7 @@ class Tokens:
     Attributes:
         ids: Token ids.
         tokens: The tokens in a readable form.
-        words: Words of the text. A special token is a word, and so is punctuation at an end of a word.
+        words: Words of the text. A special token is a word.
         word_ids: Index of the word of each token.
     """
 
@@ -364,101 +326,68 @@ def explain(
         ValueError: As `cross_attention`.
     """
     model, tokenizer = generator.model, generator.tokenizers.target
+    generation_kwargs = plain_options(generation_kwargs)
     attention = cross_attention(generator, source, target, **(generation_kwargs if target is None else {}))
-    sides = attention.source_ids, attention.target_ids
-    inputs = forced_inputs(model, *([ids] for ids in sides), generation_kwargs.get("decoder_start_token_id"))
+    source_ids, target_ids = attention.source_ids, attention.target_ids
+    start = generation_kwargs.get("decoder_start_token_id")
+    inputs = forced_inputs(model, [source_ids], [target_ids], start)
+    sizes = len(source_ids), len(target_ids)
     with showing_attention(model), torch.inference_mode():
         with _recording_modules(model) as (stages, positions):
             output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
-        weights = _attention_weights(output, *map(len, sides))
-        masks = _find_masks(model, inputs, *map(len, sides))
-        probabilities, ranks = _score_labels(output.logits[0].float(), sides[1])
-    tree = record_beam_search(generator, sides[0], generation_kwargs)
-    paths = {"target": sides[1], "greedy": search_ids(generator, sides[0], generation_kwargs), "beam": tree.best_ids}
-    start, steps = int(inputs["decoder_input_ids"][0, 0]), {}
+        weights, masks = _attention_weights(output, *sizes), _find_masks(model, inputs, *sizes)
+    logits = output.logits[0].float()
+    labels = torch.tensor(target_ids, device=logits.device)[:, None]
+    shared = {name: value for name, value in generation_kwargs.items() if name in _SHARED_OPTIONS}
+    tree = record_beam_search(generator, source_ids, generation_kwargs)
+    [[greedy]] = decode(model, [source_ids], **shared, num_beams=1, do_sample=False, num_return_sequences=1)
+    paths = {"target": target_ids, "greedy": greedy.ids, "beam": tree.best_ids}
+    steps = {}
     for index, (name, ids) in enumerate(paths.items()):
         if ids and ids not in list(paths.values())[:index]:
-            logits = _path_logits(model, sides[0], ids, start)
-            steps[name] = describe_steps(generator, logits, ids, tree.best_ids, seed, generation_kwargs)
+            with evaluating([model]), torch.inference_mode():
+                path_inputs = forced_inputs(model, [source_ids], [ids], start)
+                path_logits = model(**path_inputs, use_cache=False, return_dict=True).logits[0].float()
+            steps[name] = describe_steps(tokenizer, path_logits, ids, tree.best_ids, seed, generation_kwargs)
     decoder_ids = inputs["decoder_input_ids"][0].tolist()
     missing = [name for name in ATTENTIONS if name not in weights]
     notes = [f"{name.capitalize()} attention: the model returns no weights for each query and key." for name in missing]
     if not positions:
         notes.append("Position encodings: no module of the model returns any.")
+    # The words of the decoder's input are those of the target, one token later.
+    target_words, word_ids = attention.target_words, attention.target_word_ids
+    decoder_word_ids = None if word_ids is None else [None, *word_ids[:-1]]
     return Explanation(
         source=source,
         target=attention.target,
         is_generated=target is None,
-        source_tokens=_describe_tokens(attention, "source"),
-        decoder_tokens=_describe_inputs(attention, decoder_ids, readable_tokens(tokenizer, decoder_ids)),
-        target_tokens=_describe_tokens(attention, "target"),
+        source_tokens=_group(source_ids, attention.source_tokens, attention.source_words, attention.source_word_ids),
+        decoder_tokens=_group(decoder_ids, readable_tokens(tokenizer, decoder_ids), target_words, decoder_word_ids),
+        target_tokens=_group(target_ids, attention.target_tokens, target_words, word_ids),
         stages=stages,
         positions=positions,
         masks=masks,
         attentions=weights,
-        probabilities=probabilities,
-        ranks=ranks,
+        probabilities=logits.softmax(dim=-1).gather(1, labels)[:, 0].cpu().numpy(),
+        # Tokens of equal logits share the best rank.
+        ranks=(1 + (logits > logits.gather(1, labels)).sum(dim=-1)).cpu().numpy(),
         paths=steps,
         beam_tree=tree,
         notes=notes,
     )
 
 
-def _describe_tokens(attention: AttentionMap, side: str) -> Tokens:
-    tokens = getattr(attention, f"{side}_tokens")
-    grouped = group_words(tokens, getattr(attention, f"{side}_words"), getattr(attention, f"{side}_word_ids"))
-    return Tokens(getattr(attention, f"{side}_ids"), tokens, *grouped)
-
-
-def _describe_inputs(attention: AttentionMap, ids: list[int], tokens: list[str]) -> Tokens:
-    """Describe the decoder's input. Its words are those of the target, one token later."""
-    word_ids = attention.target_word_ids
-    word_ids = None if word_ids is None else [None, *word_ids[:-1]]
-    return Tokens(ids, tokens, *group_words(tokens, attention.target_words, word_ids))
-
-
-def group_words(tokens: list[str], words: list[str], word_ids: list[int | None] | None) -> tuple[list[str], list[int]]:
-    """Group tokens to words so that each token belongs to one.
-
-    Args:
-        tokens: Readable tokens.
-        words: Words between white space.
-        word_ids: Index of the word of each token, `None` for special tokens; `None` as a whole if the words are unknown.
-
-    Returns:
-        The words, and the index of each token's word. Special tokens are words. Punctuation at an end of a word is a word, if it
-        has tokens of its own. Without `word_ids` each token is a word.
-    """
-    if word_ids is None:
-        return tokens, list(range(len(tokens)))
+def _group(ids: list[int], tokens: list[str], words: list[str], word_ids: list[int | None] | None) -> Tokens:
+    """Group tokens to words. A special token is a word, and without `word_ids` each token is."""
     labels: list[str] = []
     groups: list[int] = []
-    for word, run in itertools.groupby(range(len(tokens)), key=word_ids.__getitem__):
-        run = list(run)
-        if word is None:
-            parts = [([index], tokens[index]) for index in run]
-        else:
-            # A byte of a letter can look like punctuation, but the word does not contain it.
-            marks = {index for index in run if _is_punctuation(tokens[index]) and _bare(tokens[index]) in words[word]}
-            inner = [index for index in run if index not in marks] or run
-            before, after = ([i for i in run if i < inner[0]], [i for i in run if i > inner[-1]])
-            prefix, suffix = ("".join(_bare(tokens[index]) for index in side) for side in (before, after))
-            core = list(range(inner[0], inner[-1] + 1)), words[word].removeprefix(prefix).removesuffix(suffix)
-            single = [[([index], _bare(tokens[index])) for index in side] for side in (before, after)]
-            parts = [*single[0], core, *single[1]]
-        for part, label in parts:
-            groups += [len(labels)] * len(part)
-            labels.append(label)
-    return labels, groups
-
-
-def _bare(token: str) -> str:
-    return token.replace(SPACE_MARK, "")
-
-
-def _is_punctuation(token: str) -> bool:
-    text = _bare(token)
-    return bool(text) and all(unicodedata.category(character)[0] == "P" for character in text)
+    last = None
+    for token, word in zip(tokens, word_ids or [None] * len(tokens), strict=True):
+        if word is None or word != last:
+            labels.append(token if word is None else words[word])
+        groups.append(len(labels) - 1)
+        last = word
+    return Tokens(ids, tokens, labels, groups)
 
 
 @contextlib.contextmanager
@@ -490,8 +419,7 @@ def _recording_modules(model: PreTrainedModel) -> Iterator[tuple[list[Stage], li
 
 
 def _shape_of(output) -> tuple[int, ...] | None:
-    if isinstance(output, dict):
-        output = tuple(output.values())
+    output = tuple(output.values()) if isinstance(output, dict) else output
     while isinstance(output, tuple | list) and output:
         output = output[0]
     return tuple(output.shape) if isinstance(output, torch.Tensor) else None
@@ -510,11 +438,9 @@ def _read_positions(name: str, output) -> list[PositionMap]:
     if values.ndim == 3 and "bias" in name.rpartition(".")[2]:
         # (query, key, heads) -> (heads, query, key)
         return [PositionMap(name, "bias", values.permute(2, 0, 1).numpy())]
-    if values.ndim == 2:
-        values = values[None]
-    if values.ndim != 3 or len(values) != 1:
-        return []
-    return [PositionMap(name, "rotary" if is_rotary else "added", values.numpy())]
+    values = values[None] if values.ndim == 2 else values
+    is_known = values.ndim == 3 and len(values) == 1
+    return [PositionMap(name, "rotary" if is_rotary else "added", values.numpy())] if is_known else []
 
 
 def _attention_weights(output, num_source: int, num_target: int) -> dict[str, np.ndarray]:
@@ -565,18 +491,3 @@ def _find_masks(
     masks = {name: recorder.masks[shape].cpu().numpy() for name, shape in shapes.items() if shape in recorder.masks}
     # Rows of padding say nothing: no one reads them.
     return {name: mask[:num_source] if name == "encoder" else mask for name, mask in masks.items()}
-
-
-def _path_logits(model: PreTrainedModel, source: list[int], path: list[int], start: int) -> torch.Tensor:
-    """Return the logits `(path, vocab)` of a pass over a path, in float32."""
-    with evaluating([model]), torch.inference_mode():
-        inputs = forced_inputs(model, [source], [path], start)
-        return model(**inputs, use_cache=False, return_dict=True).logits[0].float()
-
-
-def _score_labels(logits: torch.Tensor, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the probability and the rank of each label. Tokens of equal logits share the best rank."""
-    labels = torch.tensor(ids, device=logits.device)[:, None]
-    probabilities = logits.softmax(dim=-1).gather(1, labels)[:, 0]
-    ranks = 1 + (logits > logits.gather(1, labels)).sum(dim=-1)
-    return probabilities.cpu().numpy(), ranks.cpu().numpy()

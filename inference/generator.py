@@ -5,7 +5,9 @@ hypotheses of ids, and `Plan.decode_texts` makes texts of hypotheses.
 """
 
 import copy
+import itertools
 import math
+import operator
 import os
 import re
 from collections import Counter
@@ -19,35 +21,141 @@ from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.fast_generation import is_metaphrase
-from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.quantization import PackedLinear, quantization_of, quantize
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
-from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode_batches
-from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device, is_exported
-from metaphrase.inference.engine_choice import EngineChoice
-from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.progress import ProgressBar
-from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
-from metaphrase.inference.sources import (
-    check_source_length,
+from metaphrase.inference.batches import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_TOKENS_PER_BATCH,
+    Engine,
+    Hypothesis,
     check_sources,
-    count_cut,
+    decode_batches,
     longest_source,
     longest_target,
     numbering,
-    prompts_of,
-    read_prompts,
+    read_options,
 )
-from metaphrase.inference.streams import Chunk, ScoredText, TextStream
+from metaphrase.inference.engine_choice import EngineChoice
+from metaphrase.inference.minimum_bayes_risk import (
+    candidate_options,
+    expected_utilities,
+    find_utility,
+    weigh_n_best,
+    weigh_samples,
+)
+from metaphrase.inference.progress import ProgressBar, progress_bar
+from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.texts.documents import Document, SentenceSplitter, keep_whole
-from metaphrase.storage.generation_options import check_options, complete_sampling
-from metaphrase.storage.loading import load_whole, naming
+from metaphrase.storage.generation_options import complete_sampling
+from metaphrase.storage.loading import check_device, default_device, is_exported, load_whole, naming
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 ENGINES = ("auto", "torch", "ctranslate2")
+COUNTERS = ("num_unfinished", "num_truncated", "num_cut", "num_drafted", "num_accepted")
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """One target text and its score (see `Hypothesis.score`)."""
+
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Sources that are decoded together.
+
+    Attributes:
+        number: Number of the chunk in its stream, from 0.
+        first: Index of the first source in the stream.
+        texts: The sources.
+    """
+
+    number: int
+    first: int
+    texts: list[str]
+
+
+def read_chunks(lines: Iterable[str], size: int, first_chunk: int = 0) -> Iterator[Chunk]:
+    """Yield chunks of `size` lines. The last one may be shorter."""
+    iterator = iter(lines)
+    for number in itertools.count(first_chunk):
+        if not (texts := list(itertools.islice(iterator, size))):
+            return
+        yield Chunk(number, number * size, texts)
+
+
+class TextStream:
+    """Base of `Generator` and `GeneratorPool`: streams, and counters over all calls.
+
+    Attributes:
+        num_unfinished: Hypotheses that met the length limit before their end of sequence.
+        num_truncated: Sources that were truncated.
+        num_cut: Sentences of whole texts that were too long and were cut into parts.
+        num_drafted: Tokens that draft models proposed.
+        num_accepted: Proposed tokens that became part of a target.
+    """
+
+    num_unfinished = num_truncated = num_cut = num_drafted = num_accepted = 0
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to the counters, by name."""
+        for name, number in counts.items():
+            setattr(self, name, getattr(self, name) + number)
+
+    def generate_stream(
+        self,
+        lines: Iterable[str],
+        *,
+        chunk_size: int = 4096,
+        return_scores: bool = True,
+        show_progress: bool | None = False,
+        seed: int | None = None,
+        first_chunk: int = 0,
+        total: int | None = None,
+        risk: Mapping[str, Any] | None = None,
+        split_sentences: bool | str = False,
+        **generation_kwargs,
+    ) -> Iterator[list[ScoredText]]:
+        """Yield the candidates of each source of a stream of any length, in order and in bounded memory.
+
+        The sources of a chunk are sorted and decoded together. In a pool each process has a chunk, and one more chunk waits.
+
+        Args:
+            lines: Sources.
+            chunk_size: Sources that are decoded together.
+            return_scores: True if candidates carry their score.
+            show_progress: As for `progress_bar`, over the stream.
+            seed: Seed of the stream, at least 0. The random numbers of a chunk depend only on the seed and the chunk's number,
+                so that a stopped stream can be resumed. Chunk 0 has those of `torch.manual_seed(seed)`.
+            first_chunk: Number of the first chunk in `lines`, for a resumed stream.
+            total: Sources of the whole stream, for the progress bar.
+            risk: Arguments of `generate_mbr()`, if its choice is to be the only candidate.
+            split_sentences: As for `generate_n_best()`.
+            **generation_kwargs: As for `generate_n_best()`.
+
+        Raises:
+            ChildProcessError: If a process of a pool died.
+            ValueError: If `chunk_size` is below 1, or as `generate_n_best()` does.
+        """
+        lines = checked_texts(lines, "lines")
+        if chunk_size < 1:
+            raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
+        if risk is not None and split_sentences:
+            raise ValueError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
+        options = {"seed": seed, "return_scores": return_scores, "risk": risk, "split_sentences": split_sentences}
+        with progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
+            yield from self.decode_chunks(read_chunks(lines, chunk_size, first_chunk), bar, options | generation_kwargs)
+
+    def decode_chunks(
+        self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
+    ) -> Iterator[list[ScoredText]]:
+        """Yield the candidates of each source; `options` are those of `Generator.decode_chunk`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -63,10 +171,6 @@ class EncodedTexts:
     ids: list[list[list[int]]]
     documents: list[Document]
     counts: dict[str, int]
-
-    def indices(self) -> list[int]:
-        """Return for each sentence the index of its text."""
-        return [index for index, document in enumerate(self.documents) for _ in document.sentences]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +190,13 @@ class Plan:
     num_targets: int
 
     @classmethod
-    def of(cls, generator: "Generator", options: Mapping[str, Any], num_texts: int | None = None) -> "Plan":
-        """Read the options of a call.
-
-        Args:
-            generator: The called generator.
-            options: Arguments of `generate()`.
-            num_texts: Number of texts; `None` for a stream.
+    def of(cls, generator: "Generator", options: Mapping[str, Any]) -> "Plan":
+        """Read the options of a call, arguments of `generate()`.
 
         Raises:
-            ValueError: If a value is out of range, an assistant does not fit, or as `read_prompts` and `encode_phrases` do.
+            ValueError: If a value is out of range, an assistant does not fit, or as `encode_phrases` does.
         """
-        options = read_prompts(plain_options(complete_sampling(dict(options))), num_texts)
-        check_options(options)
+        options = read_options(complete_sampling(options))
         partners, joint_search = generator.members, generator.ensemble if generator.members else None
         if options.get("assistant_model") is not None:
             partners, joint_search = _read_assistant(generator, options)
@@ -121,63 +219,49 @@ class Plan:
         uncut = [generator.encode_uncut(sentences) for generator in self.generators]
         sources = [generator.truncate(ids) for generator, ids in zip(self.generators, uncut, strict=True)]
         # Compare tuples of all models' ids, so that a source counts once.
-        counts["num_truncated"] = count_cut(*(list(zip(*ids, strict=True)) for ids in (uncut, sources)))
+        counts["num_truncated"] = sum(map(operator.ne, zip(*uncut, strict=True), zip(*sources, strict=True)))
         if isinstance(self.joint_search, SpeculativeSearch):
             # A draft model may read only the beginning: its drafts change the time, never the result.
             draft = self.generators[1]
             limit, end = longest_source(draft.model), TextFrame.of(draft.tokenizers.encode_sources).end
             sources[1] = [shorten(source, limit, end) for source in sources[1]]
-        encoded = EncodedTexts(sources, documents, counts)
-        with numbering([index + 1 for index in encoded.indices()]):
+        with numbering([number for number, text in enumerate(documents, start=1) for _ in text.sentences]):
             for generator, ids in zip(self.generators, sources, strict=True):
                 check_sources(ids, longest_source(generator.model), generator.max_tokens_per_batch)
-        return encoded
+        return EncodedTexts(sources, documents, counts)
 
     def search(
         self,
         encoded: EncodedTexts,
         return_scores: bool,
         *,
-        indices: Sequence[int] | None = None,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
     ) -> tuple[list[list[Hypothesis]], Counter[str]]:
-        """Decode the sentences of texts.
-
-        Args:
-            encoded: From `encode`.
-            return_scores: True if hypotheses carry their score.
-            indices: Index of each sentence's text in the call; by default those of `encoded`.
-            show_progress: As for `decode_batches`.
-            on_batch: As for `decode_batches`.
+        """Decode the sentences of texts, see `decode_batches`.
 
         Returns:
             The hypotheses of each sentence, and the amounts to add to the counters of the caller.
         """
         generator, *partners = self.generators
-        # A copy, because the search counts its drafts.
-        joint_search = copy.copy(self.joint_search)
         ids, *partner_ids = encoded.ids
-        indices = encoded.indices() if indices is None else indices
-        options = prompts_of(self.options, indices)
-        model = generator.model
+        # A copy, because the search counts its drafts.
+        joint_search, model = copy.copy(self.joint_search), generator.model
         if generator.engine_choice is not None and ids and not partners:
-            limits = {"batch_size": generator.batch_size, "return_scores": return_scores}
-            model = generator.engine_choice.choose(model, options, ids, **limits)
-        with numbering([index + 1 for index in indices]):
-            hypotheses = decode_batches(
-                model,
-                ids,
-                options,
-                return_scores=return_scores,
-                batch_size=generator.batch_size,
-                max_tokens_per_batch=generator.max_tokens_per_batch,
-                show_progress=show_progress,
-                on_batch=on_batch,
-                partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
-                search=joint_search,
-                vocabulary_map=generator.vocabulary_map,
-            )
+            model = generator.engine_choice.choose(model, self.options, ids, generator.batch_size, return_scores)
+        hypotheses = decode_batches(
+            model,
+            ids,
+            self.options,
+            return_scores=return_scores,
+            batch_size=generator.batch_size,
+            max_tokens_per_batch=generator.max_tokens_per_batch,
+            show_progress=show_progress,
+            on_batch=on_batch,
+            partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
+            search=joint_search,
+            vocabulary_map=generator.vocabulary_map,
+        )
         num_unfinished = sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
         counts = Counter(**encoded.counts, num_unfinished=num_unfinished)
         if isinstance(joint_search, SpeculativeSearch):
@@ -196,13 +280,11 @@ class Plan:
         for document in documents:
             # Candidate i of a text has candidate i of each sentence.
             candidates = list(zip(*(next(rows) for _ in document.sentences), strict=True)) or [()] * self.num_targets
-            texts = [
-                document.join(generator.tokenizers.decode_targets([part.ids for part in row])) for row in candidates
-            ]
-            scores = [
-                sum(part.score for part in row) / max(len(row), 1) if return_scores else None for row in candidates
-            ]
-            results.append([ScoredText(*pair) for pair in zip(texts, scores, strict=True)])
+            results.append([])
+            for row in candidates:
+                score = sum(part.score for part in row) / max(len(row), 1) if return_scores else None
+                sentences = generator.tokenizers.decode_targets([part.ids for part in row])
+                results[-1].append(ScoredText(document.join(sentences), score))
         return results
 
 
@@ -286,7 +368,7 @@ class Generator(TextStream):
         self.vocabulary_map = vocabulary_map
         self.engine_choice: EngineChoice | None = None
         for number, member in enumerate(self.members, start=2):
-            check_partner(self, member, f"model {number} of the ensemble")
+            _check_partner(self, member, f"model {number} of the ensemble")
 
     @property
     def is_single(self) -> bool:
@@ -354,12 +436,8 @@ class Generator(TextStream):
         if engine not in ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
         names = [name_or_path] if isinstance(name_or_path, str | os.PathLike) else list(name_or_path)
-        if not names:
-            raise ValueError("`name_or_path` must name at least one model, got none.")
-        if engine == "ctranslate2" and len(names) > 1:
-            raise ValueError(f"`engine` must be torch for an ensemble, got {engine!r}.")
-        if use_vmap and len(names) > 1:
-            raise ValueError(f"`use_vmap` must be left out for an ensemble, got {len(names)} models.")
+        if len(names) != 1 and (engine == "ctranslate2" or use_vmap or not names):
+            raise ValueError(f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}.")
         if engine == "auto" and len(names) == 1 and is_exported(names[0]):
             engine = "ctranslate2"
         parts, choice = [], None
@@ -368,7 +446,7 @@ class Generator(TextStream):
                 if engine != "ctranslate2":
                     model = _load_model(name, default_device() if device is None else device, dtype, trust_remote_code)
                 else:
-                    from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # Needs an extra.
+                    from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
 
                     model = CTranslate2Engine.from_pretrained(name, device=device, dtype=dtype)
                     model.use_vmap = use_vmap
@@ -410,7 +488,6 @@ class Generator(TextStream):
         - `never_contain`: phrases that no target contains.
         - `assistant_model`: a smaller Metaphrase model with the same vocabulary, or a generator of one. It drafts
           `num_assistant_tokens` tokens at a time for greedy search. The result stays the same.
-        - `decoder_input_ids`: a row for each text, blank ones included, or one row for all. A stream takes one row.
 
         Args:
             texts: Sources.
@@ -426,9 +503,10 @@ class Generator(TextStream):
         """
         # Overrides the model's own setting.
         options = {"num_return_sequences": 1} | generation_kwargs
-        plan = Plan.of(self, options, len(texts := list(checked_texts(texts))))
+        plan = Plan.of(self, options)
         if (count := plan.num_targets) != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
+        texts = list(checked_texts(texts))
         candidates = self._carry_out(plan, texts, False, show_progress, split_sentences)
         return [scored[0].text for scored in candidates]
 
@@ -455,7 +533,7 @@ class Generator(TextStream):
         Raises:
             ValueError: As `generate()`, except for `num_return_sequences`.
         """
-        plan = Plan.of(self, generation_kwargs, len(texts := list(checked_texts(texts))))
+        plan, texts = Plan.of(self, generation_kwargs), list(checked_texts(texts))
         return self._carry_out(plan, texts, return_scores, show_progress, split_sentences)
 
     def generate_mbr(
@@ -494,43 +572,46 @@ class Generator(TextStream):
             ValueError: If a number is below 1, the beam is narrower than the number of candidates, the utility is unknown, or
                 `reference_options` are given without `num_references`.
         """
-        num_truncated = self.num_truncated
-        chosen = decode_by_risk(
-            lambda texts, return_scores, options: self.generate_n_best(
-                texts, return_scores=return_scores, show_progress=show_progress, **options
-            ),
-            list(checked_texts(texts)),
-            config=self.model.generation_config,
-            num_candidates=num_candidates,
-            num_references=num_references,
-            utility=utility,
-            options=generation_kwargs,
-            reference_options=reference_options,
-        )
+        # An unknown utility is an error before any text is decoded.
+        find_utility(utility)
+        if reference_options is not None and num_references is None:
+            raise ValueError("`num_references` must be given with `reference_options`, got None.")
+        texts = list(checked_texts(texts))
+
+        def draw(name: str, count: int, options: dict[str, Any]) -> list[dict[str, float]]:
+            options = candidate_options(self.model.generation_config, name, count, options)
+            has_beams = options["num_beams"] > 1
+            rows = self.generate_n_best(texts, return_scores=has_beams, show_progress=show_progress, **options)
+            if has_beams:
+                return [weigh_n_best([c.text for c in row], [c.score for c in row]) for row in rows]
+            return [weigh_samples([c.text for c in row]) for row in rows]
+
+        candidates = references = draw("num_candidates", num_candidates, generation_kwargs)
         if num_references is not None:
+            num_truncated = self.num_truncated
+            references = draw("num_references", num_references, reference_options or generation_kwargs)
             # The pseudo-references came from the same sources, which count once.
-            self.num_truncated -= (self.num_truncated - num_truncated) // 2
-        return [ScoredText(text, expected_utility) for text, expected_utility in chosen]
+            self.num_truncated = num_truncated
+        chosen = []
+        for texts_of_source, weights in zip(candidates, references, strict=True):
+            utilities = expected_utilities(list(texts_of_source), weights, utility)
+            best = max(range(len(utilities)), key=utilities.__getitem__)
+            chosen.append(ScoredText(list(texts_of_source)[best], utilities[best]))
+        return chosen
 
     def decode_chunks(
         self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
     ) -> Iterator[list[ScoredText]]:
         """See `TextStream`."""
-        names = ("seed", "return_scores", "risk", "split_sentences")
-        rest = {name: value for name, value in options.items() if name not in names}
-        # A bad option is an error before the first line is read.
-        plan = None if options["risk"] is not None else Plan.of(self, rest)
+        if options["risk"] is None:
+            # A bad option is an error before the first line is read.
+            names = ("seed", "return_scores", "risk", "split_sentences")
+            options["plan"] = Plan.of(self, {name: value for name, value in options.items() if name not in names})
+        # The bar counts texts.
+        has_steps = options["risk"] is None and not options["split_sentences"]
         for chunk in chunks:
-            done = []
-
-            def advance(count: int, done: list[int] = done) -> None:
-                done.append(count)
-                bar.update(count)
-
-            # The bar counts texts.
-            on_batch = None if options["split_sentences"] else advance
-            candidates = self.decode_chunk(chunk, plan=plan, on_batch=on_batch, **options)
-            bar.update(len(chunk.texts) - sum(done))
+            candidates = self.decode_chunk(chunk, on_batch=bar.update if has_steps else None, **options)
+            bar.update(sum(not text.strip() for text in chunk.texts) if has_steps else len(chunk.texts))
             yield from candidates
 
     def decode_chunk(
@@ -541,7 +622,7 @@ class Generator(TextStream):
         return_scores: bool,
         risk: Mapping[str, Any] | None,
         split_sentences: bool | str,
-        plan: "Plan | None" = None,
+        plan: Plan | None = None,
         on_batch: Callable[[int], object] | None = None,
         **options,
     ) -> list[list[ScoredText]]:
@@ -591,15 +672,15 @@ class Generator(TextStream):
             One score for each pair, in order.
 
         Raises:
-            ValueError: If the numbers of sources and targets differ, a source is blank, target ids are empty or not in the
-                vocabulary, a side has more tokens than the model has positions, or this is an ensemble.
+            ValueError: If the numbers of sources and targets differ, a side has more tokens than the model has positions, or
+                this is an ensemble.
         """
         check_single(self, "generator")
         sources, targets = read_texts(sources, targets)
         ids, uncut = encode_forced(self.tokenizers, targets), self.encode_uncut(sources)
         cut = self.truncate(uncut)
         scores = score_targets(self.model, cut, ids, self.batch_size, self.max_tokens_per_batch, show_progress)
-        self.num_truncated += count_cut(uncut, cut)
+        self.num_truncated += sum(map(operator.ne, uncut, cut))
         tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
         return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
 
@@ -615,12 +696,12 @@ class Generator(TextStream):
             ValueError: If this is an ensemble or has another engine than torch.
         """
         check_single(self, "generator")
-        sources, targets = self.encode([pair[0] for pair in pairs]), [pair[1] for pair in pairs]
-        rows = list(zip(sources, encode_forced(self.tokenizers, targets), strict=True))
-        limits = [longest_source(self.model) or math.inf, longest_target(self.model) or math.inf]
-        fitting = [i for i, row in enumerate(rows) if len(row[0]) <= limits[0] and len(row[1]) <= limits[1]]
-        entropies = [math.inf] * len(rows)
-        sides = ([rows[index][side] for index in fitting] for side in (0, 1))
+        sources = self.encode([source for source, _ in pairs])
+        targets = encode_forced(self.tokenizers, [target for _, target in pairs])
+        limits = longest_source(self.model) or math.inf, longest_target(self.model) or math.inf
+        rows = enumerate(zip(sources, targets, strict=True))
+        fitting = [i for i, (source, target) in rows if len(source) <= limits[0] and len(target) <= limits[1]]
+        entropies, sides = [math.inf] * len(pairs), ([side[index] for index in fitting] for side in (sources, targets))
         scores = score_targets(self.model, *sides, self.batch_size, self.max_tokens_per_batch)
         for index, score in zip(fitting, scores, strict=True):
             entropies[index] = -sum(score) / len(score)
@@ -630,7 +711,7 @@ class Generator(TextStream):
         self, texts: list[str], return_scores: bool, generation_kwargs: dict, show_progress: bool | None
     ) -> list[list[Hypothesis]]:
         """Decode texts, of which blank ones are left out, and count. Returns the hypotheses."""
-        plan = Plan.of(self, generation_kwargs, len(texts))
+        plan = Plan.of(self, generation_kwargs)
         return self.search_encoded(plan, plan.encode(texts), return_scores, show_progress=show_progress)
 
     def search_encoded(
@@ -685,14 +766,35 @@ def check_single(generator: "Generator", name: str) -> None:
         raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")
 
 
-def check_partner(generator: "Generator", partner: "Generator", name: str) -> None:
+def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
+    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix.
+
+    Args:
+        length: The value to check.
+        encode: Encodes source texts.
+        prefix: Text before every source.
+    """
+    # White space at the end of the prefix may become part of the next token.
+    [ids] = encode([prefix.rstrip()])
+    if length <= len(ids):
+        raise ValueError(
+            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
+        )
+
+
+def _check_partner(generator: "Generator", partner: "Generator", name: str) -> None:
     """Check that another generator, set by the option `name`, can write a target together with this one.
 
     Raises:
-        ValueError: If the partner is no single torch model, one is no Metaphrase model, or the two differ in target tokens, in
-            special ids or in their device.
+        ValueError: If the partner is no single torch model, one is no Metaphrase model, or the two differ in target tokens.
     """
     check_single(partner, name)
+    for model in (generator.model, partner.model):
+        if not is_metaphrase(model):
+            raise ValueError(
+                f"`{name}` and the first model must both be Metaphrase models, got {type(model).__name__}: "
+                "convert it with `metaphrase convert`."
+            )
     expected, actual = (item.tokenizers.target.get_vocab() for item in (generator, partner))
     if different := [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]:
         token = min(different)
@@ -700,21 +802,6 @@ def check_partner(generator: "Generator", partner: "Generator", name: str) -> No
             f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
             f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
         )
-    models = generator.model, partner.model
-    for model in models:
-        if not is_metaphrase(model):
-            raise ValueError(
-                f"`{name}` and the first model must both be Metaphrase models, got {type(model).__name__}: "
-                "convert it with `metaphrase convert`."
-            )
-    # Equal fields give the ids of targets the same meaning.
-    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
-        expected, actual = (getattr(model.config, field) for model in models)
-        if actual != expected:
-            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
-    expected, actual = (model.device for model in models)
-    if actual != expected:
-        raise ValueError(f"`{name}` must be on the device of the first model, {expected}, got {actual}.")
 
 
 def _read_assistant(
@@ -724,23 +811,13 @@ def _read_assistant(
     assistant = options["assistant_model"]
     if generator.members:
         raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
-    if not isinstance(assistant, type(generator)):
+    if not isinstance(assistant, Generator):
         if not (is_metaphrase(generator.model) and is_metaphrase(assistant)):
             # transformers' own assisted decoding runs, one source at a time.
             return [], None
-        vocab_size, expected = assistant.config.vocab_size, generator.model.config.vocab_size
-        if vocab_size != expected:
-            raise ValueError(
-                f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {vocab_size}: pass a "
-                "generator with its own tokenizers."
-            )
-        assistant = type(generator)(
-            assistant,
-            generator.tokenizers,
-            source_prefix=generator.source_prefix,
-            max_source_length=generator.max_source_length,
-        )
-    check_partner(generator, assistant, "assistant_model")
+        reading = {"source_prefix": generator.source_prefix, "max_source_length": generator.max_source_length}
+        assistant = Generator(assistant, generator.tokenizers, **reading)
+    _check_partner(generator, assistant, "assistant_model")
     del options["assistant_model"]
     num_tokens = options.pop("num_assistant_tokens", None)
     return [assistant], SpeculativeSearch(DEFAULT_NUM_ASSISTANT_TOKENS if num_tokens is None else num_tokens)
@@ -749,29 +826,12 @@ def _read_assistant(
 def _load_model(
     name_or_path: str | os.PathLike, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    _check_device(device)
+    check_device(device)
     quantization = quantization_of(dtype, device)
-    model = load_whole(
-        name_or_path, dtype=torch.float32 if quantization else _find_dtype(dtype), trust_remote_code=trust_remote_code
-    )
-    return model.to(device).eval()
-
-
-def _check_device(name: str | torch.device) -> None:
-    try:
-        # The device `meta` holds no numbers.
-        torch.zeros(1, device=find_device(name)).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # CUDA's message may have many lines.
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
-
-
-def _find_dtype(name: str | torch.dtype) -> str | torch.dtype:
-    """Return torch's type for a name. `auto` stays as it is."""
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if name != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+    weight_type = torch.float32 if quantization else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if dtype != "auto" and not (isinstance(weight_type, torch.dtype) and weight_type.is_floating_point):
         raise ValueError(
-            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(name)!r}."
+            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(dtype)!r}."
         )
-    return name if dtype is None else dtype
+    weight_type = "auto" if dtype == "auto" else weight_type
+    return load_whole(name_or_path, dtype=weight_type, trust_remote_code=trust_remote_code).to(device).eval()

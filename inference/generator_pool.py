@@ -9,21 +9,18 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
-from metaphrase.inference.engine import default_device, find_device, is_exported
-from metaphrase.inference.engine_choice import log_once
-from metaphrase.inference.generator import Generator
+from metaphrase.inference.generator import COUNTERS, Chunk, Generator, ScoredText, TextStream
 from metaphrase.inference.progress import ProgressBar
-from metaphrase.inference.streams import COUNTERS, Chunk, ScoredText, TextStream
+from metaphrase.storage.loading import default_device
 
 
 class GeneratorPool(TextStream):
@@ -62,9 +59,6 @@ class GeneratorPool(TextStream):
         if num_processes < 1:
             raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
         self.num_processes = num_processes
-        self._is_closed = False
-        self._lines: list[str] = []
-        name_or_path, self._copy = _converted_once(name_or_path, kwargs.get("engine"))
         # A forked process would inherit this one's thread state, and cannot use a GPU.
         context = multiprocessing.get_context("spawn")
         devices = context.SimpleQueue()
@@ -95,19 +89,11 @@ class GeneratorPool(TextStream):
 
     def close(self) -> None:
         """End the processes at once."""
-        self._is_closed = True
         self._life.close()
         self._executor.shutdown(cancel_futures=True)
-        if self._copy is not None:
-            self._copy.cleanup()
 
     def num_targets(self, **generation_kwargs) -> int:
-        """Return the number of candidates of a source with these options.
-
-        Raises:
-            ChildProcessError: If a process died.
-            ValueError: If the pool is closed.
-        """
+        """Return the number of candidates of a source with these options."""
         with self._naming_deaths():
             return self._executor.submit(_num_targets, generation_kwargs).result()
 
@@ -130,45 +116,28 @@ class GeneratorPool(TextStream):
                     raise reading_error
                 if not futures:
                     return
-                candidates, counts, lines = futures.popleft().result()
+                candidates, counts = futures.popleft().result()
                 self.count(counts)
-                log_once(self._lines, lines)
                 bar.update(len(candidates))
                 yield from candidates
 
     @contextlib.contextmanager
     def _naming_deaths(self) -> Iterator[None]:
-        """Replace the executor's errors for a closed pool and for a dead process."""
+        """Replace the executor's error for a dead process."""
         try:
             yield
-        except (BrokenProcessPool, CancelledError, RuntimeError) as error:
-            if self._is_closed:
-                raise ValueError("A generator pool must be open, got a call after `close()`.") from error
-            if not isinstance(error, BrokenProcessPool):
-                raise
+        except BrokenProcessPool as error:
             raise ChildProcessError(
                 "A process of the generator pool died. If memory was short, set a smaller `num_processes` or `batch_size`."
             ) from error
 
 
-def _converted_once(name_or_path: Any, engine: str | None) -> tuple[Any, TemporaryDirectory | None]:
-    """Convert a model for CTranslate2 once for all processes. Returns the name to load, and the folder to remove at the end."""
-    if engine != "ctranslate2" or not isinstance(name_or_path, str | os.PathLike):
-        return name_or_path, None
-    if is_exported(name_or_path):
-        return name_or_path, None
-    from metaphrase.inference.ctranslate2.engine import converted_copy  # Needs an extra.
-
-    return converted_copy(name_or_path)
-
-
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:
     """Return a device for each process: the accelerators in turn, unless `device` is a CPU or has a number."""
-    device_type = find_device(default_device() if device is None else device)
-    if device_type.type == "cpu" or device_type.index is not None or not torch.accelerator.is_available():
+    name = str(default_device() if device is None else device)
+    if not torch.accelerator.is_available() or name != torch.accelerator.current_accelerator().type:
         return [device] * num_processes
-    count = torch.accelerator.device_count()
-    return [f"{device_type.type}:{number % count}" for number in range(num_processes)]
+    return [f"{name}:{number % torch.accelerator.device_count()}" for number in range(num_processes)]
 
 
 # The code below runs in the processes of a pool.
@@ -211,12 +180,11 @@ def _num_targets(options: dict[str, Any]) -> int:
     return generator.num_targets(**options)
 
 
-def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int], list[str]]:
-    """Return the candidates of a chunk, the counts to add to the pool's, and the lines on engines."""
+def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
+    """Return the candidates of a chunk, and the counts to add to the pool's."""
     generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
     candidates = generator.decode_chunk(chunk, **options)
-    counts = {name: getattr(generator, name) - before[name] for name in COUNTERS}
-    return candidates, counts, generator.engine_choice.lines if generator.engine_choice else []
+    return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}

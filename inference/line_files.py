@@ -2,26 +2,20 @@
 
 import collections
 import contextlib
-import fnmatch
 import io
 import math
 import os
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
-from metaphrase.inference.streams import ScoredText
+from metaphrase.inference.generator import ScoredText
 from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
-from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 _SEPARATOR = " ||| "
-# Settings, weights, code and tokenizers.
-_MODEL_FILES = ("*config.json", "*.index.json", "*token*.json", "*vocab*", "*.safetensors", "*.bin", "*.py", "*.model")
-_MODEL_FILES += ("*.spm", "*.jinja", "*.codes", "merges.txt", "dict.txt")
 # Scores have six decimals. Another number of threads may change the last ones.
 _SCORE_TOLERANCE = 1e-4
 
@@ -35,25 +29,25 @@ def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS)
     if path is not None:
         yield from iterate_lines(path, max_line_characters=max_line_characters)
         return
-    for line in decode_lines(_open_standard_input(), "standard input", max_line_characters):
+    try:
+        # A copy: Python cannot close `sys.stdin` at exit while a thread waits for a line of it.
+        stream = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    except io.UnsupportedOperation:
+        # `sys.stdin` was replaced by an object without file descriptor.
+        stream = sys.stdin.buffer
+    for line in decode_lines(stream, "standard input", max_line_characters):
         if line.problem:
             raise ValueError(line.problem)
         yield line.content
 
 
-def check_files(
-    inputs: Mapping[str, str | None],
-    output: str | os.PathLike | None,
-    name: str = "output",
-    models: Sequence[str] = (),
-) -> None:
+def check_files(inputs: Mapping[str, str | None], output: str | os.PathLike | None, name: str = "output") -> None:
     """Check the files of a command before any work.
 
     Args:
         inputs: Files to read, by the names of their options; `None` is standard input.
         output: File to write; `None` is standard output.
         name: Option of the output, for messages.
-        models: Folders or Hub ids of the models to read.
 
     Raises:
         ValueError: If the output is a file that is read, by whatever name, or ends in `.gz`.
@@ -61,58 +55,18 @@ def check_files(
     """
     if output is not None and os.fspath(output).endswith(".gz"):
         raise ValueError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")
-    written = _descriptor(sys.stdout) if output is None else output
-    shown = "standard output" if output is None else repr(os.fspath(output))
     for option, path in inputs.items():
-        if path is not None and not Path(path).is_fifo():  # Opening and closing a pipe would stop its writer.
-            with open(path, "rb"):
-                pass
-        if _is_same_file(written, _descriptor(sys.stdin) if path is None else path):
-            raise ValueError(f"`{name}` must be another file than `{option}`, got {shown} for both.")
-    for path in (path for model in models for path in _files_of_model(Path(model))):
-        if _is_same_file(written, path):
-            raise ValueError(f"`{name}` must be no file that the model is read from, got {shown}, which is {path}.")
-
-
-def _descriptor(stream: IO | None) -> int | None:
-    """Return the descriptor of standard input or output; None if it is closed or was replaced."""
-    try:
-        return None if stream is None else stream.fileno()
-    except (OSError, ValueError):
-        return None
-
-
-def _is_same_file(first: str | os.PathLike | int | None, second: str | os.PathLike | int | None) -> bool:
-    """Return True if both are one regular file. A terminal may well be input and output."""
-    try:
-        status = os.stat(first)
-        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(second))
-    except (OSError, TypeError):
-        return False
-
-
-def _files_of_model(model: Path) -> Iterator[Path]:
-    """Yield the files of a folder that a model may be read from. Others, such as metrics.json, are results."""
-    for folder in (model, model / TARGET_SUBFOLDER):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _MODEL_FILES):
-                yield path
+        if path is None or Path(path).is_fifo():  # Opening and closing a pipe would stop its writer.
+            continue
+        with open(path, "rb"):
+            pass
+        if output is not None and os.path.isfile(output) and os.path.samefile(path, output):
+            raise ValueError(f"`{name}` must be another file than `{option}`, got {os.fspath(output)!r} for both.")
 
 
 def num_lines(path: str | None) -> int | None:
     """Return the number of lines, for progress; `None` for a pipe or standard input."""
     return count_lines(path) if path is not None and Path(path).is_file() else None
-
-
-def _open_standard_input() -> BinaryIO:
-    """Open a copy of standard input. Python cannot close `sys.stdin` at exit while a thread waits for a line of it."""
-    if sys.stdin is None:
-        raise ValueError("`input` must be a file if standard input is closed, got None.")
-    try:
-        return open(os.dup(sys.stdin.fileno()), "rb")
-    except io.UnsupportedOperation:
-        # `sys.stdin` was replaced by an object without file descriptor.
-        return sys.stdin.buffer
 
 
 def format_targets(index: int, candidates: Sequence[ScoredText], with_scores: bool) -> str:
@@ -163,13 +117,7 @@ def open_output(path: str | os.PathLike | None) -> OutputStream:
 
 
 def standard_output() -> IO[str]:
-    """Return standard output, set to UTF-8 with line feeds, whatever the locale.
-
-    Raises:
-        ValueError: If standard output is closed.
-    """
-    if sys.stdout is None:
-        raise ValueError("`output` must be a file if standard output is closed, got None.")
+    """Return standard output, set to UTF-8 with line feeds, whatever the locale."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     return sys.stdout
@@ -219,9 +167,7 @@ class ResumedFile(OutputStream):
         num_done: Number of complete sources in the file.
     """
 
-    def __init__(
-        self, path: str | os.PathLike, *, num_targets: int, with_scores: bool, chunk_size: int, first_index: int = 0
-    ):
+    def __init__(self, path: str | os.PathLike, *, num_targets: int, with_scores: bool, chunk_size: int):
         """Open the file and find out how far it goes.
 
         Args:
@@ -229,21 +175,19 @@ class ResumedFile(OutputStream):
             num_targets: Targets of each source.
             with_scores: As for `format_targets`.
             chunk_size: Sources that are decoded together.
-            first_index: Index of the first source of the file, in an input of which the file has a part.
 
         Raises:
-            ValueError: If the file is not regular, holds other lines than such targets, or another run is writing it.
+            ValueError: If the file is not regular, or another run is writing it.
         """
         check_regular(path)
-        self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
-        self._first_index = first_index
+        self.path, self._with_scores = Path(path), with_scores
         self.num_done = 0
         with contextlib.ExitStack() as resources:
             # Never truncated here: another run may have just begun the file.
             stream = resources.enter_context(open(path, "a+b"))
             resources.enter_context(WriteLock(path, "output"))
             stream.seek(0)
-            start, self._end = self._measure(stream, chunk_size)
+            start, self._end = self._measure(stream, num_targets, chunk_size)
             stream.seek(start)
             # The lines of the chunk, and of an incomplete source.
             self._old_lines = collections.deque(stream)
@@ -279,29 +223,22 @@ class ResumedFile(OutputStream):
             ValueError: If the file holds targets of more sources than there are.
         """
         if self._old_lines:
-            has_more = self.path.stat().st_size > self._end
             raise ValueError(
-                f"`output` must not hold targets of more sources than the input has, got {self.num_done} complete ones "
-                f"{'and an incomplete one ' if has_more else ''}in {self.path}. Leave out --resume to start again."
+                f"`output` must not hold targets of more sources than the input has, got {self.num_done} in {self.path}. "
+                "Leave out --resume to start again."
             )
 
-    def _measure(self, stream: IO[bytes], chunk_size: int) -> tuple[int, int]:
+    def _measure(self, stream: IO[bytes], num_targets: int, chunk_size: int) -> tuple[int, int]:
         """Return the byte offsets of the last complete source: start of its chunk, and end."""
         start = source_start = end = offset = 0
         for number, line in enumerate(stream):
             if not line.endswith(b"\n"):
                 break
-            source, target = divmod(number, self._num_targets)
-            if self._with_scores and not line.startswith(f"{self._first_index + source}{_SEPARATOR}".encode()):
-                raise ValueError(
-                    f"`output` must hold {self._num_targets} lines `index{_SEPARATOR}target{_SEPARATOR}score` for each source "
-                    f"to be resumed, but line {number + 1} of {self.path} is not of source {self._first_index + source}. "
-                    "Leave out --resume to start again."
-                )
+            source, target = divmod(number, num_targets)
             if target == 0:
                 source_start = offset
             offset += len(line)
-            if target == self._num_targets - 1:
+            if target == num_targets - 1:
                 self.num_done, end = source + 1, offset
                 if source % chunk_size == 0:
                     self.first_source, start = source, source_start
@@ -318,11 +255,10 @@ def _is_beginning(line: bytes, expected: bytes, with_scores: bool) -> bool:
     """Return True if a line equals `expected`, or its beginning without the end. Scores may differ in their last digits."""
     if not with_scores or expected.startswith(line):
         return expected.startswith(line)
-    text, separator, expected_score = expected.rpartition(_SEPARATOR.encode())
+    (text, score), (expected_text, _, expected_score) = line.rpartition(b" ")[::2], expected.rpartition(b" ")
     if not line.endswith(b"\n"):
-        return line.startswith(text + separator)
-    try:
-        score = float(line.removeprefix(text + separator))
-    except ValueError:
-        return False
-    return math.isclose(score, float(expected_score), rel_tol=_SCORE_TOLERANCE, abs_tol=_SCORE_TOLERANCE)
+        return expected.startswith(text)
+    with contextlib.suppress(ValueError):
+        tolerance = {"rel_tol": _SCORE_TOLERANCE, "abs_tol": _SCORE_TOLERANCE}
+        return text == expected_text and math.isclose(float(score), float(expected_score), **tolerance)
+    return False

@@ -1,7 +1,6 @@
 """Minimum Bayes risk decoding: choose the candidate with the highest expected utility."""
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,83 +67,32 @@ def expected_utilities(
 
 
 def find_utility(name: str) -> Callable:
-    """Return a function that scores a text against a list of references.
-
-    Raises:
-        ValueError: If there is no utility of this name.
-    """
+    """Return a function that scores a text against a list of references, or raise `ValueError` for an unknown name."""
     if name not in UTILITIES:
         raise ValueError(f"`utility` must be one of {', '.join(UTILITIES)}, got {name!r}.")
     return UTILITIES[name].sentence_score
 
 
-def decode_by_risk(
-    generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
-    texts: list[str],
-    *,
-    config: GenerationConfig,
-    num_candidates: int,
-    num_references: int | None,
-    utility: str,
-    options: dict[str, Any],
-    reference_options: dict[str, Any] | None,
-) -> list[tuple[str, float]]:
-    """Return for each source the candidate of highest expected utility, and its utility. See `Generator.generate_mbr`.
+def candidate_options(config: GenerationConfig, name: str, count: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that draw `count` targets of each source: samples of the whole distribution, or those of a beam.
 
     Args:
-        generate: Takes texts, `return_scores` and options. Returns several scored texts for each text.
-        texts: Sources.
         config: Generation config of the model.
-        num_candidates: As for `Generator.generate_mbr`, as are the arguments below.
-        num_references: Pseudo-references.
-        utility: `chrf` or `bleu`.
-        options: For the candidates.
-        reference_options: For the pseudo-references.
+        name: Option of the count, for errors.
+        count: Number of targets.
+        options: The caller's arguments of `generate()`. They override what makes the distribution whole.
     """
-    # An unknown utility is an error before any text is decoded.
-    find_utility(utility)
-    if reference_options is not None and num_references is None:
-        raise ValueError("`num_references` must be given with `reference_options`, got None.")
-    candidates = _draw(generate, texts, config, "num_candidates", num_candidates, options)
-    references = candidates
-    if num_references is not None:
-        reference_options = options if reference_options is None else reference_options
-        references = _draw(generate, texts, config, "num_references", num_references, reference_options)
-    chosen = []
-    for weighted, weighted_references in zip(candidates, references, strict=True):
-        utilities = dict(zip(weighted, expected_utilities(list(weighted), weighted_references, utility), strict=True))
-        chosen.append(max(utilities.items(), key=operator.itemgetter(1)))
-    return chosen
-
-
-def _draw(
-    generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
-    texts: list[str],
-    config: GenerationConfig,
-    name: str,
-    count: int,
-    options: dict[str, Any],
-) -> list[dict[str, float]]:
-    """Return `count` targets for each source, samples or those of a beam."""
+    options = plain_options(options)
     if count < 1:
         raise ValueError(f"`{name}` must be at least 1, got {count}.")
-    options = plain_options(options)
     if "num_return_sequences" in options:
-        raise ValueError(
-            f"`num_return_sequences` must be left out with `{name}`, got {options['num_return_sequences']}."
-        )
+        raise ValueError(f"`num_return_sequences` is set by `{name}`, got {options['num_return_sequences']}.")
     num_beams = options.get("num_beams") or 1
-    if num_beams > 1 and num_beams < count:
-        raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
-    options = complete_sampling(options)
-    # Override the model's own settings, and transformers' default `top_k` of 50.
-    if num_beams == 1:
-        undistorted = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        undistorted |= {name: None for name in _DISTORTIONS if getattr(config, name, None) is not None}
-        options = undistorted | options | {"num_beams": 1}
-    elif config.do_sample:
-        options = {"do_sample": False} | options
-    rows = generate(texts, num_beams > 1, {**options, "num_return_sequences": count})
     if num_beams > 1:
-        return [weigh_n_best([c.text for c in row], [c.score for c in row]) for row in rows]
-    return [weigh_samples([c.text for c in row]) for row in rows]
+        if num_beams < count:
+            raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
+        return {"do_sample": False, **complete_sampling(options), "num_return_sequences": count}
+    # Override the model's own settings, and transformers' default `top_k` of 50.
+    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    whole |= {name: None for name in _DISTORTIONS if getattr(config, name, None) is not None}
+    return whole | complete_sampling(options) | {"num_beams": 1, "num_return_sequences": count}

@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 
 logger = logging.getLogger(__name__)
 
-# Distance of two lines: at least these seconds, and either this share or many seconds. The first line comes early.
-_PERCENT, _SECONDS, _FIRST_SECONDS, _MANY_SECONDS = 5, 5, 30, 600
+# Seconds between two lines: a share of the time so far, within bounds.
+_SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.05, 5, 600
 
 
 def has_bar() -> bool:
@@ -37,40 +37,27 @@ class ProgressLines(contextlib.AbstractContextManager):
             time_limit: Seconds after which the work ends although units are left.
         """
         self.total, self.unit, self.done, self.time_limit = total, unit, initial, time_limit
-        self._first = initial
-        self._start = self._last_time = time.monotonic()
-        self._last_percent = self._percent(self._start)
-        self._most_seconds = _FIRST_SECONDS
+        self._first, self._start = initial, time.monotonic()
+        self._next = self._start + _LEAST_SECONDS
 
     def __exit__(self, *exception: object) -> None:
         """Leave the last line to the caller, who knows more."""
 
     def update(self, count: int, note: str = "") -> None:
-        """Add units that are done. A line follows if the last one is long ago.
-
-        Args:
-            count: Number of units.
-            note: Text for the line.
-        """
+        """Add units that are done. A line, which ends with the note, follows if the last one is long ago."""
         self.done += count
         now = time.monotonic()
-        seconds = now - self._last_time
-        is_far = round(self._percent(now) - self._last_percent, 6) >= _PERCENT
-        if seconds < (_SECONDS if is_far else self._most_seconds):
+        if now < self._next:
             return
-        self._last_percent, self._last_time = self._percent(now), now
-        self._most_seconds = _MANY_SECONDS if self.total else _FIRST_SECONDS
+        seconds = now - self._start
+        self._next = now + min(max(_SHARE * seconds, _LEAST_SECONDS), _MOST_SECONDS)
         parts = [f"{self.unit} {self.done}"]
         if self.total:
-            seconds = now - self._start
-            left = min(seconds / (self.done - self._first) * (self.total - self.done), self.time_limit - seconds)
-            parts = [f"{self._percent(now):3.0f} %", f"{parts[0]}/{self.total}", f"{short_duration(left)} left"]
+            share = min(1.0, max(self.done / self.total, seconds / self.time_limit))
+            left = seconds / max(self.done - self._first, 1) * (self.total - self.done)
+            left = short_duration(min(left, self.time_limit - seconds))
+            parts = [f"{100 * share:3.0f} %", f"{parts[0]}/{self.total}", f"{left} left"]
         logger.info("%s", "  ".join([*parts, note]).rstrip())
-
-    def _percent(self, now: float) -> float:
-        if not self.total:
-            return 0.0
-        return min(100.0, 100 * max(self.done / self.total, (now - self._start) / self.time_limit))
 
 
 ProgressBar = tqdm | ProgressLines

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from metaphrase.inference.batches import pad_sources
+from metaphrase.inference.batches import TooLongError, evaluating, longest_source, longest_target, pad_sources
 from metaphrase.inference.progress import progress_bar
-from metaphrase.inference.sources import TooLongError, evaluating, longest_source, longest_target
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
 from metaphrase.tokenization.batches import batches_by_length
 
@@ -109,9 +108,13 @@ def forced_batches(
         start: As for `forced_inputs`.
 
     Raises:
-        ValueError: If a side has no tokens or more than the model has positions, or an id is not in the vocabulary.
+        TooLongError: If a side has more tokens than the model has positions.
     """
-    _check_pairs(model, sources, targets)
+    limits = longest_source(model), longest_target(model)
+    for side, rows, limit in zip(("source", "target"), (sources, targets), limits, strict=True):
+        for number, ids in enumerate(rows, start=1):
+            if limit is not None and len(ids) > limit:
+                raise TooLongError(number, len(ids), limit, side)
     lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
     with progress_bar(len(sources), "pair", show_progress) as bar:
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
@@ -120,66 +123,28 @@ def forced_batches(
             bar.update(len(batch))
 
 
-def _check_pairs(model: PreTrainedModel, sources: list[list[int]], targets: list[list[int]]) -> None:
-    sizes = (
-        getattr(model.get_input_embeddings(), "num_embeddings", None),
-        getattr(model.get_output_embeddings(), "out_features", None),
-    )
-    limits = longest_source(model), longest_target(model)
-    for side, rows, limit, size in zip(("source", "target"), (sources, targets), limits, sizes, strict=True):
-        for number, ids in enumerate(rows, start=1):
-            if not ids:
-                raise ValueError(f"`{side}s` must have at least one token each, got none in number {number}.")
-            if limit is not None and len(ids) > limit:
-                raise TooLongError(number, len(ids), limit, side)
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            if wrong < 0 or (size is not None and wrong >= size):
-                most = "" if size is None else f" and below {size}"
-                raise ValueError(f"`{side}s` must hold ids from 0{most}, got {wrong} in number {number}.")
-
-
 def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[str], list | None]:
-    """Check sources, and targets if there are any, and return them as lists.
-
-    Args:
-        sources: Texts.
-        targets: Texts or token ids, or `None`.
-
-    Raises:
-        ValueError: If either is a single string, their numbers differ, a source is blank or not a text, or a target is neither
-            a text nor ids.
-    """
+    """Return sources, and targets if there are any, as lists. Raises `ValueError` if they are not equally many."""
     sources = list(checked_texts(sources, "sources"))
-    if targets is not None:
-        # `checked_texts` refuses a single string. Ids are checked later.
-        targets = list(checked_texts(targets, "targets") if isinstance(targets, str) else targets)
-    if targets is not None and len(sources) != len(targets):
+    if targets is None:
+        return sources, None
+    # `checked_texts` refuses a single string.
+    targets = list(checked_texts(targets, "targets") if isinstance(targets, str) else targets)
+    if len(sources) != len(targets):
         raise ValueError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")
-    for number, source in enumerate(sources, start=1):
-        if not source.strip():
-            raise ValueError(f"`sources` must not be empty or white space, got {source!r} in number {number}.")
-    for number, target in enumerate(targets or [], start=1):
-        if not isinstance(target, str | Iterable):
-            raise ValueError(f"`targets` must hold texts or lists of ids, got {target!r} in number {number}.")
     return sources, targets
 
 
 def encode_forced(tokenizers: TokenizerPair, targets: Sequence[str | Sequence[int]]) -> list[list[int]]:
     """Return the ids of targets: texts are encoded up to their end of sequence, ids stay as they are."""
-    texts = [target for target in targets if isinstance(target, str)]
-    if not texts:  # A multilingual tokenizer without target language could not encode, and need not.
-        return [[int(token) for token in target] for target in targets]
-    encoded = iter(tokenizers.encode_targets(texts))
-    # Some tokenizers write the language code after the end of sequence. The decoder starts with it instead.
-    frame_end, end = TextFrame.of(tokenizers.encode_targets).end, tokenizers.target.eos_token_id
-    num_after_end = len(frame_end) - 1 - frame_end.index(end) if end in frame_end else 0
-    rows = []
-    for target in targets:
-        if isinstance(target, str):
-            ids = next(encoded)
-            rows.append(ids[: len(ids) - num_after_end])
-        else:
-            rows.append([int(token) for token in target])
+    rows = [[] if isinstance(target, str) else [int(token) for token in target] for target in targets]
+    texts = {index: target for index, target in enumerate(targets) if isinstance(target, str)}
+    if texts:  # A multilingual tokenizer without target language could not encode, and need not.
+        # Some tokenizers write the language code after the end of sequence. The decoder starts with it instead.
+        frame_end, end = TextFrame.of(tokenizers.encode_targets).end, tokenizers.target.eos_token_id
+        num_after_end = len(frame_end) - 1 - frame_end.index(end) if end in frame_end else 0
+        for index, ids in zip(texts, tokenizers.encode_targets(list(texts.values())), strict=True):
+            rows[index] = ids[: len(ids) - num_after_end]
     return rows
 
 
@@ -188,17 +153,8 @@ def forced_inputs(
 ) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `attention_mask` `(batch, source)`, and `decoder_input_ids` `(batch, target)`, padded on the right.
 
-    The decoder reads the start token, then each target without its last token. Its padding needs no mask, because the causal
-    mask hides later positions.
-
-    Args:
-        model: The model that reads them.
-        sources: Ids of each source.
-        targets: Ids of each target, without the start token.
-        start: The start token; by default the model's.
-
-    Raises:
-        ValueError: If `start` is `None` and the model has no start token.
+    The decoder reads the start token, by default the model's, then each target without its last token. Its padding needs no
+    mask, because the causal mask hides later positions.
     """
     start, pad = _start_token(model) if start is None else start, model.config.pad_token_id or 0
     width = max(len(target) for target in targets)

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.inference.alignment import AttentionMap, aligned_layer, cross_attentions
 from metaphrase.inference.generator import Generator, make_splitter
 from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
 from metaphrase.inference.texts.plan import Links, Sentence, Terms, TextPlan, find_loop, find_words
-from metaphrase.tokenization import checked_texts, word_ids_by_offsets
+from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
 
 # A line break of markup is a space.
 _SPACES = re.compile(r"[ \t\r\n\f]+")
@@ -129,24 +129,29 @@ class TextDecoder:
     def _force(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
         """Decode a sentence again with its terms, if some are missing. Returns the better target."""
         _, missing = sentence.find_atoms(target)
-        if not missing or not isinstance(self.generator.model, torch.nn.Module) or options.get("do_sample"):
+        if not missing or not is_metaphrase(self.generator.model) or options.get("do_sample"):
             return target
-        phrases = [*options.get("must_contain", []), *(atom.expected for atom in sentence.atoms if atom.expected)]
+        terms = [atom.expected for atom in sentence.atoms if atom.expected and self._can_write(atom.expected)]
         beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
-        try:
-            [other] = self.generator.generate([source], **{**options, "must_contain": phrases, "num_beams": beams})
-        except ValueError:
-            # The tokenizer cannot write a phrase, or the options do not go together.
-            return target
+        options = {**options, "must_contain": [*options.get("must_contain", []), *terms], "num_beams": beams}
+        [other] = self.generator.generate([source], **options)
         # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
         growth = sum(
-            _count_words(atom.expected) - _count_words(sentence.text[atom.start : atom.end]) for atom in missing
+            len(find_words(atom.expected)) - len(find_words(sentence.text[atom.start : atom.end])) for atom in missing
         )
-        is_longer = _count_words(other) > _count_words(target) + max(growth, 0)
+        is_longer = len(find_words(other)) > len(find_words(target)) + max(growth, 0)
         if is_longer or len(sentence.find_atoms(other)[1]) == len(missing) or find_loop(source, other):
             return target
         self.counts["num_forced"] += 1
         return other
+
+    def _can_write(self, term: str) -> bool:
+        """Return True if the tokenizer has tokens for a term. Any other term is placed by the alignment, and counted."""
+        try:
+            encode_phrase(self.generator.tokenizers.target, term)
+        except ValueError:
+            return False
+        return True
 
     def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
         """Return the alignment of words of each sentence and its target."""
@@ -158,10 +163,6 @@ class TextDecoder:
 
 
 _NO_LINKS = Links([], [], [])
-
-
-def _count_words(text: str) -> int:
-    return len(find_words(text))
 
 
 def _needs_links(sentence: Sentence, target: str) -> bool:

@@ -8,8 +8,8 @@ from transformers import set_seed
 
 from metaphrase.hub_card import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
+from metaphrase.inference.batches import numbering
 from metaphrase.inference.line_files import check_files, open_output, read_lines
-from metaphrase.inference.sources import numbering
 from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import (
     chosen_generation_options,
@@ -19,24 +19,40 @@ from metaphrase.scripts.parsers import (
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = {".png": "png", ".align": "pharaoh", ".txt": "pharaoh"}
 # A word alignment goes to standard output by default.
 DEFAULT_OUTPUTS = {"png": "attention.png", "pharaoh": None}
 SENTENCES_AT_A_TIME = 1024
 
 
-def choose_format(output: str | None, name: str | None) -> str:
-    """Return the format by name, else by the suffix of the output.
-
-    Raises:
-        ValueError: If the suffix is unknown.
-    """
-    if name is not None or output is None:
-        return name or "png"
-    suffix = Path(output).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"`output` must end in one of {', '.join(SUFFIXES)} without `format`, got {output!r}.")
-    return SUFFIXES[suffix]
+def main(arguments: argparse.Namespace) -> None:
+    form = arguments.format or ("pharaoh" if Path(arguments.output or "").suffix in (".align", ".txt") else "png")
+    output = arguments.output or DEFAULT_OUTPUTS[form]
+    inputs = given_options(arguments, ("input", "target_input"))
+    if not arguments.source:
+        inputs["input"] = arguments.input
+    check_files(inputs, output)
+    sources, targets = read_pairs(arguments)
+    nonblank = [index for index, source in enumerate(sources) if source.strip()]
+    if form == "png" and len(nonblank) != 1:
+        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several.")
+    set_seed(arguments.seed)
+    generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
+    options = {"layer": arguments.layer, "head": arguments.head, **chosen_generation_options(arguments)}
+    options["show_progress"] = None if len(nonblank) > 1 else False
+    if form == "pharaoh":
+        write_links(generator, sources, targets, output, options)
+    else:
+        [attention] = compute_maps(generator, sources, targets, nonblank, **options)
+        tokens = attention.source_tokens, attention.target_tokens
+        title = f"Cross-attention: {describe_choice(arguments.layer, arguments.head)}"
+        draw_attention_map(attention.weights, *tokens, output, title=title)
+        logger.info("Target: %s", attention.target)
+    if len(nonblank) < len(sources):
+        effect = "have an empty line" if form == "pharaoh" else "are left out"
+        logger.warning("Empty sources, which %s: %d of %d.", effect, len(sources) - len(nonblank), len(sources))
+    warn_of_lengths(generator, len(nonblank))
+    if output is not None:
+        logger.info("Written to %s", output)
 
 
 def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | None]:
@@ -52,45 +68,12 @@ def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | No
         if text is not None and file is not None:
             raise ValueError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
     sources = list(arguments.source or read_lines(arguments.input, arguments.max_line_characters))
-    targets = (
-        arguments.target
-        if arguments.target_input is None
-        else list(read_lines(arguments.target_input, arguments.max_line_characters))
-    )
+    targets = arguments.target
+    if arguments.target_input is not None:
+        targets = list(read_lines(arguments.target_input, arguments.max_line_characters))
     if targets is not None and len(targets) != len(sources):
         raise ValueError(f"`source` and `target` must be equally many, got {len(sources)} and {len(targets)}.")
     return sources, targets
-
-
-def main(arguments: argparse.Namespace) -> None:
-    form = choose_format(arguments.output, arguments.format)
-    output = arguments.output or DEFAULT_OUTPUTS[form]
-    inputs = given_options(arguments, ("input", "target_input"))
-    if not arguments.source:
-        inputs["input"] = arguments.input
-    check_files(inputs, output, models=[arguments.model])
-    sources, targets = read_pairs(arguments)
-    nonblank = [index for index, source in enumerate(sources) if source.strip()]
-    if form == "png" and len(nonblank) != 1:
-        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several.")
-    set_seed(arguments.seed)
-    generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
-    choice = {"layer": arguments.layer, "head": arguments.head}
-    options = {**choice, "show_progress": None if len(nonblank) > 1 else False, **chosen_generation_options(arguments)}
-    if form == "pharaoh":
-        write_links(generator, sources, targets, output, options)
-    else:
-        [attention] = compute_maps(generator, sources, targets, nonblank, **options)
-        tokens = attention.source_tokens, attention.target_tokens
-        title = f"Cross-attention: {describe_choice(**choice)}"
-        draw_attention_map(attention.weights, *tokens, output, title=title)
-        logger.info("Target: %s", attention.target)
-    if len(nonblank) < len(sources):
-        effect = "have an empty line" if form == "pharaoh" else "are left out"
-        logger.warning("Empty sources, which %s: %d of %d.", effect, len(sources) - len(nonblank), len(sources))
-    warn_of_lengths(generator, len(nonblank))
-    if output is not None:
-        logger.info("Written to %s", output)
 
 
 def describe_choice(layer: int | None, head: int | None) -> str:

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 from metaphrase.data.pairs import pair_formatter
+from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import num_lines, read_lines
-from metaphrase.inference.streams import ScoredText
 from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
 
 

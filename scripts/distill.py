@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatter
 from metaphrase.inference import expected_utilities
+from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import num_lines, read_lines
-from metaphrase.inference.streams import ScoredText
 from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
 from metaphrase.scripts.parsers import check_dependents, given_options
 

@@ -24,8 +24,8 @@ from metaphrase.evaluation.metrics import (
 )
 from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
+from metaphrase.inference.generator import check_source_length
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
-from metaphrase.inference.sources import check_source_length
 from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import (
     check_dependents,
@@ -79,7 +79,7 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict]) -> P
     output = check_writable("metrics.json" if output is None else output)
     inputs = given_options(arguments, ("source", "target", "file"))
     for name, path in given_options(arguments, ("output", "predictions")).items() | {("output", output)}:
-        check_files(inputs, path, name, chosen_models(arguments))
+        check_files(inputs, path, name)
     # Compares names, because neither file need exist.
     if arguments.predictions is not None and Path(arguments.predictions).resolve() == output.resolve():
         raise ValueError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")

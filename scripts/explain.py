@@ -14,10 +14,7 @@ from metaphrase.hub_card.pages import check_pairs
 from metaphrase.inference import Explanation, Generator, explain
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.generate import warn_of_lengths
-from metaphrase.scripts.parsers import (
-    chosen_generation_options,
-    chosen_loading_options,
-)
+from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`source` and `target` must be equally many, got {len(arguments.source)} and {len(targets)}.")
     check_pairs(len(targets))
     output = arguments.output or (None if arguments.text else DEFAULT_OUTPUT)
-    check_files({}, output, models=[arguments.model])
+    check_files({}, output)
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = chosen_generation_options(arguments) | {"seed": arguments.seed}
@@ -51,93 +48,83 @@ def main(arguments: argparse.Namespace) -> None:
 
 def describe(explanation: Explanation) -> Iterator[str]:
     """Yield the lines of an explanation for a terminal. Control characters and marks of direction are spelled out."""
-    for lines in (_tokens, _shapes, _positions, _masks, _attention, _labels, _steps, _beam):
-        yield from (spell_out(line, ("Cc", "Cf", "Cs", "Zl", "Zp")) for line in lines(explanation))
+    for title, lines in _sections(explanation).items():
+        yield title
+        yield from (spell_out(line, ("Cc", "Cf", "Cs", "Zl", "Zp")) for line in lines)
         yield ""
     yield from explanation.notes
 
 
-def _tokens(explanation: Explanation) -> Iterator[str]:
-    yield "TOKENS: token and id"
-    target = "target (generated)" if explanation.is_generated else "target (given)"
-    sides = explanation.source_tokens, explanation.decoder_tokens, explanation.target_tokens
-    for name, side in zip(("source", "decoder input", target), sides, strict=True):
-        pairs = zip(side.tokens, side.ids, strict=True)
-        yield f"{name}: " + "  ".join(f"{token} {index}" for token, index in pairs)
-
-
-def _shapes(explanation: Explanation) -> Iterator[str]:
-    yield "SHAPES: output of each module, first layers only"
-    width = max((len(stage.name) for stage in explanation.stages), default=0)
-    for stage in explanation.stages:
-        yield f"{stage.name:<{width}}  {' x '.join(map(str, stage.shape))}"
-
-
-def _positions(explanation: Explanation) -> Iterator[str]:
-    yield f"POSITION ENCODINGS: magnitudes from '{SHADES[0]}' (0) to '{SHADES[-1]}' (the largest){_CUT}"
-    for item in explanation.positions:
+def _sections(shown: Explanation) -> dict[str, list[str]]:
+    """Return the lines of each section by its title."""
+    source, decoder, target = shown.source_tokens, shown.decoder_tokens, shown.target_tokens
+    width = max((len(stage.name) for stage in shown.stages), default=0)
+    maps = {"encoder": (source, source), "decoder": (decoder, decoder), "cross": (target, source)}
+    positions, attention, steps = [], [], []
+    for item in shown.positions:
         largest = float(np.abs(item.values).max()) or 1.0
-        yield f"{item.name} ({item.kind}{' of head 0' if item.kind == 'bias' else ''}), largest {largest:.3g}"
-        for row in item.values[0][:MAX_ROWS, :MAX_COLUMNS]:
-            yield "  " + "".join(SHADES[round(abs(value) / largest * (len(SHADES) - 1))] for value in row.tolist())
-
-
-def _masks(explanation: Explanation) -> Iterator[str]:
-    yield f"MASKS: rows are queries, columns are keys; # may read, . may not{_CUT}"
-    for name, mask in explanation.masks.items():
-        yield f"{name}:"
-        yield from (
-            "  " + "".join(".#"[cell] for cell in row) for row in mask[:MAX_ROWS, :MAX_COLUMNS].astype(int).tolist()
+        positions.append(
+            f"{item.name} ({item.kind}{' of head 0' if item.kind == 'bias' else ''}), largest {largest:.3g}"
         )
-
-
-def _attention(explanation: Explanation) -> Iterator[str]:
-    yield "ATTENTION: mean of the heads of the last layer, the three largest shares of each query"
-    sides = {
-        "encoder": (explanation.source_tokens, explanation.source_tokens),
-        "decoder": (explanation.decoder_tokens, explanation.decoder_tokens),
-        "cross": (explanation.target_tokens, explanation.source_tokens),
-    }
-    for name, weights in explanation.attentions.items():
-        queries, keys = sides[name]
-        yield f"{name}:"
-        for token, row in zip(queries.tokens, weights[-1].mean(axis=0), strict=True):
-            best = row.argsort()[::-1][:3]
-            yield f"  {token} <- " + ", ".join(f"{keys.tokens[key]} {100 * row[key]:.0f} %" for key in best)
-
-
-def _labels(explanation: Explanation) -> Iterator[str]:
-    yield f"TEACHER FORCING: decoder input -> label, probability and rank; mean loss {explanation.loss:.4f} nats"
-    sides = explanation.decoder_tokens.tokens, explanation.target_tokens.tokens
-    rows = zip(*sides, explanation.probabilities, explanation.ranks, strict=True)
-    yield from (f"  {token} -> {label}  {100 * value:.2f} %  rank {rank}" for token, label, value, rank in rows)
-    yield "  (padding) -> -100  ignored"
-
-
-def _steps(explanation: Explanation) -> Iterator[str]:
-    yield "NEXT TOKENS: the most probable at each step; * on the path, b of beam search, k and p remain with top-k and top-p"
-    for name, steps in explanation.paths.items():
-        yield f"path {name}:"
-        for number, step in enumerate(steps, start=1):
-            shown = []
+        for row in np.rint(np.abs(_cut(item.values[0])) / largest * (len(SHADES) - 1)).astype(int):
+            positions.append("  " + "".join(SHADES[shade] for shade in row))
+    for name, weights in shown.attentions.items():
+        attention.append(f"{name}:")
+        for token, row in zip(maps[name][0].tokens, weights[-1].mean(axis=0), strict=True):
+            best = (f"{maps[name][1].tokens[key]} {100 * row[key]:.0f} %" for key in row.argsort()[::-1][:3])
+            attention.append(f"  {token} <- {', '.join(best)}")
+    for name, path in shown.paths.items():
+        steps.append(f"path {name}:")
+        for number, step in enumerate(path, start=1):
+            tokens = []
             for index, (token, share) in enumerate(zip(step.tokens, step.probabilities, strict=True)):
                 marks = "*" * (step.ids[index] == step.choice) + "b" * (step.ids[index] == step.beam_choice)
                 marks += "k" * (step.top_k.probabilities[index] > 0) + "p" * (step.top_p.probabilities[index] > 0)
-                shown.append(f"{token} {100 * share:.1f} %" + (f" [{marks}]" if marks else ""))
-            yield f"  {number}: " + ", ".join(shown)
-            yield f"     top-k draws {step.top_k.token}, top-p draws {step.top_p.token}"
+                tokens.append(f"{token} {100 * share:.1f} %" + (f" [{marks}]" if marks else ""))
+            steps += [f"  {number}: {', '.join(tokens)}"]
+            steps += [f"     top-k draws {step.top_k.token}, top-p draws {step.top_p.token}"]
+    labels = zip(decoder.tokens, target.tokens, shown.probabilities, shown.ranks, strict=True)
+    sides = {"source": source, "decoder input": decoder}
+    sides["target (generated)" if shown.is_generated else "target (given)"] = target
+    return {
+        "TOKENS: token and id": [
+            f"{name}: " + "  ".join(f"{token} {index}" for token, index in zip(side.tokens, side.ids, strict=True))
+            for name, side in sides.items()
+        ],
+        "SHAPES: output of each module, first layers only": [
+            f"{stage.name:<{width}}  {' x '.join(map(str, stage.shape))}" for stage in shown.stages
+        ],
+        f"POSITION ENCODINGS: magnitudes from '{SHADES[0]}' (0) to '{SHADES[-1]}' (the largest){_CUT}": positions,
+        f"MASKS: rows are queries, columns are keys; # may read, . may not{_CUT}": [
+            line
+            for name, mask in shown.masks.items()
+            for line in (f"{name}:", *("  " + "".join(".#"[int(cell)] for cell in row) for row in _cut(mask)))
+        ],
+        "ATTENTION: mean of the heads of the last layer, the three largest shares of each query": attention,
+        f"TEACHER FORCING: decoder input -> label, probability and rank; mean loss {shown.loss:.4f} nats": [
+            *(f"  {token} -> {label}  {100 * value:.2f} %  rank {rank}" for token, label, value, rank in labels),
+            "  (padding) -> -100  ignored",
+        ],
+        "NEXT TOKENS: the most probable at each step; * on the path, b of beam search, k and p: in top-k and top-p": steps,
+        f"BEAM SEARCH with {shown.beam_tree.num_beams} beams: each candidate behind its hypothesis, with the sum of "
+        "log-probabilities": _tree_lines(shown),
+    }
 
 
-def _beam(explanation: Explanation) -> Iterator[str]:
-    tree = explanation.beam_tree
-    yield f"BEAM SEARCH with {tree.num_beams} beams: each candidate behind its hypothesis, with the sum of log-probabilities"
-    children: dict[int | None, list[int]] = {}
-    for index, node in enumerate(tree.nodes):
-        children.setdefault(node.parent, []).append(index)
-    open_nodes = children.get(None, [])[::-1]
-    while open_nodes:
-        index = open_nodes.pop()
-        node = tree.nodes[index]
+def _cut(values: np.ndarray) -> np.ndarray:
+    return values[:MAX_ROWS, :MAX_COLUMNS]
+
+
+def _tree_lines(explanation: Explanation) -> list[str]:
+    """Return the lines of the beam search's candidates, each with those behind it."""
+    nodes, children, lines = explanation.beam_tree.nodes, {}, []
+    for index, node in enumerate(nodes):
+        children.setdefault(node.parent, []).insert(0, index)
+    waiting = list(children.get(None, []))
+    while waiting:
+        index = waiting.pop()
+        node = nodes[index]
         result = f", result {node.rank} with score {node.score:.4f}" if node.rank else ""
-        yield f"  {'| ' * node.step}{node.token}  {node.total:.3f} {node.state}{result}"
-        open_nodes += children.get(index, [])[::-1]
+        lines.append(f"  {'| ' * node.step}{node.token}  {node.total:.3f} {node.state}{result}")
+        waiting += children.get(index, [])
+    return lines

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from transformers import set_seed
 
 from metaphrase.inference import Generator, GeneratorPool
+from metaphrase.inference.generator import ScoredText, read_chunks
 from metaphrase.inference.line_files import (
     ResumedFile,
     check_files,
@@ -21,7 +22,6 @@ from metaphrase.inference.line_files import (
     open_output,
     read_lines,
 )
-from metaphrase.inference.streams import ScoredText, read_chunks
 from metaphrase.inference.texts.plan import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts.parsers import (
@@ -57,8 +57,7 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | G
 def main(arguments: argparse.Namespace) -> None:
     needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
     check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
-    glossary = {} if arguments.glossary is None else {"glossary": arguments.glossary}
-    options = prepare(arguments, {"input": arguments.input} | glossary)
+    options = prepare(arguments, {"input": arguments.input} | given_options(arguments, ("glossary",)))
     options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best and arguments.mbr_candidates is None:
@@ -67,12 +66,34 @@ def main(arguments: argparse.Namespace) -> None:
     part = chosen_part(arguments, num_lines(arguments.input))
     needs_texts = arguments.format != "text" or arguments.keep or arguments.glossary is not None
     if needs_texts:
-        check_whole_texts(arguments, n_best)
+        names = ("ensemble", "mbr_candidates", "resume", "shard")
+        refused = {name: getattr(arguments, name) for name in names}
+        refused |= {"n_best": n_best, "num_processes": arguments.num_processes > 1}
+        refused["engine"] = arguments.engine == "ctranslate2"
+        if names := [name for name, value in refused.items() if value]:
+            raise ValueError(f"--format, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
     with load(arguments, options) as generator:
         if needs_texts:
             write_texts(generator, arguments, options)
+            return
+        num_targets, risk = 1, None
+        if arguments.mbr_candidates is None:
+            num_targets = generator.num_targets(**options)
         else:
-            write(generator, arguments, options, part, n_best)
+            risk = {"num_candidates": arguments.mbr_candidates, "num_references": arguments.mbr_references}
+            risk["utility"] = arguments.mbr_utility or "chrf"
+        lines = read_lines(arguments.input, arguments.max_line_characters)
+        decode_records(
+            generator,
+            arguments,
+            options,
+            ((line,) for line in lines),
+            part,
+            lambda index, record, candidates: format_targets(index, candidates, n_best),
+            num_targets=num_targets,
+            risk=risk,
+            with_scores=n_best,
+        )
 
 
 def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dict:
@@ -83,14 +104,10 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
         inputs: Files to read, by the names of their options.
 
     Raises:
-        ValueError: If a size is below 1, an option lacks another one, or a file would be lost.
+        ValueError: If an option lacks another one, or a file would be lost.
     """
-    for name in ("chunk_size", "num_processes"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     check_dependents(arguments, resume="output")
-    models = [*chosen_models(arguments), *filter(None, [getattr(arguments, "assistant_model", None)])]
-    check_files(inputs, arguments.output, models=models)
+    check_files(inputs, arguments.output)
     if arguments.resume:
         check_regular(arguments.output)
     set_seed(arguments.seed)
@@ -112,28 +129,15 @@ def chosen_part(arguments: argparse.Namespace, total: int | None) -> range | Non
     return None
 
 
-def check_whole_texts(arguments: argparse.Namespace, n_best: bool) -> None:
-    """Raise `ValueError` for options that do not go together with markup and terms."""
-    refused = {"ensemble": arguments.ensemble, "n_best": n_best, "mbr_candidates": arguments.mbr_candidates}
-    refused |= {"resume": arguments.resume, "num_processes": arguments.num_processes > 1}
-    refused["shard"] = arguments.shard
-    refused["engine"] = arguments.engine == "ctranslate2"
-    if names := [name for name, value in refused.items() if value]:
-        raise ValueError(
-            f"`{names[0]}` must be left out with --format, --keep and --glossary, which need one torch model."
-        )
-
-
 def write_texts(generator: Generator, arguments: argparse.Namespace, options: dict) -> None:
     """Decode a page, or lines with terms, into the output, and log counts."""
-    glossary = None if arguments.glossary is None else read_glossary(arguments.glossary)
+    terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     is_page = arguments.format != "text"
-    split_sentences = arguments.split_sentences or is_page
     decoder = TextDecoder(
         generator,
         text_format=arguments.format,
-        split_sentences=split_sentences,
-        terms=Terms(arguments.keep, glossary),
+        split_sentences=arguments.split_sentences or is_page,
+        terms=terms,
     )
     lines = read_lines(arguments.input, arguments.max_line_characters)
     if is_page:
@@ -143,13 +147,8 @@ def write_texts(generator: Generator, arguments: argparse.Namespace, options: di
             for text in decoder.decode(chunk.texts, **options):
                 output.write(text + "\n")
         output.finish()
-    warn_of_lengths(generator, decoder.counts["num_sentences"])
-    report_texts(decoder)
-
-
-def report_texts(decoder: TextDecoder) -> None:
-    """Log the counts of a decoder of whole texts."""
     counts = decoder.counts
+    warn_of_lengths(generator, counts["num_sentences"])
     logger.info("Sentences: %d.", counts["num_sentences"])
     for name, text in (
         ("num_cut", "Sentences that were too long and were cut between clauses: %d."),
@@ -162,34 +161,6 @@ def report_texts(decoder: TextDecoder) -> None:
             logger.warning(text, counts[name])
     for sentence in decoder.placed[:MAX_SHOWN]:
         logger.warning("  %s", sentence)
-
-
-def write(
-    generator: Generator | GeneratorPool,
-    arguments: argparse.Namespace,
-    options: dict,
-    part: range | None,
-    n_best: bool,
-) -> None:
-    """Decode the input into the output, and log counts and speed."""
-    num_targets, risk = 1, None
-    if arguments.mbr_candidates is None:
-        num_targets = generator.num_targets(**options)
-    else:
-        risk = {"num_candidates": arguments.mbr_candidates, "num_references": arguments.mbr_references}
-        risk["utility"] = arguments.mbr_utility or "chrf"
-    lines = read_lines(arguments.input, arguments.max_line_characters)
-    decode_records(
-        generator,
-        arguments,
-        options,
-        ((line,) for line in lines),
-        part,
-        lambda index, record, candidates: format_targets(index, candidates, n_best),
-        num_targets=num_targets,
-        risk=risk,
-        with_scores=n_best,
-    )
 
 
 def decode_records(
@@ -220,7 +191,7 @@ def decode_records(
     start, stop = (0, None) if part is None else (part.start, part.stop)
     if arguments.resume:
         layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": arguments.chunk_size}
-        opened = ResumedFile(arguments.output, first_index=start, **layout)
+        opened = ResumedFile(arguments.output, **layout)
     else:
         opened = open_output(arguments.output)
     count, started = 0, time.perf_counter()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.texts.plan import Terms, read_glossary
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
+from metaphrase.storage.loading import default_device
 
 try:
     import uvicorn
@@ -59,7 +59,7 @@ def divide_threads(device: str | None) -> int:
     On a CPU, two batches with a thread each are decoded faster than one with two threads, whose small steps wait for each
     other. More than four batches wait for Python.
     """
-    if find_device(default_device() if device is None else device).type != "cpu":
+    if torch.device(default_device() if device is None else device).type != "cpu":
         return 1
     num_threads = torch.get_num_threads()
     num_batches = min(_MAX_BATCHES, num_threads)

@@ -24,9 +24,6 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file.")
     if len(files) > 2:
         raise ValueError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
-    for name in ("num_per_token", "num_frequent"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     check_model_folder(path.parent)
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
     columns = given_options(arguments, ("source_column", "target_column"))

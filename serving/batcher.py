@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from metaphrase.inference.engine import Hypothesis
+from metaphrase.inference.batches import Hypothesis
 from metaphrase.inference.generator import EncodedTexts, Plan
 from metaphrase.tokenization.batches import batches_by_length
 
@@ -298,7 +298,7 @@ class Batcher:
         search, started = rows[0][0], time.perf_counter()
         ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
         encoded = EncodedTexts(ids, documents=[], counts={})
-        hypotheses, _ = search.plan.search(encoded, search.return_scores, indices=range(len(rows)))
+        hypotheses, _ = search.plan.search(encoded, search.return_scores)
         seconds = time.perf_counter() - started
         num_source_tokens = sum(other.lengths[index] for other, index in rows)
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)

@@ -13,7 +13,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.inference import Generator
-from metaphrase.inference.engine import Hypothesis
+from metaphrase.inference.batches import Hypothesis
 from metaphrase.inference.generator import EncodedTexts, Plan
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.storage.folders import read_fields

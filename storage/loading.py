@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError
@@ -78,21 +79,18 @@ def refuse_missing_folder(name_or_path: str | os.PathLike, field: str) -> None:
     text, path = os.fspath(name_or_path), Path(name_or_path)
     if path.exists():
         return
+    missing = f"`{field}` must be a folder that exists, or a name on the Hub, got {text!r}"
     if text.startswith((".", "/", "~")) or len(path.parts) > 2:
-        raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}.")
+        raise FileNotFoundError(f"{missing}.")
     if constants.HF_HUB_OFFLINE or try_to_load_from_cache(text, CONFIG_NAME) is not None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(text, CONFIG_NAME))
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}: {error}") from error
-    except HfHubHTTPError:
-        # The Hub knows the model. transformers repeats a request that the Hub could not answer.
-        return
     except Exception as error:
-        # Each version of huggingface_hub has its own errors for a missing network.
-        reason = f"the Hub cannot be reached ({error})"
-        raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}: {reason}.") from error
+        # Each version of huggingface_hub has its own errors for a missing network. With any other answer the Hub knows the
+        # model, and transformers repeats a request that the Hub could not answer.
+        if isinstance(error, RepositoryNotFoundError) or not isinstance(error, HfHubHTTPError):
+            raise FileNotFoundError(f"{missing}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -110,7 +108,28 @@ def naming(name_or_path: str | os.PathLike, field: str) -> Iterator[None]:
     except OSError as error:
         if Path(name_or_path).exists():
             raise
-        raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}: {error}") from error
+        raise FileNotFoundError(f"`{field}` cannot be loaded, got {os.fspath(name_or_path)!r}: {error}") from error
+
+
+def is_exported(name_or_path: str | os.PathLike) -> bool:
+    """Return True for a folder of CTranslate2."""
+    return Path(name_or_path, "model.bin").is_file()
+
+
+def default_device() -> str | torch.device:
+    """Return the accelerator if there is one, else the CPU."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+
+
+def check_device(name: str | torch.device) -> None:
+    """Raise `ValueError` for a device that torch cannot use here."""
+    try:
+        # The device `meta` holds no numbers.
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # CUDA's message may have many lines.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
 
 
 def free_main_memory() -> int:
@@ -120,7 +139,3 @@ def free_main_memory() -> int:
         with contextlib.suppress(OSError, ValueError):
             free = min(free, int(Path(limit).read_text()))
     return free
-
-
-def _describe_missing(name_or_path: str | os.PathLike, field: str) -> str:
-    return f"`{field}` must be a folder that exists, or a name on the Hub, got {os.fspath(name_or_path)!r}"

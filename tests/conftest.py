@@ -15,13 +15,6 @@ from transformers.integrations import flex_attention as flex_integration
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def cache_of_tests(tmp_path_factory):
-    """Keep copies of test models out of the user's cache."""
-    with patch.dict(os.environ, METAPHRASE_CACHE=str(tmp_path_factory.mktemp("cache"))):
-        yield
-
-
 @pytest.fixture(autouse=True)
 def seeded():
     """Start every test from the same random state."""

@@ -1,28 +1,18 @@
-"""Export to CTranslate2: a folder for its `Translator`, with tokenizers and generation settings.
-
-Importing this module registers Metaphrase with CTranslate2's own `TransformersConverter`.
-"""
+"""Export to CTranslate2: a folder for its `Translator`, with tokenizers and generation settings."""
 
 import functools
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from ctranslate2.converters import utils
-from ctranslate2.converters.transformers import ModelLoader, register_loader
 from ctranslate2.specs import attention_spec, common_spec, model_spec
 from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
-from ctranslate2.specs.transformer_spec import (
-    TransformerConfig,
-    TransformerDecoderSpec,
-    TransformerEncoderSpec,
-    TransformerSpec,
-)
+from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
@@ -48,75 +38,6 @@ _ACTIVATIONS = {
 # The frequencies of these depend on the length.
 _CHANGING_ROTATIONS = ("dynamic", "longrope")
 _BIASED = ("relative", "none")
-
-
-@register_loader(MetaphraseConfig.__name__)
-class MetaphraseLoader(ModelLoader):
-    """Loader of Metaphrase models for CTranslate2's converter."""
-
-    @property
-    def architecture_name(self) -> str:
-        return AutoModelForSeq2SeqLM.__name__
-
-    def __call__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TransformerSpec:
-        # The converter loads only the source tokenizer.
-        return self.read(model, TokenizerPair.from_pretrained(tokenizer.name_or_path))
-
-    def get_model_spec(self, model: PreTrainedModel) -> TransformerSpec:
-        return make_spec(model)
-
-    def read(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> TransformerSpec:
-        """Return the specification of a model with its vocabularies.
-
-        Raises:
-            ValueError: If CTranslate2 cannot express the model or its special ids.
-        """
-        spec = self.get_model_spec(model)
-        config = model.config
-        targets = vocabulary(tokenizers.target, config.decoder_vocab_size)
-        is_shared = tokenizers.is_joint and config.vocab_size == config.decoder_vocab_size
-        spec.register_source_vocabulary(targets if is_shared else vocabulary(tokenizers.source, config.vocab_size))
-        spec.register_target_vocabulary(targets)
-        _set_special_tokens(spec.config, model, tokenizers, targets)
-        return spec
-
-
-def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
-    """Return `size` tokens in the order of their ids. An id without a token gets a unique name."""
-    known = tokenizer.get_vocab()
-    tokens = {index: token for token, index in known.items()}
-    for index in set(range(size)) - tokens.keys():
-        tokens[index] = f"<unused_{index}>"
-        while tokens[index] in known:
-            tokens[index] = f"<{tokens[index]}>"
-    return [tokens[index] for index in range(size)]
-
-
-def _set_special_tokens(
-    config: TransformerConfig, model: PreTrainedModel, tokenizers: TokenizerPair, targets: Sequence[str]
-) -> None:
-    """Set the special tokens, which CTranslate2 knows by name.
-
-    Raises:
-        ValueError: If the model has no end of sequence, or several.
-    """
-
-    def special_id(name: str) -> int | list[int] | None:
-        value = getattr(model.generation_config, name)
-        return getattr(model.config, name) if value is None else value
-
-    ends = special_id("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    if len(ends) != 1 or ends[0] is None:
-        raise ValueError(f"CTranslate2 cannot express `eos_token_id` {ends}: it knows exactly one.")
-    start = special_id("decoder_start_token_id")
-    padding = tokenizers.target.pad_token
-    config.eos_token = targets[ends[0]]
-    config.unk_token = padding if tokenizers.target.unk_token is None else tokenizers.target.unk_token
-    config.bos_token = padding if tokenizers.target.bos_token is None else tokenizers.target.bos_token
-    # A start that varies, such as a language code, comes with each call.
-    varies = start is None or model.config.decoder_start_from_labels
-    config.decoder_start_token = None if varies else targets[start]
 
 
 def export_ctranslate2(
@@ -152,28 +73,57 @@ def export_ctranslate2(
     fields = {"from": MetaphraseConfig.model_type, "to": "ctranslate2"}
     fields |= {"quantization": quantization} if quantization else {}
     with folder_in_one_step(output, check) as partial:
-        save_weights(model, tokenizers, partial, quantization)
+        save_weights(model, tokenizers, partial, find_vocabulary_map(source), quantization)
         tokenizers.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)
-        if (map_path := find_vocabulary_map(source)) is not None:
-            shutil.copyfile(map_path, partial / VOCABULARY_MAP_NAME)
         write_provenance(partial / PROVENANCE_NAME, source, **fields)
     return output
 
 
 def save_weights(
-    model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path, quantization: str | None = None
+    model: PreTrainedModel,
+    tokenizers: TokenizerPair,
+    folder: Path,
+    vocabulary_map: Path | None,
+    quantization: str | None = None,
 ) -> None:
-    """Write the weights and vocabularies of a model for CTranslate2. Quantization changes the weights of the model.
+    """Write weights, vocabularies and vocabulary map of a model for CTranslate2. Quantization changes the model's weights.
 
     Raises:
-        ValueError: If CTranslate2 cannot express the model.
+        ValueError: If CTranslate2 cannot express the model, or the model has no end of sequence or several.
     """
+    config, settings = model.config, model.generation_config
+    ends = config.eos_token_id if settings.eos_token_id is None else settings.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if len(ends) != 1 or ends[0] is None:
+        raise ValueError(f"CTranslate2 cannot express `eos_token_id` {ends}: it knows exactly one.")
+    start = settings.decoder_start_token_id
+    start = config.decoder_start_token_id if start is None else start
     with torch.inference_mode():
-        spec = MetaphraseLoader().read(model, tokenizers)
+        spec = make_spec(model)
+        targets = vocabulary(tokenizers.target, config.decoder_vocab_size)
+        is_shared = tokenizers.is_joint and config.vocab_size == config.decoder_vocab_size
+        spec.register_source_vocabulary(targets if is_shared else vocabulary(tokenizers.source, config.vocab_size))
+        spec.register_target_vocabulary(targets)
+        # CTranslate2 knows special tokens by name. It needs one for each.
+        tokenizer = tokenizers.target
+        spec.config.eos_token = targets[ends[0]]
+        spec.config.unk_token = tokenizer.pad_token if tokenizer.unk_token is None else tokenizer.unk_token
+        spec.config.bos_token = tokenizer.pad_token if tokenizer.bos_token is None else tokenizer.bos_token
+        # A start that varies, such as a language code, comes with each call.
+        varies = start is None or config.decoder_start_from_labels
+        spec.config.decoder_start_token = None if varies else targets[start]
         spec.validate()
         spec.optimize(quantization)
         spec.save(os.fspath(folder))
+    if vocabulary_map is not None:
+        shutil.copyfile(vocabulary_map, folder / VOCABULARY_MAP_NAME)
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
+    """Return `size` tokens in the order of their ids. An id without a token gets a name of its own."""
+    tokens = {index: token for token, index in tokenizer.get_vocab().items()}
+    return [tokens.get(index, f"<unused_{index}>") for index in range(size)]
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
@@ -199,7 +149,7 @@ def make_spec(model: PreTrainedModel) -> TransformerSpec:
     """Return the specification of a `MetaphraseForConditionalGeneration` with all weights, without vocabularies.
 
     Raises:
-        ValueError: If CTranslate2 cannot express the model. The message names all options in the way.
+        ValueError: Naming all options that CTranslate2 cannot express.
     """
     config = model.config
     if obstacles := find_obstacles(config):
@@ -255,8 +205,16 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
             layer_spec.self_attention = _rotary_attention(stack.rotary_emb, config)
         _fill_attention(layer_spec.self_attention, layer.self_attn, stack.rotary_emb)
         _fill_norm(layer_spec.self_attention.layer_norm, layer.self_attn_norm)
+        if config.position_embedding_type == "relative":
+            own = layer.self_attn.relative_position_bias if stack.position_bias is None else stack.position_bias
+            layer_spec.self_attention.relative_attention_bias = own.embedding.weight
+        elif config.position_embedding_type == "none":
+            # Without a bias CTranslate2 would add sinusoids.
+            heads = layer.self_attn.q_proj.out_features // layer.self_attn.head_dim
+            layer_spec.self_attention.relative_attention_bias = torch.zeros(4, heads)
         if config.position_embedding_type in _BIASED:
-            _fill_bias(layer_spec.self_attention, stack, layer.self_attn, config)
+            distance = np.int32(config.relative_attention_max_distance)
+            layer_spec.self_attention.relative_attention_max_distance = distance
         if hasattr(layer, "cross_attn"):
             _fill_attention(layer_spec.attention, layer.cross_attn, None)
             _fill_norm(layer_spec.attention.layer_norm, layer.cross_attn_norm)
@@ -275,19 +233,6 @@ def _position_table(stack: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
     length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
     # The model adds them in its own precision.
     return positions(torch.arange(length)[None], None)[0].to(stack.embed_tokens.weight.dtype)
-
-
-def _fill_bias(
-    spec: attention_spec.MultiHeadAttentionSpec, stack: nn.Module, attention: nn.Module, config: MetaphraseConfig
-) -> None:
-    """Fill T5's bias. A model without positions gets zeros, since CTranslate2 would add sinusoids by default."""
-    if config.position_embedding_type == "none":
-        heads = attention.q_proj.out_features // attention.head_dim
-        spec.relative_attention_bias = torch.zeros(4, heads)
-    else:
-        bias = attention.relative_position_bias if stack.position_bias is None else stack.position_bias
-        spec.relative_attention_bias = bias.embedding.weight
-    spec.relative_attention_max_distance = np.int32(config.relative_attention_max_distance)
 
 
 def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_spec.MultiHeadAttentionSpec:

@@ -1,29 +1,28 @@
 """HTML and XML: texts to decode, and the tags around them, which return to the words that they enclosed."""
 
-import bisect
 import html
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-# Openings and closings of markup that is no tag.
-_SPECIAL = (("<!--", "-->"), ("<![CDATA[", "]]>"), ("<?", "?>"), ("<!", ">"))
-_TAG = re.compile(r"<(/?)([A-Za-z_:][^\s/>]*)")
+# Comments and other markup that is no tag; tags, whose quotes may hold `>`; text. As in HTML, markup without an end goes on to
+# the end of the page, so that reading takes time in proportion to the page.
+_TOKEN = re.compile(
+    r"""<!--.*?(?:-->|\Z)|<!\[CDATA\[.*?(?:\]\]>|\Z)|<\?.*?(?:\?>|\Z)|<![^>]*(?:>|\Z)"""
+    r"""|<(?P<end>/?)(?P<name>[A-Za-z_:][^\s/>]*)(?:[^"'>]|"[^"]*(?:"|\Z)|'[^']*(?:'|\Z))*+(?:>|\Z)|[^<]+|<""",
+    re.DOTALL,
+)
 _KEPT = re.compile(r"""\stranslate\s*=\s*["']?no\b|\sclass\s*=\s*(?:"[^"]*|'[^']*|)\bnotranslate\b""", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|\w+);")
 _HAS_TEXT = re.compile(r"[^\W_]")
 # Elements inside a sentence.
-_INLINE = set(
-    re.findall(
-        r"\w+",
-        """
-    a abbr acronym b bdi bdo big cite data del dfn em font i img ins label mark q rp rt ruby s small span strike strong sub sup
-    time tt u wbr
-""",
-    )
-)
-_EMPTY = set(re.findall(r"\w+", "area base br col embed hr img input link meta param source track wbr"))
+_INLINE = {
+    *("a", "abbr", "acronym", "b", "bdi", "bdo", "big", "cite", "data", "del", "dfn", "em", "font", "i", "img", "ins"),
+    *("label", "mark", "q", "rp", "rt", "ruby", "s", "small", "span", "strike", "strong", "sub", "sup", "time", "tt"),
+    *("u", "wbr"),
+}
+_EMPTY = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"}
 # Elements whose content is no text to translate: a word of the sentence, or a block.
 _INLINE_KEPT, _BLOCK_KEPT = {"code", "kbd", "samp", "var", "math"}, {"pre", "script", "style", "svg", "textarea"}
 # Their content is no markup.
@@ -125,6 +124,10 @@ class _Token:
     is_end: bool = False
     is_empty: bool = False
 
+    @property
+    def is_text(self) -> bool:
+        return not self.name and (self.raw == "<" or not self.raw.startswith("<"))
+
 
 def parse_markup(page: str, is_html: bool = True, keep_tags: Collection[str] = ()) -> list[str | MarkedText]:
     """Return the parts of a page in order: markup that stays as it is, and texts.
@@ -143,6 +146,7 @@ class _Parser:
     def __init__(self, page: str, is_html: bool, keep_tags: Collection[str]):
         self.is_html = is_html
         self.keep_tags = {name.lower() if is_html else name for name in keep_tags}
+        self.kept_names = self.keep_tags | _INLINE_KEPT | _BLOCK_KEPT if is_html else self.keep_tags
         self.tokens = list(_read_tokens(page, is_html))
         self.ends = _find_ends(self.tokens)
         self.parts: list[str | MarkedText] = []
@@ -161,23 +165,22 @@ class _Parser:
         position = 0
         while position < len(self.tokens):
             token = self.tokens[position]
-            end = self.find_kept_end(position)
-            raw = "".join(part.raw for part in self.tokens[position:end])
-            if end > position + 1 or (token.name and self.is_kept(token)):
-                self.add_kept(token, raw, self.tokens[position:end])
+            if not token.is_end and (token.name in self.kept_names or (token.name and _KEPT.search(token.raw))):
+                end = (position if token.is_empty else self.ends.get(position, position)) + 1
+                self.add_kept(token.name, self.tokens[position:end])
             else:
+                end = position + 1
                 self.add(token, position)
             position = end
         self.finish()
         return self.parts
 
     def add(self, token: _Token, position: int) -> None:
-        if not token.name:
-            if token.raw.startswith("<") and len(token.raw) > 1:
-                self.add_atom(token.raw) if token.raw.startswith("<!--") else self.add_block(token.raw)
-            else:
-                self.add_text(token.raw)
-        elif not self.is_inline(token, position):
+        if token.is_text:
+            self.add_text(token.raw)
+        elif token.raw.startswith("<!--"):
+            self.add_atom(token.raw)
+        elif not token.name or not (token.name in _INLINE if self.is_html else position in self.inline):
             self.add_block(token.raw)
         elif token.is_empty:
             self.add_atom(token.raw)
@@ -202,9 +205,6 @@ class _Parser:
         self.raw.append(raw)
         self.current.tags.append(Tag(len(self.current.text), owner, is_closing))
 
-    def is_inline(self, token: _Token, position: int) -> bool:
-        return token.name in _INLINE if self.is_html else position in self.inline
-
     def add_text(self, raw: str) -> None:
         self.raw.append(raw)
         for entity in _ENTITY.findall(raw):
@@ -223,12 +223,12 @@ class _Parser:
         else:
             self.add_tag(raw, atom)
 
-    def add_kept(self, token: _Token, raw: str, tokens: Sequence[_Token]) -> None:
-        if self.is_html and token.name not in _INLINE | _INLINE_KEPT | self.keep_tags:
+    def add_kept(self, name: str, tokens: Sequence[_Token]) -> None:
+        raw = "".join(token.raw for token in tokens)
+        if self.is_html and name not in _INLINE | _INLINE_KEPT | self.keep_tags:
             self.add_block(raw)
         else:
-            text = "".join(html.unescape(part.raw) for part in tokens if not part.name and not part.raw.startswith("<"))
-            self.add_atom(raw, " ".join(text.split()))
+            self.add_atom(raw, " ".join("".join(html.unescape(token.raw) for token in tokens if token.is_text).split()))
 
     def add_block(self, raw: str) -> None:
         self.finish()
@@ -238,18 +238,17 @@ class _Parser:
     def close(self, token: _Token) -> None:
         if not self.num_open[token.name]:
             # The element was opened before a block tag, so it is around all that stands before this tag.
-            element = Element(0, len(self.current.text), "", token.raw)
+            element = Element(0, len(self.current.text), "")
             for inner in self.roots:
                 inner.parent = element
             self.roots = [element]
             self.outer.append(element)
-            self.add_tag(token.raw, element, is_closing=True)
-            return
-        name = ""
-        while name != token.name:
-            name, element = self.open.pop()
-            self.num_open[name] -= 1
-            element.end = len(self.current.text)
+        else:
+            name = ""
+            while name != token.name:
+                name, element = self.open.pop()
+                self.num_open[name] -= 1
+                element.end = len(self.current.text)
         element.closing = token.raw
         self.add_tag(token.raw, element, is_closing=True)
 
@@ -263,18 +262,21 @@ class _Parser:
         elif self.raw:
             self.parts.append("".join(self.raw))
 
-    def find_kept_end(self, position: int) -> int:
-        """Return the position behind an element whose content stays as it is, or behind this token."""
-        token = self.tokens[position]
-        if not token.name or token.is_end or token.is_empty or not self.is_kept(token):
-            return position + 1
-        return self.ends.get(position, position) + 1
 
-    def is_kept(self, token: _Token) -> bool:
-        if token.is_end:
-            return False
-        names = self.keep_tags | _INLINE_KEPT | _BLOCK_KEPT if self.is_html else self.keep_tags
-        return token.name in names or _KEPT.search(token.raw) is not None
+def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
+    """Yield tags, comments and texts. Together they are the page."""
+    position = 0
+    while match := _TOKEN.match(page, position):
+        raw, position, name = match.group(), match.end(), match["name"] or ""
+        name = name.lower() if is_html else name
+        is_empty = bool(name) and (raw.endswith("/>") or (is_html and name in _EMPTY))
+        yield _Token(raw, name, bool(match["end"]), is_empty and not match["end"])
+        if is_html and name in _RAW and not match["end"]:
+            end = re.compile(f"</{name}", re.IGNORECASE).search(page, position)
+            stop = end.start() if end else len(page)
+            if stop > position:
+                yield _Token(page[position:stop])
+            position = stop
 
 
 def _find_ends(tokens: Sequence[_Token]) -> dict[int, int]:
@@ -291,92 +293,25 @@ def _find_ends(tokens: Sequence[_Token]) -> dict[int, int]:
     return ends
 
 
-def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
-    """Yield tags, comments and texts. Together they are the page."""
-    position, scanner = 0, _Scanner(page)
-    while position < len(page):
-        raw = page[position : scanner.find_end(position)]
-        position += len(raw)
-        tag = _TAG.match(raw) if len(raw) > 1 else None
-        if tag is None:
-            yield _Token(raw)
-            continue
-        name = tag[2].lower() if is_html else tag[2]
-        is_empty = raw.endswith("/>") or (is_html and name in _EMPTY)
-        yield _Token(raw, name, bool(tag[1]), is_empty and not tag[1])
-        if is_html and name in _RAW and not tag[1]:
-            end = re.compile(f"</{name}", re.IGNORECASE).search(page, position)
-            stop = end.start() if end else len(page)
-            if stop > position:
-                yield _Token(page[position:stop])
-            position = stop
-
-
-class _Scanner:
-    """Finds the ends of tags, comments and texts. The time grows with the length of the page, whatever lacks its end."""
-
-    def __init__(self, page: str):
-        self.page = page
-        self._last = {closing: page.rfind(closing) for closing in ("'", '"', *(closing for _, closing in _SPECIAL))}
-        self._marks = [match.start() for match in re.finditer("[\"'>]", page)]
-        # Offsets outside of quotes from which no end of a tag follows.
-        self._endless: set[int] = set()
-
-    def find_end(self, start: int) -> int:
-        """Return the offset behind the tag, comment or text that begins at `start`."""
-        page = self.page
-        if page[start] != "<":
-            following = page.find("<", start)
-            return len(page) if following < 0 else following
-        for opening, closing in _SPECIAL:
-            begin = start + len(opening)
-            if page.startswith(opening, start) and begin <= self._last[closing]:
-                return page.find(closing, begin) + len(closing)
-        tag = _TAG.match(page, start)
-        return (tag and self._find_tag_end(tag.end())) or start + 1
-
-    def _find_tag_end(self, position: int) -> int | None:
-        """Return the offset behind the first `>` outside of quotes, or `None`."""
-        passed = []
-        while position not in self._endless:
-            passed.append(position)
-            index = bisect.bisect_left(self._marks, position)
-            if index == len(self._marks):
-                break
-            position = self._marks[index]
-            mark = self.page[position]
-            if mark == ">":
-                return position + 1
-            if self._last[mark] == position:
-                break
-            position = self.page.find(mark, position + 1) + 1
-        self._endless.update(passed)
-        return None
-
-
 def _find_inline(tokens: Sequence[_Token]) -> set[int]:
     """Return the positions of XML tags that stand in an element with text of its own."""
-    # For each open element: has it text, and where are the tags of its children?
-    levels: list[tuple[list[bool], list[int]]] = [([False], [])]
     inline: set[int] = set()
+    # For each open element the positions of its children's tags, with None for text.
+    levels: list[list[int | None]] = [[]]
+
+    def close(level: list[int | None]) -> None:
+        if None in level:
+            inline.update(position for position in level if position is not None)
+
     for position, token in enumerate(tokens):
-        has_text, children = levels[-1]
-        if not token.name:
-            has_text[0] |= not token.raw.startswith("<") and _HAS_TEXT.search(token.raw) is not None
-        elif token.is_empty:
-            children.append(position)
-        elif not token.is_end:
-            children.append(position)
-            levels.append(([False], []))
-        elif len(levels) > 1:
-            _keep_inline(levels.pop(), inline)
-            levels[-1][1].append(position)
-    while levels:
-        _keep_inline(levels.pop(), inline)
+        if token.name and token.is_end and len(levels) > 1:
+            close(levels.pop())
+        if token.name:
+            levels[-1].append(position)
+        elif token.is_text and _HAS_TEXT.search(token.raw):
+            levels[-1].append(None)
+        if token.name and not token.is_end and not token.is_empty:
+            levels.append([])
+    for level in levels:
+        close(level)
     return inline
-
-
-def _keep_inline(level: tuple[list[bool], list[int]], inline: set[int]) -> None:
-    (has_text,), children = level
-    if has_text:
-        inline.update(children)

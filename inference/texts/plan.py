@@ -116,8 +116,11 @@ class Sentence:
             most_words = 2 * len(self.text[atom.start : atom.end].split()) + 1
             # A model that does not know a word may look at it all the time. Its sentence must not be lost.
             if span is None or len(find_words(target[slice(*span)])) > most_words or _overlaps(span, spans.values()):
-                span = (_snap(links.find_gap(atom.start), spans.values()),) * 2
-                atom.output = _with_spaces(atom.output, target, span[0])
+                offset = _snap(links.find_gap(atom.start), spans.values())
+                span = (offset, offset)
+                # Spaces part the term from the words around it.
+                before, after = target[:offset][-1:].strip(), target[offset : offset + 1].isalnum()
+                atom.output = " " * bool(before) + atom.output + " " * after
             spans[atom] = span
         for atom in self.atoms:
             if atom not in spans:
@@ -127,12 +130,6 @@ class Sentence:
 
 def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
     return any(span[0] < end and start < span[1] for start, end in taken)
-
-
-def _with_spaces(text: str, target: str, offset: int) -> str:
-    """Return a term to insert into a target, with the spaces that part it from the words around it."""
-    before, after = target[:offset][-1:], target[offset : offset + 1]
-    return " " * bool(before.strip()) + text + " " * after.isalnum()
 
 
 def _snap(offset: int, spans: Iterable[Span], before: bool = False) -> int:
@@ -145,18 +142,25 @@ class _Renderer:
         self, sentence: Sentence, target: str, links: Links, escape: Callable[[str], str], spans: dict[Atom, Span]
     ):
         self.target, self.links, self.escape, self.spans = target, links, escape, spans
-        self.atoms = [atom for atom in sentence.atoms if not _is_empty(spans[atom])]
+        self.atoms = [atom for atom in sentence.atoms if spans[atom][0] < spans[atom][1]]
         self.inner: dict[Element | None, list[Element | Atom]] = {}
-        for part in (*sentence.elements, *(atom for atom in sentence.atoms if _is_empty(spans[atom]))):
+        for part in (*sentence.elements, *(atom for atom in sentence.atoms if atom not in self.atoms)):
             self.inner.setdefault(part.parent, []).append(part)
 
     def render_part(self, parent: Element | None, start: int, end: int) -> Iterator[str]:
         """Yield the markup of a part of the target, with the elements and the empty atoms directly inside `parent`."""
+
+        def rank(part: Element | Atom) -> int:
+            # An element that begins with the sentence is first, one that ends with it is last.
+            if isinstance(part, Atom) or (part.opening and part.closing):
+                return 1
+            return 0 if part.closing else 2
+
         spans = {}
         for part in self.inner.get(parent, []):
             spans[part] = self.spans[part] if isinstance(part, Atom) else self.find_span(part, start, end)
         position = start
-        for part in sorted(spans, key=lambda part: (_rank(part), spans[part][0], part.start)):
+        for part in sorted(spans, key=lambda part: (rank(part), spans[part][0], part.start)):
             first = min(max(spans[part][0], position), end)
             yield from self.render_text(position, first)
             position = first
@@ -172,7 +176,7 @@ class _Renderer:
     def find_span(self, element: Element, start: int, end: int) -> Span:
         """Return the part of the target that an element encloses, between two offsets."""
         span = self.links.find(element.start, element.end) or (self.links.find_gap(element.start),) * 2
-        inner = [self.spans[atom] for atom in self.atoms if _is_inside(atom, element)]
+        inner = [self.spans[atom] for atom in self.atoms if element in _elements_around(atom)]
         first, last = min([span[0], *(other[0] for other in inner)]), max([span[1], *(other[1] for other in inner)])
         atoms = [self.spans[atom] for atom in self.atoms]
         first, last = _snap(first, atoms, before=True), _snap(last, atoms)
@@ -190,22 +194,10 @@ class _Renderer:
         yield self.escape(self.target[start:end])
 
 
-def _is_empty(span: Span) -> bool:
-    return span[0] == span[1]
-
-
-def _rank(part: Element | Atom) -> int:
-    """Return the order of parts: one that begins with the sentence is first, one that ends with it is last."""
-    if isinstance(part, Atom) or (part.opening and part.closing):
-        return 1
-    return 0 if part.closing else 2
-
-
-def _is_inside(atom: Atom, element: Element) -> bool:
-    parent = atom.parent
-    while parent is not None and parent is not element:
-        parent = parent.parent
-    return parent is element
+def _elements_around(part: Element | Atom) -> Iterator[Element]:
+    """Yield the elements around a part, the innermost first."""
+    while (part := part.parent) is not None:
+        yield part
 
 
 # Patterns with a name.
@@ -242,16 +234,13 @@ class Terms:
             glossary: Target term by source term. A source term in lower case is found in any case.
 
         Raises:
-            ValueError: If an expression or a term is wrong.
+            ValueError: If a term is blank.
+            re.error: If an expression is wrong.
         """
-        self._patterns = [_compile(pattern) for pattern in keep]
-        self._terms = {}
-        for source, target in (glossary or {}).items():
-            if not source.strip() or not target.strip():
-                raise ValueError(
-                    f"`glossary` must have a source and a target in each entry, got {source!r} and {target!r}."
-                )
-            self._terms[source.strip()] = target.strip()
+        self._patterns = [re.compile(PATTERNS.get(pattern, pattern)) for pattern in keep]
+        self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
+        if not all(self._terms) or not all(self._terms.values()):
+            raise ValueError(f"`glossary` must have a source and a target in each entry, got {glossary!r}.")
         self._folded = {source: target for source, target in self._terms.items() if source == source.lower()}
         # A longer term wins.
         terms = "|".join(re.escape(source) for source in sorted(self._terms, key=len, reverse=True))
@@ -281,33 +270,14 @@ class Terms:
         return sorted(chosen, key=lambda phrase: phrase.start)
 
 
-def _compile(pattern: str) -> re.Pattern:
-    try:
-        return re.compile(PATTERNS.get(pattern, pattern))
-    except re.error as error:
-        names = ", ".join(PATTERNS)
-        raise ValueError(
-            f"`keep` must have a name of {names}, or a regular expression, got {pattern!r}: {error}."
-        ) from None
-
-
 def read_glossary(path: str | Path) -> dict[str, str]:
-    """Read a file with a source term, a tab and a target term on each line.
-
-    Raises:
-        ValueError: If a line has not two columns.
-    """
-    terms = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        parts = line.split("\t")
-        if len(parts) != 2 or not all(part.strip() for part in parts):
-            raise ValueError(
-                f"`glossary` must have a source term, a tab and a target term, got line {number} of {path}: {line!r}."
-            )
-        terms[parts[0]] = parts[1]
-    return terms
+    """Read a file with a source term, a tab and a target term on each line; `ValueError` for another number of columns."""
+    rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if wrong := [row for row in rows if len(row) != 2]:
+        raise ValueError(
+            f"`glossary` must have lines of a source term, a tab and a target term, got {wrong[0]} in {path}."
+        )
+    return dict(rows)
 
 
 def find_loop(source: str, target: str) -> str | None:
@@ -341,7 +311,7 @@ class TextPlan:
         element that covers several sentences, each sentence has the tags that stand inside it.
         """
         atoms = _find_atoms(marked, terms)
-        spans = _extend(_find_spans(document), [(atom.start, atom.end) for atom in atoms])
+        spans = _find_spans(document, [(atom.start, atom.end) for atom in atoms])
         claims: set[_Claim] = set()
         sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
         tags = [tag for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
@@ -354,8 +324,7 @@ class TextPlan:
 
     def join(self, sentences: Sequence[str]) -> str:
         """Return the markup with decoded sentences."""
-        first, *gaps = self.layout
-        return first + "".join(part for pair in zip(sentences, gaps, strict=True) for part in pair)
+        return Document(layout=self.layout).join(sentences)
 
 
 def _find_atoms(marked: MarkedText, terms: Terms) -> list[Atom]:
@@ -368,45 +337,40 @@ def _find_atoms(marked: MarkedText, terms: Terms) -> list[Atom]:
     return sorted(atoms, key=lambda atom: atom.start)
 
 
-def _find_spans(document: Document) -> list[Span]:
+def _find_spans(document: Document, atoms: Sequence[Span]) -> list[Span]:
+    """Return the offsets of sentences, joined and extended so that each atom is inside a sentence or outside of all."""
     offset, spans = len(document.layout[0]), []
     for sentence, gap in zip(document.sentences, document.layout[1:], strict=True):
-        spans.append((offset, offset + len(sentence)))
-        offset += len(sentence) + len(gap)
-    return spans
-
-
-def _extend(spans: Sequence[Span], atoms: Sequence[Span]) -> list[Span]:
-    """Join and extend sentences, so that each atom is inside a sentence or outside of all."""
-    extended: list[Span] = []
-    for start, end in spans:
+        start, end = offset, offset + len(sentence)
+        offset = end + len(gap)
         for first, last in atoms:
             if first < end and start < last:
                 start, end = min(start, first), max(end, last)
-        if extended and start < extended[-1][1]:
-            start, end = extended[-1][0], max(extended.pop()[1], end)
-        extended.append((start, end))
-    return extended
+        if spans and start < spans[-1][1]:
+            start, end = spans[-1][0], max(spans.pop()[1], end)
+        spans.append((start, end))
+    return spans
 
 
 def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[_Claim]) -> Sentence:
     """Return a sentence with its elements and atoms, and add their tags to the claims."""
     start, end = span
     copies: dict[Element, Element] = {}
+
+    def find_parent(part: Element | Atom) -> Element | None:
+        return next((copies[element] for element in _elements_around(part) if element in copies), None)
+
     for element in marked.elements:
         opens, closes = _claims_tags(element, start, end)
         claims.update((element, is_closing) for is_closing, flag in ((False, opens), (True, closes)) if flag)
         if opens or closes:
             offsets = max(element.start, start) - start, min(element.end, end) - start
             tags = element.opening if opens else "", element.closing if closes else ""
-            copies[element] = Element(*offsets, *tags, _find_parent(element, copies))
+            copies[element] = Element(*offsets, *tags, find_parent(element))
     inside = [atom for atom in atoms if start <= atom.start and atom.end <= end]
     inside += [atom for atom in marked.atoms if not atom.expected and start < atom.start < end]
     claims.update((atom, False) for atom in inside)
-    moved = [
-        replace(atom, start=atom.start - start, end=atom.end - start, parent=_find_parent(atom, copies))
-        for atom in inside
-    ]
+    moved = [replace(atom, start=atom.start - start, end=atom.end - start, parent=find_parent(atom)) for atom in inside]
     return Sentence(marked.text[start:end], list(copies.values()), moved)
 
 
@@ -417,25 +381,14 @@ def _claims_tags(element: Element, start: int, end: int) -> tuple[bool, bool]:
     return opens and bool(element.opening), closes and bool(element.closing)
 
 
-def _find_parent(part: Element | Atom, copies: dict[Element, Element]) -> Element | None:
-    parent = part.parent
-    while parent is not None and parent not in copies:
-        parent = parent.parent
-    return copies.get(parent)
-
-
 def _render_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], span: Span) -> str:
     """Return the markup of a part between sentences, with the tags at its borders."""
-    return "".join(_parts_of_gap(marked, atoms, tags, span))
-
-
-def _parts_of_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], span: Span) -> Iterator[str]:
     offset, end = span
     inside = [(atom.start, atom.end, atom.output) for atom in atoms if offset <= atom.start and atom.end <= end]
     inside += [(tag.offset, tag.offset, tag.markup) for tag in tags if offset <= tag.offset <= end]
+    parts = []
     # Sorting keeps the order of tags at one offset.
     for first, last, markup in sorted(inside, key=lambda part: part[:2]):
-        yield marked.escape(marked.text[offset:first])
-        yield markup
+        parts += [marked.escape(marked.text[offset:first]), markup]
         offset = last
-    yield marked.escape(marked.text[offset:end])
+    return "".join([*parts, marked.escape(marked.text[offset:end])])

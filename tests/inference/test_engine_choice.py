@@ -3,11 +3,9 @@
 import builtins
 import itertools
 import logging
-import os
 import random
 import sys
-import threading
-import time
+import tempfile
 
 import pytest
 import torch
@@ -16,24 +14,21 @@ from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
 from verbs import execute
 
-from metaphrase.inference import Generator, GeneratorPool, engine_choice
+from metaphrase.inference import Generator, engine_choice
 from metaphrase.inference.engine_choice import EngineChoice, is_faster
 from metaphrase.scripts import generate
 
 pytest.importorskip("ctranslate2")
-
-from metaphrase.inference.ctranslate2 import engine as copies
-from metaphrase.inference.ctranslate2.engine import cache_folder, cached_copy
 
 BEAMS = {"num_beams": 4, "early_stopping": True}
 TEXTS = [" ".join(words) for words in itertools.product(["a small dog", "the cat", "two dogs"], SOURCES)]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """An empty cache, and no least number of sentences."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("METAPHRASE_CACHE", str(folder))
+def copies(tmp_path_factory, monkeypatch):
+    """An empty folder for temporary copies, and no least number of sentences."""
+    folder = tmp_path_factory.mktemp("copies")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(engine_choice, "MIN_SENTENCES", 1)
     return folder
 
@@ -88,7 +83,6 @@ IN_TORCH = {
     "forced_eos_token_id": {"forced_eos_token_id": 2},
     "bad words with the start": {"bad_words_ids": [[1, 5]]},
     "must_contain": {"must_contain": ["a"], "num_beams": 3},
-    "decoder_input_ids": {"decoder_input_ids": [[1, 5]]},
     "decoder_start_token_id": {"decoder_start_token_id": 7},
 }
 
@@ -108,17 +102,18 @@ def compare(folder, options, **loading):
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_the_copy_writes_what_torch_writes(name, folder, lines):
+def test_the_copy_writes_what_torch_writes(name, folder, lines, copies):
     compare(folder, COPIED[name])
+    assert not list(copies.iterdir())
     assert lines() == ["Engine: CTranslate2 (faster for this model and search)"]
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_torch_runs_searches_in_which_tokens_could_differ(name, folder, lines, cache):
+def test_torch_runs_searches_in_which_tokens_could_differ(name, folder, lines, copies):
     compare(folder, IN_TORCH[name])
     [line] = lines()
     assert line.startswith("Engine: torch (")
-    assert not list(cache.iterdir())
+    assert not list(copies.iterdir())
 
 
 DESIGNS = {
@@ -153,23 +148,9 @@ def test_streams_and_scores(folder, lines):
     assert lines() == ["Engine: torch (scores of CTranslate2 differ in the last digits)"]
 
 
-@pytest.mark.slow
-def test_processes_share_a_copy(folder, lines):
-    with GeneratorPool(folder, num_processes=2, device="cpu") as pool:
-        stream = pool.generate_stream(TEXTS, chunk_size=4, return_scores=False, **BEAMS)
-        assert [row[0].text for row in stream] == tiny_generator().generate(TEXTS, **BEAMS)
-    in_copy = "Engine: CTranslate2 (faster for this model and search)"
-    assert lines() in (
-        [in_copy],
-        ["Engine: torch (fewer than 64 sentences do not pay for loading CTranslate2)", in_copy],
-    )
-    assert len(list(cache_folder().iterdir())) == 1
-
-
 def test_in_int8_the_same_engine_writes_a_text_however_it_is_called(folder, lines, monkeypatch):
     monkeypatch.setattr(engine_choice, "MIN_SENTENCES", 64)
     generator = Generator.from_pretrained(folder, device="cpu", dtype="int8")
-    assert len(list(cache_folder().iterdir())) == 1
     expected = [row[0] for row in generator.generate_n_best(TEXTS, num_return_sequences=1, **BEAMS)]
     assert generator.generate(TEXTS, **BEAMS) == [candidate.text for candidate in expected]
     assert [generator.generate([text], **BEAMS)[0] for text in TEXTS] == [candidate.text for candidate in expected]
@@ -220,9 +201,9 @@ def test_models_that_cannot_have_a_copy(lines, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(engine_choice, "free_main_memory", lambda: 100)
         assert "a copy needs 0 MiB of memory, and 0 MiB are free" in first_line(generator.model)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("METAPHRASE_CACHE", str(tmp_path / "file"))
-    assert "no copy for CTranslate2: [Errno" in first_line(generator.model)
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        assert "no copy for CTranslate2: [Errno" in first_line(generator.model)
     monkeypatch.setattr(engine_choice, "is_faster", lambda *_: False)
     assert "torch (faster for " in first_line(generator.model)
 
@@ -293,63 +274,6 @@ def test_the_command_says_which_engine_runs(folder, tmp_path, lines):
         assert lines() == expected
         if not words:
             assert output.read_text(encoding="utf-8").splitlines() == tiny_generator().generate(TEXTS)
-
-
-# copies
-
-
-def test_one_of_several_processes_makes_the_copy(folder, monkeypatch):
-    generator, made = tiny_generator(), []
-    save_weights = copies.export.save_weights
-
-    def slowly(*arguments):
-        made.append(time.sleep(0.2))
-        save_weights(*arguments)
-
-    monkeypatch.setattr(copies.export, "save_weights", slowly)
-    found = []
-    make = lambda: found.append(cached_copy(generator.model, generator.tokenizers))  # noqa: E731
-    threads = [threading.Thread(target=make) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 1 and len(set(found)) == 1 and found[0].parent == cache_folder()
-    assert [path.name for path in cache_folder().iterdir()] == [found[0].name]
-
-
-def test_a_copy_is_of_weights_configuration_and_start():
-    generator = tiny_generator()
-    first = cached_copy(generator.model, generator.tokenizers)
-    assert cached_copy(tiny_generator().model, generator.tokenizers) == first
-    generator.model.generation_config.decoder_start_token_id = 7
-    second = cached_copy(generator.model, generator.tokenizers)
-    generator.model.get_decoder().layers[0].mlp.up_proj.bias.data[0] += 1e-6
-    third = cached_copy(generator.model, generator.tokenizers)
-    generator.model.config.norm_eps = 1e-3
-    assert len({first, second, third, cached_copy(generator.model, generator.tokenizers)}) == 4
-
-
-def test_copies_that_nobody_uses_go():
-    generator, past = tiny_generator(), time.time() - 86400 * (copies.UNUSED_DAYS + 1)
-    for name, age in (("old", past), ("new", time.time())):
-        (cache_folder() / name).mkdir(parents=True)
-        os.utime(cache_folder() / name, (age, age))
-    copy = cached_copy(generator.model, generator.tokenizers)
-    assert {path.name for path in cache_folder().iterdir()} == {"new", copy.name}
-    # Use makes a copy young.
-    os.utime(copy, (past, past))
-    cached_copy(generator.model, generator.tokenizers)
-    assert time.time() - copy.stat().st_mtime < 60
-
-
-def test_the_cache_is_that_of_the_user(monkeypatch, tmp_path):
-    monkeypatch.delenv("METAPHRASE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "metaphrase" / "ctranslate2"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "metaphrase" / "ctranslate2"
 
 
 @pytest.mark.parametrize(("quantization", "size"), [(None, 1), ("int8", 64)])

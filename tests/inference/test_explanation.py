@@ -8,7 +8,6 @@ from tiny_generator import SOURCES, TARGETS, tiny_generator, tiny_pair
 from tiny_models import tiny_model
 
 from metaphrase.inference import Generator, explain
-from metaphrase.inference.explanation import group_words
 
 FAMILIES = ["metaphrase", "two vocabularies", "t5", "bart", "marian", "fsmt"]
 SOURCE, TARGET = SOURCES[0], TARGETS[1]
@@ -175,22 +174,3 @@ def test_target_is_generated_with_the_options():
     assert [step.beam_choice for step in shown.paths["target"]] == shown.target_tokens.ids
     first = shown.paths["greedy"][0]
     assert first.choice == first.ids[0] and first.beam_choice == shown.target_tokens.ids[0]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "words", "word_ids", "labels", "groups"),
-    [
-        (
-            ["▁Br", "uder", ",", "▁a", "</s>"],
-            ["Bruder,", "a"],
-            [0, 0, 0, 1, None],
-            ["Bruder", ",", "a", "</s>"],
-            [0, 0, 1, 2, 3],
-        ),
-        (["▁(", "x", ".", "y", ")", "!"], ["(x.y)!"], [0] * 6, ["(", "x.y", ")", "!"], [0, 1, 1, 1, 2, 3]),
-        (["▁...", "▁", "a,"], ["...", "a,"], [0, 1, 1], ["...", "a,"], [0, 1, 1]),
-        (["▁x", "y"], [], None, ["▁x", "y"], [0, 1]),
-    ],
-)
-def test_punctuation_with_tokens_of_its_own_is_a_word(tokens, words, word_ids, labels, groups):
-    assert group_words(tokens, words, word_ids) == (labels, groups)

@@ -143,28 +143,14 @@ def test_what_is_no_list_of_texts_is_refused(texts, message, generator):
             list(generator.generate_stream(texts, **options))
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 64, 1.5])
-def test_a_seed_that_is_none_is_refused_before_anything_is_read(seed, generator):
-    read = []
-    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got"):
-        list(generator.generate_stream((read.append(text) or text for text in SOURCES), seed=seed, do_sample=True))
-    assert not read
-    assert len(list(generator.generate_stream(SOURCES, seed=(1 << 64) - 1, chunk_size=2, do_sample=True))) == len(
-        SOURCES
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "foo"}, "`device` must be one that torch knows, .* got 'foo'"),
-        ({"device": "cpu:x"}, "`device` must be one that torch knows, .* got 'cpu:x'"),
+        ({"device": "foo"}, "`device` must be one that torch can use here, got 'foo'"),
         ({"device": "meta"}, "`device` must be one that torch can use here, got 'meta': "),
         ({"device": "cuda:99"}, "`device` must be one that torch can use here, got 'cuda:99': "),
         ({"dtype": "foo"}, "`dtype` must be auto, int8 or one of torch's, .* got 'foo'"),
         ({"dtype": "linspace"}, "`dtype` must be auto, int8 or one of torch's"),
-        ({"dtype": torch.int64}, "`dtype` must be auto, int8 or one of torch's, .* got 'torch.int64'"),
-        ({"dtype": "float8_e4m3fn"}, "`dtype` must be auto, int8 or one of torch's"),
     ],
 )
 def test_devices_and_types_that_torch_has_not_are_refused_before_loading(options, message):

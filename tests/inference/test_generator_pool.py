@@ -14,9 +14,10 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import GeneratorPool, generator_pool
+from metaphrase.inference.batches import TooLongError
+from metaphrase.inference.generator import Chunk
 from metaphrase.inference.generator_pool import spread_devices
 from metaphrase.inference.line_files import format_targets
-from metaphrase.inference.streams import Chunk
 
 LIMIT_SECONDS = 60
 LINES = [f"{source} {number}" for number in range(5) for source in (*SOURCES, "")]
@@ -98,10 +99,8 @@ def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
         list(pool.generate_stream(SOURCES, num_beams=1, must_contain=["Hund"]))
     with pytest.raises(ValueError, match="`chunk_size` must be at least 1, got 0"):
         list(pool.generate_stream(SOURCES, chunk_size=0))
-    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got -1"):
-        list(pool.generate_stream(SOURCES, seed=-1))
-    with pytest.raises(ValueError, match="`lines` must hold one text each, got the single string 'the cat'"):
-        list(pool.generate_stream("the cat"))
+    with pytest.raises(TooLongError, match=r"than the model has positions, .* in number 5 "):
+        list(pool.generate_stream([*SOURCES[:4], "the dog " * 50], chunk_size=2, max_new_tokens=2))
     with pytest.raises(ValueError, match="`lines` must hold strings only, got NoneType as text 3"):
         list(pool.generate_stream(["a cat", "the dog", None], chunk_size=2))
 
@@ -161,20 +160,8 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
             time.sleep(0.01)
         started = time.monotonic()
     assert time.monotonic() - started < LIMIT_SECONDS / 2 and not is_running(process)
-    for call in (lambda: list(stream), pool.num_targets, lambda: list(pool.generate_stream(LINES))):
-        with pytest.raises(ValueError, match="must be open, got a call"):
-            call()
-    pool.close()
-
-
-def test_a_death_is_named(folder):
-    with GeneratorPool(folder, num_processes=1, device="cpu") as pool:
-        [process] = processes_of(pool)
-        stream = pool.generate_stream(itertools.cycle(SOURCES), chunk_size=5)
-        next(stream)
-        os.kill(process, signal.SIGKILL)
-        with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
-            list(stream)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool.num_targets()
 
 
 # Arguments: the folder of a model. Says which processes it has, and waits.
@@ -217,8 +204,15 @@ def test_processes_take_the_accelerators_in_turn(device, count, num_devices, exp
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     assert spread_devices(device, count) == expected
-    with pytest.raises(ValueError, match=r"`device` must be one that torch knows, .* got 'foo'"):
-        GeneratorPool("no/such/model", num_processes=2, device="foo")
+
+
+def test_a_death_is_named(pool):
+    """The last test of this pool."""
+    stream = pool.generate_stream(itertools.cycle(SOURCES), chunk_size=5)
+    next(stream)
+    os.kill(processes_of(pool)[0], signal.SIGKILL)
+    with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
+        list(stream)
 
 
 @pytest.mark.slow

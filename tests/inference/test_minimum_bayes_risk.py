@@ -86,7 +86,7 @@ def test_references_may_be_drawn_in_another_way(generator, drawn):
         SOURCES, num_candidates=3, num_references=7, reference_options={"epsilon_cutoff": 0.05}, **options
     )
     (beams, beam_options), (samples, sample_options) = drawn
-    assert beam_options == options | {"num_return_sequences": 3}
+    assert beam_options == options | {"num_return_sequences": 3, "do_sample": False}
     assert sample_options["epsilon_cutoff"] == 0.05 and sample_options["do_sample"]
     assert {(len(candidates), len(references)) for candidates, references in zip(beams, samples, strict=True)} == {
         (3, 7)
@@ -141,7 +141,7 @@ def test_a_beam_is_searched_where_the_model_would_sample():
         ({"num_references": 0}, "`num_references` must be at least 1, got 0"),
         ({"utility": "ter"}, "`utility` must be one of chrf, bleu, got 'ter'"),
         ({"num_beams": 4, "num_candidates": 5}, "`num_beams` must be at least `num_candidates`, got 4 and 5"),
-        ({"num_return_sequences": 3}, "`num_return_sequences` must be left out with `num_candidates`, got 3"),
+        ({"num_return_sequences": 3}, "`num_return_sequences` is set by `num_candidates`, got 3"),
         ({"reference_options": {"top_k": 5}}, "`num_references` must be given with `reference_options`, got None"),
     ],
 )

@@ -10,9 +10,9 @@ from tiny_models import POSITIONS, tiny_model
 from verbs import execute, name_of
 
 from metaphrase.evaluation.evaluate import evaluate_generator
-from metaphrase.inference import Generator, GeneratorPool, cross_attentions, sources
-from metaphrase.inference.batches import decode
-from metaphrase.inference.sources import TooLongError, check_source_length, longest_source, longest_target
+from metaphrase.inference import Generator, batches, cross_attentions
+from metaphrase.inference.batches import TooLongError, decode, longest_source, longest_target
+from metaphrase.inference.generator import check_source_length
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair, shorten
@@ -47,7 +47,7 @@ def test_a_source_beyond_the_positions_is_refused_or_cut_and_counted(positions, 
     limit, message = 20, "than the model has positions, 20"
     if model.config.position_embedding_type == "relative":
         # T5 has no limit of its own. The memory for attention has one.
-        monkeypatch.setattr(sources, "MAX_TOKENS_WITHOUT_POSITIONS", 30)
+        monkeypatch.setattr(batches, "MAX_TOKENS_WITHOUT_POSITIONS", 30)
         limit, message = 30, "than `max_tokens_per_batch` or the default, 30"
     text = "a" * limit
     assert len(generator.generate([text[1:]], max_new_tokens=2)) == 1
@@ -118,15 +118,6 @@ def test_the_command_names_the_line_among_empty_ones(generator, tmp_path, capsys
     assert output.read_text(encoding="utf-8") == "older\n"
 
 
-def test_another_process_names_it_too(tmp_path):
-    learned = {"position_embedding_type": "learned", "max_position_embeddings": 64}
-    model = tiny_model(**tiny_pair().config_fields(), **learned)
-    folder = save_generator(Generator(model, tiny_pair()), tmp_path)
-    pool = GeneratorPool(folder, num_processes=1, device="cpu")
-    with pool, pytest.raises(TooLongError, match="got 181 in number 5 "):
-        list(pool.generate_stream(iter(TEXTS), chunk_size=2, max_new_tokens=2))
-
-
 CUT = {"max_source_length": 6}
 
 
@@ -152,10 +143,10 @@ def test_longer_sources_are_cut_where_that_is_asked_for_and_counted(generator):
 def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
     bounded = Generator(generator.model, generator.tokenizers, source_prefix="the ", **CUT)
     assert bounded.generate(["dog"]) == generator.generate(["the d"])
-    with pytest.raises(ValueError, match=r"`max_source_length` must be at least 2, .*got 1"):
+    with pytest.raises(ValueError, match=r"`max_source_length` must be above 1, .*got 1"):
         Generator(generator.model, generator.tokenizers, max_source_length=1)
     for tokenizer in (mbart_tokenizer(), nllb_tokenizer()):
-        with pytest.raises(ValueError, match=r"`max_source_length` must be at least 3, .*got 2"):
+        with pytest.raises(ValueError, match=r"`max_source_length` must be above 2, .*got 2"):
             Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
 
 

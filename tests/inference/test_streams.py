@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
-from metaphrase.inference.streams import Chunk, read_chunks
+from metaphrase.inference.generator import Chunk, read_chunks
 
 LIMIT_SECONDS = 60
 MEBIBYTE = 2**20

@@ -1,0 +1,360 @@
+"""Decode an exported model with CTranslate2: options of `generate()` in its terms, and an engine over its `Translator`."""
+
+import functools
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from metaphrase.conversion.ctranslate2 import ctranslate2
+from metaphrase.inference.batches import BatchSearch, Hypothesis
+from metaphrase.storage.folders import read_json
+from metaphrase.storage.loading import is_exported
+
+logger = logging.getLogger(__name__)
+
+# Options that transformers, too, ignores without sampling.
+_SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_UNDERSTOOD = {
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "num_beams", "length_penalty"),
+    *("num_return_sequences", "repetition_penalty", "no_repeat_ngram_size", "renormalize_logits", "do_sample"),
+    *("temperature", "top_k", "top_p", "forced_bos_token_id", "decoder_start_token_id", "eos_token_id"),
+    *("bad_words_ids", "suppress_tokens", "forced_eos_token_id"),
+}
+# Options that do not change the text: additional outputs, caches, and settings of searches that are not used.
+_WITHOUT_EFFECT = {
+    *("bos_token_id", "pad_token_id", "use_cache", "cache_implementation", "cache_config", "max_cache_len"),
+    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("remove_invalid_values", "compile_config", "disable_compile", "continuous_batching_config", "low_memory"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "is_assistant"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+    *("max_matching_ngram_size", "prefill_chunk_size", "synced_gpus", "transformers_version"),
+}
+# CTranslate2 stops early with a length penalty of 0. This one has the same effect on scores as 0.
+_ZERO_EXPONENT = 1e-30
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search in terms of CTranslate2.
+
+    Attributes:
+        options: Arguments of `translate_batch`.
+        start: Id of the start token.
+        forced: Ids that each target begins with after the start token.
+        ends: Ids that end a target.
+        suppressed: Sequences of ids that no target contains.
+        forced_end: Id that replaces the last one of a target at the length limit, or `None`.
+        is_sampling: True if tokens are sampled.
+    """
+
+    options: dict[str, Any]
+    start: int | None
+    forced: list[int]
+    ends: list[int]
+    suppressed: list[list[int]]
+    forced_end: int | None
+    is_sampling: bool
+
+
+def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int) -> Search:
+    """Translate options of `generate()` into those of CTranslate2.
+
+    Some options differ slightly:
+
+    - `early_stopping`: CTranslate2 stops a source when `num_beams` times its patience hypotheses have ended. True is a patience
+      of 1. `never`, and False with `length_penalty` at most 0, run to the longest length: same result, more time. False with
+      `length_penalty` above 0 has no counterpart. Without a value it stops as for True.
+    - `length_penalty`: both count the end of sequence in the length.
+    - `min_length`, `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`: CTranslate2 renormalizes without the forbidden
+      tokens. Greedy search gives the same result, beam search only with `renormalize_logits`.
+    - `repetition_penalty`: CTranslate2 changes logits, transformers' beam search log-probabilities. Only without beams.
+    - `repetition_penalty`, `no_repeat_ngram_size`: CTranslate2 does not count the start token as generated.
+    - `forced_eos_token_id`: targets at the length limit are scored, and beams compared, with the replaced token.
+    - `forced_bos_token_id` with beams: CTranslate2 keeps a target that ends right after the token only if it is the most
+      probable one there.
+
+    Args:
+        config: Generation config of the model.
+        options: Options of the call, from `read_options`. They override `config`.
+        vocab_size: Entries of the target vocabulary.
+
+    Raises:
+        ValueError: If CTranslate2 does not support an option.
+    """
+    settings = _merge(config, options)
+    beams, count, is_sampling = settings["num_beams"], settings["num_return_sequences"], bool(settings["do_sample"])
+    _require("do_sample", settings, not is_sampling or beams == 1, f"False with `num_beams` {beams}")
+    _require("num_return_sequences", settings, is_sampling or count <= beams, f"at most `num_beams` ({beams})")
+    longest, shortest = settings["max_new_tokens"], settings["min_new_tokens"]
+    if longest is None:
+        longest = 20 if settings["max_length"] is None else settings["max_length"] - 1
+    if shortest is None:
+        shortest = max(0, settings["min_length"] - 1)
+    if not 1 <= longest >= shortest:
+        raise ValueError(f"The most tokens of a target must be at least 1 and the fewest, {shortest}, got {longest}.")
+    ends = settings["eos_token_id"]
+    ends = list(ends) if isinstance(ends, list | tuple) else [ends]
+    is_known = all(isinstance(end, int) and 0 <= end < vocab_size for end in ends)
+    _require("eos_token_id", settings, bool(ends) and is_known, f"ids from 0 to {vocab_size - 1}")
+    forced_end = settings["forced_eos_token_id"]
+    _require("forced_eos_token_id", settings, forced_end in (None, *ends), f"one of `eos_token_id` {ends}")
+    _require("repetition_penalty", settings, settings["repetition_penalty"] >= 1, "at least 1")
+    translated: dict[str, Any] = {
+        "beam_size": beams,
+        "num_hypotheses": count,
+        "max_decoding_length": longest,
+        "min_decoding_length": shortest,
+        "repetition_penalty": float(settings["repetition_penalty"]),
+        "no_repeat_ngram_size": settings["no_repeat_ngram_size"],
+        "length_penalty": 0.0,
+    }
+    if beams > 1:
+        _require("eos_token_id", settings, len(ends) == 1, "one id with `num_beams` above 1")
+        _require("repetition_penalty", settings, settings["repetition_penalty"] == 1, f"1 with `num_beams` {beams}")
+        names = ("min_length", "min_new_tokens", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens")
+        if not settings["renormalize_logits"] and (used := [name for name in names if settings[name]]):
+            raise ValueError(
+                f"`renormalize_logits` must be True for CTranslate2 with `{used[0]}` and `num_beams` {beams}, because "
+                f"CTranslate2 always renormalizes, got {settings['renormalize_logits']}."
+            )
+        penalty = float(settings["length_penalty"])
+        patience = _patience(settings["early_stopping"], penalty, longest)
+        translated |= {"length_penalty": penalty or _ZERO_EXPONENT, "patience": patience}
+    if is_sampling:
+        translated["sampling_temperature"] = float(settings["temperature"])
+        translated |= {"sampling_topk": min(settings["top_k"], vocab_size), "sampling_topp": float(settings["top_p"])}
+    forced = [] if settings["forced_bos_token_id"] is None else [settings["forced_bos_token_id"]]
+    # As in transformers, a bad word that is an end of sequence is ignored.
+    suppressed = [list(word) for word in settings["bad_words_ids"] or () if list(word) not in [[end] for end in ends]]
+    suppressed += [[token] for token in settings["suppress_tokens"] or ()]
+    return Search(translated, settings["decoder_start_token_id"], forced, ends, suppressed, forced_end, is_sampling)
+
+
+def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int) -> Search:
+    """Translate options of a search in which CTranslate2 finds the same tokens as torch, in float32 and in no more steps.
+
+    The arguments are those of `translate_options`.
+
+    Raises:
+        ValueError: If the search samples or could differ (see `translate_options`), or CTranslate2 does not support it.
+    """
+    early_stopping = options.get("early_stopping", config.early_stopping)
+    if (options.get("num_beams", config.num_beams) or 1) > 1 and early_stopping is not True:
+        # CTranslate2 stops as for True, or not before the longest length.
+        shown = "not set" if early_stopping is None else early_stopping
+        raise ValueError(f"CTranslate2 ends beams as with `--early_stopping`, which is {shown}")
+    search = translate_options(config, options, vocab_size=vocab_size)
+    has_beams = search.options["beam_size"] > 1
+    differences = {
+        "do_sample": search.is_sampling,
+        "repetition_penalty": search.options["repetition_penalty"] != 1,
+        "no_repeat_ngram_size": search.options["no_repeat_ngram_size"] > 0,
+        "bad_words_ids": any(search.start in word for word in search.suppressed),
+        "forced_bos_token_id": has_beams and search.forced,
+        "forced_eos_token_id": search.forced_end is not None,
+    }
+    if names := [f"`{name}`" for name, is_different in differences.items() if is_different]:
+        raise ValueError(f"CTranslate2 could write other tokens with {' and '.join(names)}")
+    return search
+
+
+def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the options of the call, the model's generation config and transformers' defaults, in this order.
+
+    Raises:
+        ValueError: If an option that CTranslate2 does not support has an effect.
+    """
+    defaults = GenerationConfig._get_default_generation_params()
+    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")} | dict(options)
+    is_sampling = settings.get("do_sample")
+    ignored = _UNDERSTOOD | _WITHOUT_EFFECT | (set() if is_sampling else _SAMPLING_ONLY)
+    # Zero, False and an empty list switch an option off.
+    refused = [
+        f"`{name}` {value!r}"
+        for name, value in settings.items()
+        if name not in ignored and value and value != defaults.get(name)
+    ]
+    if refused:
+        raise ValueError(
+            f"CTranslate2 does not support {', '.join(sorted(refused))}. Set None to override the model's generation config."
+        )
+    # These two stay `None`, to tell an unset value from the default.
+    for name in _UNDERSTOOD - {"early_stopping", "max_length"}:
+        if settings.get(name) is None:
+            settings[name] = defaults.get(name)
+    return {name: settings.get(name) for name in _UNDERSTOOD}
+
+
+def _require(name: str, settings: Mapping[str, Any], holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"`{name}` must be {rule} for CTranslate2, got {settings[name]}.")
+
+
+def _patience(early_stopping: bool | str | None, penalty: float, longest: int) -> float:
+    """Return CTranslate2's patience: `num_beams` times this number of hypotheses must end before a source stops."""
+    if early_stopping is True:
+        return 1.0
+    if early_stopping == "never" or penalty <= 0:
+        # More hypotheses than can end before the last decoding step.
+        return longest + 1.0
+    if early_stopping is None:
+        logger.warning(
+            "`early_stopping` is not set: CTranslate2 stops a sentence after num_beams finished hypotheses, as for True."
+        )
+        return 1.0
+    raise ValueError(
+        "`early_stopping` must be True or 'never' with `length_penalty` above 0 for CTranslate2, "
+        f"got {early_stopping} and {penalty}."
+    )
+
+
+class CTranslate2Engine:
+    """Engine over a CTranslate2 folder. Takes and returns ids, which CTranslate2 sees as token strings."""
+
+    def __init__(
+        self, folder: str | os.PathLike, *, device: str | torch.device | None = None, compute_type: str = "default"
+    ):
+        """Load the model.
+
+        Args:
+            folder: Written by `metaphrase export` or by CTranslate2's own converters.
+            device: `cpu`, `cuda` or `cuda:1`. The default is a GPU if CTranslate2 finds one.
+            compute_type: As for CTranslate2's `Translator`; `default` is that of the folder.
+
+        Raises:
+            ValueError: If the folder holds no model, or the device does not support the compute type.
+        """
+        self.folder = Path(folder)
+        if device is None:
+            device = "cuda" if ctranslate2.get_cuda_device_count() else "cpu"
+        name, _, index = str(device).partition(":")
+        self._load = functools.partial(
+            ctranslate2.Translator,
+            os.fspath(folder),
+            device=name,
+            device_index=int(index or 0),
+            compute_type=compute_type,
+            # Calls of several threads run at once, on all processors together. A GPU has one model.
+            inter_threads=max(1, (os.cpu_count() or 1) // torch.get_num_threads()) if name == "cpu" else 1,
+            intra_threads=torch.get_num_threads(),
+        )
+        try:
+            self.translator = self._load()
+        except (RuntimeError, UnicodeDecodeError) as error:
+            raise ValueError(f"CTranslate2 cannot load {self.folder} on {device}: {error}.") from error
+        config = read_json(self.folder / CONFIG_NAME)
+        self.sources, self.targets = (self._vocabulary(side) for side in ("source", "target"))
+        self._target_ids = {token: index for index, token in enumerate(self.targets)}
+        self._start = config.get("decoder_start_token")
+        self.generation_config = GenerationConfig()
+        if (self.folder / GENERATION_CONFIG_NAME).is_file():
+            self.generation_config = GenerationConfig.from_pretrained(self.folder)
+        # CTranslate2's own converters write no generation config, or one without special ids.
+        for field, token in (("eos_token_id", config.get("eos_token")), ("decoder_start_token_id", self._start)):
+            if getattr(self.generation_config, field) is None and token is not None:
+                setattr(self.generation_config, field, self._target_ids.get(token))
+        self._copy: tempfile.TemporaryDirectory | None = None
+        # True to use the vocabulary map of the folder.
+        self.use_vmap = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+    ) -> "CTranslate2Engine":
+        """Load an exported folder, or convert a Metaphrase model into a temporary copy that lives as long as the engine.
+
+        Args:
+            name_or_path: Exported folder, or folder or Hub id of a Metaphrase model.
+            device: As for the constructor.
+            dtype: `auto` keeps the type of the weights. Else a torch type or a compute type of CTranslate2.
+
+        Raises:
+            ValueError: If CTranslate2 does not support the model or the compute type.
+        """
+        compute_type = "default" if dtype == "auto" else str(dtype).removeprefix("torch.")
+        if is_exported(name_or_path):
+            return cls(name_or_path, device=device, compute_type=compute_type)
+        from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+
+        copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+        engine = cls(
+            export_ctranslate2(name_or_path, Path(copy.name) / "model"), device=device, compute_type=compute_type
+        )
+        engine._copy = copy
+        return engine
+
+    def _vocabulary(self, side: str) -> list[str]:
+        path = self.folder / f"{side}_vocabulary.json"
+        path = path if path.is_file() else self.folder / "shared_vocabulary.json"
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def make_search(self, options: Mapping[str, Any], return_scores: bool) -> BatchSearch:
+        """See `Engine`. `translate_options` lists the options that mean something else in CTranslate2."""
+        search = translate_options(self.generation_config, options, vocab_size=len(self.targets))
+        prefix = self._prefix(search)
+        translator = self.translator
+        if search.is_sampling:
+            # CTranslate2 seeds its random numbers when a thread starts. A new translator has new threads.
+            ctranslate2.set_random_seed(int(torch.randint(2**31 - 1, ())))
+            translator = self._load()
+        suppressed = [[self.targets[index] for index in word] for word in search.suppressed]
+
+        def search_batch(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
+            results = translator.translate_batch(
+                [[self.sources[index] for index in source] for source in sources],
+                target_prefix=[prefix] * len(sources) if prefix else None,
+                end_token=[self.targets[index] for index in search.ends],
+                # The length penalty counts the end token only if it is returned.
+                return_end_token=True,
+                return_scores=return_scores,
+                # Turns off CTranslate2's silent truncation.
+                max_input_length=0,
+                use_vmap=self.use_vmap,
+                suppress_sequences=suppressed or None,
+                **search.options,
+            )
+            return [self._hypotheses(result, search, return_scores) for result in results]
+
+        return search_batch
+
+    def _prefix(self, search: Search) -> list[str]:
+        """Return the tokens that targets begin with, without the start token that the folder's config states.
+
+        Raises:
+            ValueError: If the folder has another start token.
+        """
+        forced = [self.targets[index] for index in search.forced]
+        start = None if search.start is None else self.targets[search.start]
+        if self._start is not None and start != self._start:
+            raise ValueError(
+                f"`decoder_start_token_id` must be that of {self._start!r}, as exported, got {search.start}."
+            )
+        if start is None:
+            raise ValueError("`decoder_start_token_id` must be set for a model whose start varies, got None.")
+        return [start, *forced] if self._start is None else forced
+
+    def _hypotheses(
+        self, result: "ctranslate2.TranslationResult", search: Search, return_scores: bool
+    ) -> list[Hypothesis]:
+        scores = result.scores if return_scores else [None] * len(result.hypotheses)
+        hypotheses = []
+        for tokens, score in zip(result.hypotheses, scores, strict=True):
+            ids = [self._target_ids[token] for token in tokens]
+            is_finished = bool(ids) and ids[-1] in search.ends
+            if search.forced_end is not None and ids and not is_finished:
+                ids[-1] = search.forced_end
+            hypotheses.append(Hypothesis(ids, score, is_finished))
+        return hypotheses
