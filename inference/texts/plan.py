@@ -234,10 +234,12 @@ class Terms:
             glossary: Target term by source term. A source term in lower case is found in any case.
 
         Raises:
-            ValueError: If a term is blank.
-            re.error: If an expression is wrong.
+            ValueError: If an expression is wrong or a term is blank.
         """
-        self._patterns = [re.compile(PATTERNS.get(pattern, pattern)) for pattern in keep]
+        try:
+            self._patterns = [re.compile(PATTERNS.get(pattern, pattern)) for pattern in keep]
+        except re.error as error:
+            raise ValueError(f"`keep` must have names of {', '.join(PATTERNS)}, or expressions: {error}.") from error
         self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
         if not all(self._terms) or not all(self._terms.values()):
             raise ValueError(f"`glossary` must have a source and a target in each entry, got {glossary!r}.")

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from chromium import chromium, one, texts
-from other_families import generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.hub_card import write_explanation_page
@@ -188,19 +187,6 @@ def test_words_of_a_row_add_up_to_one(browser, shown, path):
     np.testing.assert_allclose(given, expected, atol=0.02)
 
 
-def test_keys_move_between_tokens_and_cells(browser, shown, path):
-    open_page(browser, path)
-    keys = browser.keys
-    first = browser.find_elements("css selector", "#queries button")[0]
-    first.send_keys(keys.ARROW_RIGHT)
-    assert browser.switch_to.active_element.text == shown[0].target_tokens.words[1]
-    assert line(browser, "#reading").startswith(shown[0].target_tokens.words[1] + " ←")
-    canvas = one(browser, "#attention-map canvas")
-    canvas.send_keys(keys.ARROW_RIGHT, keys.ARROW_RIGHT, keys.ARROW_DOWN)
-    words = shown[0].target_tokens.words[1], shown[0].source_tokens.words[1]
-    assert line(browser, "#attention-map .reading").startswith(f"{words[0]} ← {words[1]}: ")
-
-
 def test_steps_and_tree(browser, shown, path):
     open_page(browser, path)
     first = shown[0]
@@ -225,44 +211,6 @@ def test_steps_and_tree(browser, shown, path):
     assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_map_shows_the_weights_and_follows_the_pointer(theme, browser, shown, path):
-    # A change of the theme would draw the page again, and replace the map, at some later time.
-    media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    open_page(browser, path)
-    choose(browser, "unit", "tokens")
-    canvas = one(browser, "#attention-map canvas")
-    canvas.send_keys(browser.keys.ARROW_RIGHT)
-    left, top, size, panel, high = browser.execute_script("""
-        const cell = document.querySelector("#attention-map i").style, style = getComputedStyle(document.documentElement);
-        const colors = ["--panel", "--high"].map((name) => style.getPropertyValue(name).trim());
-        return [cell.left, cell.top, cell.width].map((length) => parseInt(length)).concat(colors)""")
-    weights = shown[0].attentions["cross"][-1].mean(axis=0)
-    points = [[left + 5 + x * (size - 1), top + 5 + y * (size - 1)] for y, x in np.ndindex(*weights.shape)]
-    colors = browser.execute_script(
-        """const [canvas, points] = arguments, {width, height} = canvas;
-        const {data} = canvas.getContext("2d").getImageData(0, 0, width, height);
-        return points.map(([x, y]) => [0, 1, 2].map((part) => data[4 * (y * width + x) + part]))""",
-        canvas,
-        points,
-    )
-    panel, high = np.array(list(bytes.fromhex(panel[1:]))), np.array(list(map(int, high.split())))
-    assert (panel.max() < 128) == (theme == "dark")
-    share = 0.85 * weights.reshape(-1, 1) / weights.max()
-    np.testing.assert_allclose(colors, panel * (1 - share) + high * share, atol=3)
-    row, column = 3, 1
-    x, y = browser.execute_script(
-        "arguments[0].scrollIntoView(); const box = arguments[0].getBoundingClientRect(); return [box.x, box.y]", canvas
-    )
-    cell = points[row * weights.shape[1] + column]
-    browser.pointer.w3c_actions.pointer_action.move_to_location(int(x) + cell[0], int(y) + cell[1])
-    browser.pointer.click().perform()
-    names = shown[0].target_tokens.tokens[row], shown[0].source_tokens.tokens[column]
-    assert line(browser, "#attention-map .reading").startswith(f"{names[0]} ← {names[1]}: ")
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
 def test_hostile_text_is_inert(browser, shown, path):
     open_page(browser, path)
     choose(browser, "pair", 1)
@@ -281,19 +229,3 @@ def test_hostile_text_is_inert(browser, shown, path):
     assert "\u202e" not in "".join(texts(browser, "main"))
     assert browser.execute_script("return [window.hacked ?? null, document.querySelectorAll('#x').length]") == [None, 0]
     assert browser.get_log("browser") == []
-
-
-@pytest.mark.slow
-def test_long_pair_fits_the_width(browser, tmp_path):
-    shown = explain(generator_of("t5"), LONG, LONG, max_new_tokens=2)
-    path = write_explanation_page([shown], tmp_path / "page.html")
-    for width, query in ((390, 250), (1100, 251)):
-        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        if width == 390:
-            open_page(browser, path)
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        assert len(texts(browser, "#queries button")) > 250 and len(texts(browser, "#labels tbody tr")) >= 512
-        browser.find_elements("css selector", "#queries button")[query].click()
-        assert " ← " in one(browser, "#reading").text
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,6 +1,5 @@
 """A generator whose targets are its sources, or a change of them."""
 
-import contextlib
 from collections.abc import Callable
 
 from tiny_generator import tiny_pair
@@ -16,10 +15,9 @@ class IdentityEngine:
         self.generation_config = GenerationConfig(num_return_sequences=1)
         self.change = change
 
-    @contextlib.contextmanager
-    def searching(self, generation_kwargs, return_scores):
-        count = generation_kwargs.get("num_return_sequences", 1)
-        yield lambda sources: [[Hypothesis(self._target(ids), -1.0 * len(ids), True)] * count for ids in sources]
+    def make_search(self, options, return_scores):
+        count = options.get("num_return_sequences", 1)
+        return lambda sources: [[Hypothesis(self._target(ids), -1.0 * len(ids), True)] * count for ids in sources]
 
     def _target(self, ids: list[int]) -> list[int]:
         if self.change is None:

@@ -95,16 +95,6 @@ def test_candidates_of_a_text_join_those_of_its_sentences():
         assert joined.score == pytest.approx(sum(row[index].score for row in parts) / 2)
 
 
-def test_without_splitting_a_text_is_one_sentence():
-    assert identity_generator().generate([" the cat.  a dog. ", " "]) == [" the cat.  a dog. ", ""]
-
-
-def test_a_space_that_the_splitter_cannot_read_stays():
-    text = "A\u00a0. The cat sleeps.\u00a0The dog runs."
-    [document] = splitter().split([text])
-    assert document.join(document.sentences) == text and document.sentences[-1] == "The dog runs."
-
-
 @pytest.mark.parametrize(("code", "language"), [("deu_Latn", "deu"), ("de_DE", "de"), (None, "en")])
 def test_language_of_a_multilingual_tokenizer(code, language):
     generator = identity_generator()
