@@ -802,6 +802,11 @@ def _check_partner(generator: "Generator", partner: "Generator", name: str) -> N
             f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
             f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
         )
+    # Equal fields give the ids of targets the same meaning.
+    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
+        expected, actual = (getattr(item.model.config, field) for item in (generator, partner))
+        if actual != expected:
+            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
 
 
 def _read_assistant(

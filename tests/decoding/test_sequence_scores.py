@@ -14,15 +14,12 @@ OPTIONS = {
     "penalties": {"num_beams": 3, "length_penalty": 0.5, "repetition_penalty": 1.5},
     "samples": {"do_sample": True, "top_k": 9, "num_return_sequences": 3},
     "sampled beams": {"do_sample": True, "num_beams": 3},
-    "a prompt": {"decoder_input_ids": [[1, 7, 8]]},
 }
 LIMITS = {"max_new_tokens": 8, "eos_token_id": 22}
 
 
 def kept_scores(model, sources, options):
     """What transformers says itself: of beams, or the sum of the transitions that were chosen."""
-    if "decoder_input_ids" in options:
-        options = {"decoder_input_ids": torch.tensor(options["decoder_input_ids"]).expand(len(sources), -1)}
     output = model.generate(
         **pad_sources(sources, model),
         **options,

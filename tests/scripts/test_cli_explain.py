@@ -67,7 +67,6 @@ def test_explain_generates_the_target(cli_model, capsys):
             ["--source", "a", "--source", "b", "--target", "c"],
             "`source` and `target` must be equally many, got 2 and 1",
         ),
-        (["--source", " "], "`sources` must not be empty or white space, got ' ' in number 1"),
         (["--source", "a"] * 51, "A page must show 1 to 50 pairs, got 51"),
     ],
 )

@@ -186,7 +186,6 @@ def test_an_interruption_names_resume_if_there_is_an_output(num_lines, cli_model
         ["--mbr_candidates", "4", "--num_return_sequences", "3"],
         ["--must_contain", ""],
         ["--num_return_sequences", "0", "--n_best", "--resume"],
-        ["--mbr_candidates", "3", "--num_beams", "-1"],
     ],
 )
 def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, words):
