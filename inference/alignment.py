@@ -5,7 +5,6 @@ A link i-j joins source word i and target word j, both from 0: the format of Pha
 
 import contextlib
 import operator
-import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -62,14 +61,6 @@ class AttentionMap:
     source_word_ids: list[int | None] | None
     target_word_ids: list[int | None] | None
     head_weights: np.ndarray | None = None
-
-    def __repr__(self) -> str:
-        shape = f"{len(self.target_tokens)} target tokens x {len(self.source_tokens)} source tokens"
-        if self.head_weights is not None:
-            layers, heads = self.head_weights.shape[:2]
-            shape += f", {layers} layers x {heads} heads"
-        texts = (textwrap.shorten(text, width=60, placeholder="...") for text in (self.source, self.target))
-        return f"AttentionMap({' -> '.join(map(repr, texts))}, {shape})"
 
 
 def cross_attention(generator: Generator, source: str, target: str | None = None, **options) -> AttentionMap:

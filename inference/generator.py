@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.fast_generation import is_metaphrase
-from metaphrase.decoding.quantization import PackedLinear, quantization_of, quantize
+from metaphrase.decoding.quantization import quantization_of, quantize
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
@@ -374,26 +374,6 @@ class Generator(TextStream):
     def is_single(self) -> bool:
         """True for one torch model, without an ensemble or another engine."""
         return isinstance(self.model, torch.nn.Module) and not self.members
-
-    def __repr__(self) -> str:
-        model, settings = self.model, self.model.generation_config
-        facts = [type(model).__name__]
-        if isinstance(model, PreTrainedModel):
-            packed = next((layer for layer in model.modules() if isinstance(layer, PackedLinear)), None)
-            weights = f"{model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}"
-            # Packed weights are no parameters.
-            facts.append(f"{weights if packed is None else type(packed).__name__} on {model.device}")
-        pair = self.tokenizers
-        sizes = [
-            f"{len(tokenizer):,}" for tokenizer in ([pair.source] if pair.is_joint else [pair.source, pair.target])
-        ]
-        facts.append(f"vocabulary {' and '.join(sizes)}")
-        beams = settings.num_beams or 1
-        facts.append(f"{beams} beams" if beams > 1 else "sampling" if settings.do_sample else "greedy search")
-        if self.members:
-            facts.append(f"ensemble of {1 + len(self.members)} models")
-        name = getattr(model, "name_or_path", "")
-        return f"Generator({', '.join([repr(name)] * bool(name) + facts)})"
 
     @classmethod
     def from_pretrained(

@@ -12,8 +12,6 @@ from metaphrase.inference.progress import progress_bar
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
 from metaphrase.tokenization.batches import batches_by_length
 
-MAX_TOKENS_SHOWN = 12
-
 
 @dataclass(frozen=True)
 class ForcedScore:
@@ -28,12 +26,6 @@ class ForcedScore:
     ids: list[int]
     tokens: list[str]
     log_probabilities: list[float]
-
-    def __repr__(self) -> str:
-        tokens = [f"{token} {value:.2f}" for token, value in zip(self.tokens, self.log_probabilities, strict=True)]
-        more = [f"and {len(tokens) - MAX_TOKENS_SHOWN} more"] if len(tokens) > MAX_TOKENS_SHOWN else []
-        shown = ", ".join(tokens[:MAX_TOKENS_SHOWN] + more)
-        return f"ForcedScore(total={self.total:.3f}, mean={self.mean:.3f}, tokens: {shown})"
 
     @property
     def total(self) -> float:

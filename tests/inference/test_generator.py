@@ -64,21 +64,6 @@ def test_options_of_sampling_sample_as_on_the_command_line(members):
     assert greedy == generator.generate_n_best(SOURCES, top_p=None)
 
 
-def test_repr_states_model_size_place_vocabulary_and_search(tmp_path):
-    saved = save_generator(tiny_generator(joint=False), tmp_path / "model")
-    generator = Generator.from_pretrained([saved, saved], device="cpu")
-    generator.model.generation_config.num_beams = 4
-    number, sizes = (
-        generator.model.num_parameters(),
-        [len(t) for t in (generator.tokenizers.source, generator.tokenizers.target)],
-    )
-    assert repr(generator) == (
-        f"Generator({str(saved)!r}, MetaphraseForConditionalGeneration, {number:,} parameters, float32 on cpu, "
-        f"vocabulary {sizes[0]} and {sizes[1]}, 4 beams, ensemble of 2 models)"
-    )
-    assert repr(generator.members[0]).endswith(", greedy search)")
-
-
 def test_scores_of_samples_are_log_probabilities_under_the_model(generator, sources):
     # Only the most probable token is left, whose probability would then be 1.
     options = {"do_sample": True, "top_p": 1e-6}
