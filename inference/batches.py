@@ -121,10 +121,9 @@ def longest_target(model: Any) -> int | None:
 def _num_positions(model: Any, method: str) -> int | None:
     if not hasattr(model, method):
         return None
-    # FSMT's stacks have no configuration. Their tables grow.
-    config = getattr(getattr(model, method)(), "config", None)
-    is_ours = getattr(config, "model_type", None) == "metaphrase"
-    return getattr(config, "position_limit" if is_ours else "max_position_embeddings", None)
+    # FSMT's stacks have no configuration of their own.
+    config = getattr(getattr(model, method)(), "config", model.config)
+    return getattr(config, "position_limit" if config.model_type == "metaphrase" else "max_position_embeddings", None)
 
 
 @contextlib.contextmanager

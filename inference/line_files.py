@@ -255,10 +255,10 @@ def _is_beginning(line: bytes, expected: bytes, with_scores: bool) -> bool:
     """Return True if a line equals `expected`, or its beginning without the end. Scores may differ in their last digits."""
     if not with_scores or expected.startswith(line):
         return expected.startswith(line)
-    (text, score), (expected_text, _, expected_score) = line.rpartition(b" ")[::2], expected.rpartition(b" ")
+    text, separator, expected_score = expected.rpartition(_SEPARATOR.encode())
     if not line.endswith(b"\n"):
-        return expected.startswith(text)
+        return line.startswith(text + separator)
     with contextlib.suppress(ValueError):
-        tolerance = {"rel_tol": _SCORE_TOLERANCE, "abs_tol": _SCORE_TOLERANCE}
-        return text == expected_text and math.isclose(float(score), float(expected_score), **tolerance)
+        score = float(line.removeprefix(text + separator))
+        return math.isclose(score, float(expected_score), rel_tol=_SCORE_TOLERANCE, abs_tol=_SCORE_TOLERANCE)
     return False

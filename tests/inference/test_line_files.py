@@ -97,8 +97,10 @@ OTHER = r"source \d+ has '.*' instead of '.*'"
         ("", "", LINES[:20], "must not hold targets of more sources than the input has, got 23 in"),
         ("--num_beams 3 --num_return_sequences 3", "", LINES, "instead of|more sources than"),
         (
-            *("--num_beams 3 --num_return_sequences 3", "--num_beams 3 --num_return_sequences 2", LINES),
-            OTHER,
+            "--num_beams 3 --num_return_sequences 3",
+            "--num_return_sequences 2 --num_beams 2",
+            LINES,
+            "instead of|more sources",
         ),
     ],
 )

@@ -87,7 +87,9 @@ def test_sinusoids_go_on_past_max_position_embeddings():
     expected = sinusoids(torch.arange(91), 16, "half_split")
     # With fewer tokens than positions, with more, and without a known length.
     for positions, length in (([[0, 3, 4, 5, 90]], 91), ([[3, 1, 2], [0, 0, 2]], 4), ([[3, 90]], None)):
-        torch.testing.assert_close(embedding(torch.tensor(positions), length), expected[torch.tensor(positions)], atol=0, rtol=0)
+        torch.testing.assert_close(
+            embedding(torch.tensor(positions), length), expected[torch.tensor(positions)], atol=0, rtol=0
+        )
 
 
 def rotary(parameters=None, **fields):
