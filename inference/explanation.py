@@ -201,8 +201,8 @@ def describe_steps(
     for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):
         probabilities = warper(None, scaled).softmax(dim=-1)
         drawn = torch.multinomial(probabilities, 1, generator=rng)[:, 0].tolist()
-        sizes, kept = (probabilities > 0).sum(dim=-1).tolist(), probabilities.gather(1, best.indices).tolist()
-        cuts.append(list(map(Cut, sizes, kept, drawn, readable_tokens(tokenizer, drawn))))
+        sizes, shares = (probabilities > 0).sum(dim=-1).tolist(), probabilities.gather(1, best.indices).tolist()
+        cuts.append(list(map(Cut, sizes, shares, drawn, readable_tokens(tokenizer, drawn))))
     steps = []
     for index, (token, text) in enumerate(zip(path, readable_tokens(tokenizer, path), strict=True)):
         ids = best.indices[index].tolist()

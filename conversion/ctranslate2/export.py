@@ -206,8 +206,8 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
         _fill_attention(layer_spec.self_attention, layer.self_attn, stack.rotary_emb)
         _fill_norm(layer_spec.self_attention.layer_norm, layer.self_attn_norm)
         if config.position_embedding_type == "relative":
-            own = layer.self_attn.relative_position_bias if stack.position_bias is None else stack.position_bias
-            layer_spec.self_attention.relative_attention_bias = own.embedding.weight
+            bias = layer.self_attn.relative_position_bias if stack.position_bias is None else stack.position_bias
+            layer_spec.self_attention.relative_attention_bias = bias.embedding.weight
         elif config.position_embedding_type == "none":
             # Without a bias CTranslate2 would add sinusoids.
             heads = layer.self_attn.q_proj.out_features // layer.self_attn.head_dim
