@@ -43,12 +43,7 @@ class PairCollator:
         """Args:
         pad_token_id: Padding of `input_ids`.
         pad_to_multiple_of: Multiple to which widths are rounded up, for tensor cores.
-
-        Raises:
-            ValueError: If the multiple is below 1.
         """
-        if pad_to_multiple_of < 1:
-            raise ValueError(f"`pad_to_multiple_of` must be at least 1, got {pad_to_multiple_of}.")
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
 

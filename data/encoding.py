@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -125,9 +125,6 @@ class PairEncoder:
     empty: Empty = "skip"
 
     def __post_init__(self) -> None:
-        for name, policies in (("too_long", get_args(TooLong)), ("empty", get_args(Empty))):
-            if getattr(self, name) not in policies:
-                raise ValueError(f"`{name}` must be one of {', '.join(policies)}, got {getattr(self, name)!r}.")
         self.limits = self.max_source_length, self.max_target_length
         # The ids around every source and every target.
         self.frames = TextFrame.of(self.tokenizers.encode_sources), TextFrame.of(self.tokenizers.encode_targets)

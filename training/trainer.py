@@ -166,8 +166,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.add_callback(ProcessSeeds(self.accelerator))
 
     def _check_arguments(self) -> None:
-        if self.decodes and self.compute_metrics is not None:
-            raise ValueError("`score` and `compute_metrics` must not both be given with `predict_with_generate`.")
         if self.r_drop_alpha and self.has_custom_loss:
             raise ValueError("`r_drop_alpha` must be left out with `compute_loss_func`, which knows of no second pass.")
         if self.r_drop_alpha:
@@ -486,7 +484,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             folders.remove_unfinished(run)
-        self._checkpoint, self._resumed = checkpoint, None
+        self._checkpoint, self._resumed, self._is_epoch_end_due = checkpoint, None, False
         return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
@@ -510,7 +508,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
         folders.check_progress(progress, settings, self._data_layout())
         self._resumed = progress
-        self._is_epoch_end_due = not (progress["is_epoch_end_reported"] or batches or not epoch)
+        is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
+        self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
         return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
 
     def _restore_callbacks(self) -> None:

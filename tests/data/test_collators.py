@@ -25,8 +25,6 @@ def test_widths_are_rounded_up(multiple, widths):
     assert (batch["input_ids"].shape[1], batch["labels"].shape[1]) == widths
     assert batch["attention_mask"].shape == batch["input_ids"].shape
     assert batch["attention_mask"].sum() == 4 and (batch["labels"] != -100).sum() == 6
-    with pytest.raises(ValueError, match="`pad_to_multiple_of` must be at least 1, got 0"):
-        PairCollator(0, pad_to_multiple_of=0)
 
 
 def test_a_batch_of_sources_has_no_labels():

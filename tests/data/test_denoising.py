@@ -235,7 +235,7 @@ def test_full_stops_of_a_tokenizer(kind):
 
 def test_the_seven_denoisers_have_equal_shares_their_modes_and_no_lost_token():
     mixture, block, seen, longest = OBJECTIVES["ul2"], np.arange(20, 276), Counter(), [0, 0]
-    for seed in range(1400):
+    for seed in range(700):
         source, target = (side.tolist() for side in mixture(block, generator(seed)))
         longest = [max(most, len(side)) for most, side in zip(longest, (source, target), strict=True)]
         spans = sum(token in SENTINELS for token in source)
@@ -244,14 +244,14 @@ def test_the_seven_denoisers_have_equal_shares_their_modes_and_no_lost_token():
     # By mode and number of spans: 38 or 128 hidden tokens in spans of 3, 8 or 64.
     expected = {(11, 13): 1, (11, 5): 1, (13, 43): 1, (13, 16): 1, (13, 1): 1, (13, 2): 1, (12, None): 1}
     assert seen.keys() == expected.keys()
-    assert all(count == pytest.approx(200, abs=80) for count in seen.values())
+    assert all(count == pytest.approx(100, abs=60) for count in seen.values())
     assert longest[0] <= mixture.lengths(256)[0] and longest[1] <= mixture.lengths(256)[1]
 
 
 def test_suffixes_of_the_sequential_denoiser_have_the_mean_of_the_paper():
-    sides = [MixtureOfDenoisers(SENTINELS, END, MODES)(np.arange(20, 60), generator(seed)) for seed in range(7000)]
+    sides = [MixtureOfDenoisers(SENTINELS, END, MODES)(np.arange(20, 60), generator(seed)) for seed in range(4000)]
     suffixes = [len(target) - 2 for source, target in sides if source[0] == MODES["S"]]
-    assert set(suffixes) == set(range(1, 20)) and np.mean(suffixes) == pytest.approx(10, rel=0.05)
+    assert set(suffixes) == set(range(1, 20)) and np.mean(suffixes) == pytest.approx(10, rel=0.08)
     assert max(len(source) for source, _ in sides) == OBJECTIVES["ul2"].lengths(40)[0]
     assert MixtureOfDenoisers(SENTINELS, END).lengths(2) == (3, 3)
 

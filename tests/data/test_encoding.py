@@ -177,10 +177,3 @@ def test_fingerprint_forgets_what_a_call_leaves_behind():
     assert tokenizer_fingerprint(used) == tokenizer_fingerprint(fresh)
     swapped = WordPair(fresh.target, fresh.source)
     assert tokenizer_fingerprint(swapped) != tokenizer_fingerprint(fresh)
-
-
-@pytest.mark.parametrize(("name", "choices"), [("too_long", "skip, truncate, error"), ("empty", "skip, error, keep")])
-def test_an_unknown_policy_is_refused(name, choices):
-    dataset = datasets.Dataset.from_dict({"source": ["a"], "target": ["b"]})
-    with pytest.raises(ValueError, match=f"`{name}` must be one of {choices}, got 'skp'"):
-        encode_pairs(dataset, LetterPair(), max_source_length=9, max_target_length=9, **{name: "skp"})

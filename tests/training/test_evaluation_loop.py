@@ -129,8 +129,7 @@ def test_predictions_reach_the_score_in_order(model, pairs, tmp_path):
         assert decoded == alone[:end]
 
 
-@pytest.mark.parametrize("rows", [None, [1, 5, 7]])
-def test_predictions_are_those_that_are_scored(rows, model, pairs, tmp_path):
+def test_predictions_are_those_that_are_scored(model, pairs, tmp_path):
     seen = {}
 
     def score(decoded, labels):
@@ -138,11 +137,11 @@ def test_predictions_are_those_that_are_scored(rows, model, pairs, tmp_path):
         return {}
 
     model.generation_config.eos_token_id = 2
-    trainer = make_trainer(model, pairs, tmp_path, score=score, generation_max_length=9, learning_rate=0.1)
+    trainer = make_trainer(model, pairs, tmp_path, score=score, generation_max_length=9, max_steps=3)
     trainer.train()
-    trainer.decoded_rows = rows
+    trainer.decoded_rows = [1, 5, 7]
     output = trainer.predict(trainer.eval_dataset)
-    assert len(seen["label_ids"]) == len(rows or pairs)
+    assert len(seen["label_ids"]) == 3
     for name, expected in seen.items():
         array = getattr(output, name)
         assert array.shape == (len(expected), max(map(len, expected)))

@@ -92,7 +92,6 @@ BUDGET = {"max_tokens_per_batch": 60}
             {"r_drop_alpha": 1.0, "compute_loss_func": token_mean},
             "`r_drop_alpha` must be left out with `compute_loss_func`",
         ),
-        ({"compute_metrics": dict, "score": dict}, "`score` and `compute_metrics` must not both be given"),
     ],
 )
 def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_path):
