@@ -92,7 +92,8 @@ class PairCorpus:
         recipe = self.recipe
         if not self.splits:
             self.read()
-        if recipe.num_validation or recipe.num_test:
+        held_out = {"validation": recipe.num_validation, "test": recipe.num_test}
+        if any(number and split not in self.splits for split, number in held_out.items()):
             train, seed = self.splits["train"], self.arguments.seed
             self.splits.update(split_pairs(train, recipe.num_validation, recipe.num_test, seed))
 
@@ -101,7 +102,7 @@ class PairCorpus:
         return load_pairs(**options, report=self.reports[split])
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return the sources (without prefix) and the targets of training, to train tokenizers on."""
+        """Return the sources, without prefix, and the targets of training."""
         train, prefix = self.splits["train"], len(self.recipe.source_prefix or "")
         return (text[prefix:] for text in column_texts(train, "source")), column_texts(train, "target")
 
@@ -124,7 +125,6 @@ class PairCorpus:
         recipe = self.recipe
         if not recipe.is_augmented:
             return None
-        limits = self.max_source_length, self.max_target_length
         rates, terms = recipe.augmentation, None
         if "terms" in rates:
             terms = learn_terms(sample_pairs(zip(*self.sides(), strict=True), _MAX_PAIRS_FOR_TERMS)[1])
@@ -133,14 +133,14 @@ class PairCorpus:
                     "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
                 )
             logger.info("%sLearned %d terms, to insert some into sources.", self.label, len(terms))
-        return Augmenter(tokenizers, self.seed, limits, recipe.subword_sampling, rates, self._prefixes(), terms)
+        return Augmenter(tokenizers, self.seed, self.limits, recipe.subword_sampling, rates, self._prefixes(), terms)
 
     def _prefixes(self) -> list[str]:
         return [self.recipe.source_prefix] if self.recipe.source_prefix else []
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         recipe, is_train = self.recipe, split == "train"
-        limits = (recipe.max_source_length, recipe.max_target_length) if is_train else (self.longest, self.longest)
+        limits = self.limits if is_train else (self.longest, self.longest)
         encoded, self.reports[split] = encode_pairs(
             self.splits[split],
             tokenizers,
@@ -152,32 +152,22 @@ class PairCorpus:
             report=self.reports.get(split),
         )
         logger.info("%s%s: %s", self.label, split, self.reports[split])
-        if not is_train:
-            self._check_scored(split)
-        elif (column := self.arguments.length_column_name) not in encoded.column_names:
-            lengths = sum(np.asarray(encoded[f"{side}_length"][:]) for side in ("source", "target"))
-            encoded = encoded.add_column(column, lengths)
-        return encoded
-
-    def _check_scored(self, split: str) -> None:
-        """Refuse scored pairs that the model cannot read. The limits of training do not apply to these pairs."""
         report = self.reports[split]
-        if self.recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
+        if not is_train and recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
             raise ValueError(
                 f"The {split} pairs must be within the {self.longest} tokens of `max_position_embeddings`, since all are scored, "
                 f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
                 "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
             )
+        if is_train and (column := self.arguments.length_column_name) not in encoded.column_names:
+            lengths = sum(np.asarray(encoded[f"{side}_length"][:]) for side in ("source", "target"))
+            encoded = encoded.add_column(column, lengths)
+        return encoded
 
     @property
-    def max_source_length(self) -> int:
-        """Maximum tokens of a training source."""
-        return self.recipe.max_source_length
-
-    @property
-    def max_target_length(self) -> int:
-        """Maximum tokens of a training target."""
-        return self.recipe.max_target_length
+    def limits(self) -> tuple[int, int]:
+        """Maximum tokens of a training source and of its target."""
+        return self.recipe.max_source_length, self.recipe.max_target_length
 
     def data_name(self, split: str) -> str:
         """Return the data set or file that a split comes from, without its folder."""
@@ -205,11 +195,11 @@ class StreamedPairCorpus(PairCorpus):
     def _check(self) -> None:
         super()._check()
         recipe = self.recipe
-        if recipe.max_source_length + recipe.max_target_length > recipe.max_tokens_per_batch:
+        if sum(self.limits) > recipe.max_tokens_per_batch:
             raise ValueError(
                 "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
-                f"streamed, since a pair of these lengths may come at any time, got {recipe.max_tokens_per_batch}, "
-                f"{recipe.max_source_length} and {recipe.max_target_length}."
+                "streamed, since a pair of these lengths may come at any time, got "
+                f"{recipe.max_tokens_per_batch}, {self.limits[0]} and {self.limits[1]}."
             )
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
@@ -241,8 +231,7 @@ class TextCorpus(PairCorpus):
     """Plain text, from which a denoising objective makes pairs: the corrupted text and its hidden spans."""
 
     def _check(self) -> None:
-        if self.recipe.train_text_file is None:
-            raise ValueError(f"`objective` {self.recipe.objective} must come with `train_text_file`, got none.")
+        self.recipe.data_path("train_text_file")
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -329,12 +318,9 @@ class _PartedCorpus(PairCorpus):
         return [prefix for corpus in self.parts.values() for prefix in corpus._prefixes()]
 
     @property
-    def max_source_length(self) -> int:
-        return max(corpus.max_source_length for corpus in self.parts.values())
-
-    @property
-    def max_target_length(self) -> int:
-        return max(corpus.max_target_length for corpus in self.parts.values())
+    def limits(self) -> tuple[int, int]:
+        sources, targets = zip(*(corpus.limits for corpus in self.parts.values()), strict=True)
+        return max(sources), max(targets)
 
 
 class TaskCorpus(_PartedCorpus):
@@ -357,7 +343,6 @@ class TaskCorpus(_PartedCorpus):
                 logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
 
     def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        self._check_prefixes(tokenizers)
         encoded = {}
         for name, corpus in self.parts.items():
             with self._naming(name):
@@ -373,18 +358,6 @@ class TaskCorpus(_PartedCorpus):
 
     def sizes(self) -> dict[str, int]:
         return dict(sum((Counter(corpus.sizes()) for corpus in self.parts.values()), Counter()))
-
-    def _check_prefixes(self, tokenizers: TokenizerPair) -> None:
-        """Refuse prefixes with equal tokens, such as two that are unknown to the vocabulary."""
-        prefixes = {name: corpus.recipe.source_prefix or "" for name, corpus in self.parts.items()}
-        names: dict[tuple[int, ...], str] = {}
-        for (name, prefix), ids in zip(prefixes.items(), tokenizers.encode_sources([*prefixes.values()]), strict=True):
-            other = names.setdefault(tuple(ids), name)
-            if prefixes[other] != prefix:
-                raise ValueError(
-                    f"`source_prefix` must tell tasks apart, got {prefixes[other]!r} for {other!r} and {prefix!r} for {name!r}, "
-                    "which have the same tokens. Give them tokens with `additional_special_tokens`."
-                )
 
     def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
         recipe, sizes = self.recipe, [len(part) for part in parts.values()]
@@ -471,18 +444,14 @@ def mixing_rates(
 ) -> np.ndarray:
     """Return the share of each task among the examples of a run.
 
+    Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683.
+
     Args:
         sizes: Training examples of each task.
         weights: Factors on top of the sizes.
         mixing: `proportional` to the sizes, `temperature` (to their root of that degree), or `equal`.
         temperature: 1 is proportional. Higher values are more equal.
         limit: Most examples that a task counts (the paper's K).
-
-    Returns:
-        Shares `(tasks,)`, whose sum is 1.
-
-    Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683: examples-proportional mixing with a limit, temperature-scaled
-    mixing, and equal mixing.
     """
     counted = np.minimum(sizes, np.inf if limit is None else limit).astype(np.float64)
     exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]
@@ -493,15 +462,7 @@ def mixing_rates(
 def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.ndarray]:
     """Return the rows of each task in an epoch: every row at least once, rows of favoured tasks more often.
 
-    The epoch is as short as possible. Random rows fill up what is not a whole number of repetitions.
-
-    Args:
-        sizes: Rows of each task.
-        rates: Shares of the tasks (see `mixing_rates`).
-        seed: Seed of the random rows.
-
-    Returns:
-        Rows of each task in ascending order, repetitions side by side.
+    The epoch is as short as possible. Random rows fill up what is not a whole number of repetitions. Rows are in ascending order.
     """
     length = max(size / rate for size, rate in zip(sizes, rates, strict=True))
     generator = np.random.default_rng(seed)

@@ -65,7 +65,6 @@ from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
-    check_writable,
     checkpoint_to_resume,
     only_writer,
 )
@@ -118,7 +117,6 @@ class Experiment:
                 )
         check_optimizer(self.arguments)
         self.folder = Path(self.arguments.output_dir)
-        check_writable(self.folder)
         for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
             if getattr(recipe, name) is not None:
                 refuse_missing_folder(getattr(recipe, name), name)
@@ -292,7 +290,7 @@ class Experiment:
         if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
             tokenizers.declare_max_length(positions)
         # By default, generate() stops at 20 tokens.
-        limit = recipe.generation_max_length or self.corpus.max_target_length + 1
+        limit = recipe.generation_max_length or self.corpus.limits[1] + 1
         settle_decoding(model, recipe, limit, languages)
         if recipe.r_drop_alpha:
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)

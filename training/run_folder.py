@@ -2,16 +2,15 @@
 
 import contextlib
 import logging
-import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
 from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
+from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.checkpointing.folders import (
     check_whole,
     checkpoints_in,
@@ -31,13 +30,8 @@ _REASON = re.compile(r"^# (.+)\n(\w+):", re.MULTILINE)
 _MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
 _MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Files that a run replaces.
-_RESULT_NAMES = (
-    RECIPE_NAME,
-    "metrics.json",
-    "validation_predictions.txt",
-    "test_predictions.txt",
-    "trainer_state.json",
-)
+_RESULT_NAMES = (RECIPE_NAME, "metrics.json", "validation_predictions.txt", "test_predictions.txt")
+_RESULT_NAMES += ("trainer_state.json", "tokenizer.json")
 # Own fields that a resumed run may change. The others decide network, tokenizer, data, optimizer, or what is trained.
 _FREE_GROUPS = ("batches", "evaluation", "search")
 _FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file"}
@@ -56,11 +50,6 @@ _ALTERNATIVES += (("average_last", "average_best"),)
 _DECODING = ("num_beams", "length_penalty")
 # Fields that may become `skip` after a fault has ended a run.
 _FAULTS = ("malformed", "invalid_utf8")
-
-
-def _model_file_in(folder: Path) -> str | None:
-    """Return the name of a file that shows that the folder holds a model; None if there is none."""
-    return next((name for name in _MODEL_NAMES if (folder / name).exists()), None)
 
 
 def discard_model(folder: Path) -> None:
@@ -88,35 +77,17 @@ def only_writer(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, as far as can be seen without writing.
-
-    Raises:
-        ValueError: If the folder, or its nearest parent that exists, is a file or read-only.
-    """
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir():
-        raise ValueError(f"`output_dir` must be a folder, got {folder}: {existing} is a file.")
-    if not os.access(existing, os.W_OK):
-        raise ValueError(
-            f"`output_dir` must be a folder that can be written to, got {folder}: {existing} is read-only."
-        )
-
-
 def holds_run(folder: Path) -> bool:
     """Return True if a folder has the recipe or a checkpoint of a run."""
     return (folder / RECIPE_NAME).is_file() or bool(checkpoints_in(folder))
 
 
-def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None = None) -> Recipe:
+def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe of a resumed run with the fields that it leaves open as the run had them.
-
-    The run may have chosen them, or lowered its length limits to the token budget.
 
     Args:
         recipe: The recipe that was given.
         folder: Output folder of the run.
-        names: The fields to take over; None for all.
 
     Raises:
         ValueError: If a field that was given contradicts one of the run.
@@ -126,21 +97,19 @@ def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None
     if not resume or not path.is_file():
         return recipe
     before = saved_recipe(path)
-    answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
     reasons = {name: reason for reason, name in _REASON.findall(path.read_text(encoding="utf-8"))}
+    answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
     if before.choose_decoding and "num_beams" in reasons:
         # They are chosen again for the weights of the resumed run.
         answered |= set(_DECODING)
-    taken = [name for name in names or before.set_names if not recipe.is_set(name) and name not in answered]
-    reasons = {name: reason for name, reason in reasons.items() if name in taken}
-    changed = recipe.set_names
-    recipe = recipe.replace(**{name: getattr(before, name) for name in taken})
-    check_conflicts(recipe, changed)
+    names = [name for name in before.set_names if name not in answered]
+    taken = {name: getattr(before, name) for name in names if recipe.is_open(name)}
+    reasons = {name: reason for name, reason in reasons.items() if name in taken} | recipe.reasons
     # The file keeps its order.
-    order = [name for name in before.set_names if recipe.is_set(name) and name not in answered]
-    set_names = tuple(dict.fromkeys((*order, *recipe.set_names)))
-    reasons |= recipe.reasons
-    return recipe.replace(set_names=set_names, reasons=reasons)
+    order = tuple(dict.fromkeys((*names, *recipe.set_names)))
+    merged = recipe.replace(**taken, set_names=order, reasons=reasons)
+    check_conflicts(merged, recipe.set_names)
+    return merged
 
 
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
@@ -165,62 +134,34 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
             _refuse_content(recipe, folder)
         _check_same_run(recipe, run)
         return resume
-    last = last_whole_checkpoint(folder)
-    if last is not None:
-        _check_same_run(recipe, folder)
-        return last
-    if damaged := checkpoints_in(folder):
-        # A run from the beginning would replace or delete weights that may be complete.
-        problems = "; ".join(what_is_missing(damaged[-1]))
-        raise ValueError(
-            f"`output_dir` must hold a whole checkpoint to resume from, got {damaged[-1]}: {problems}. "
-            "Restore the file; or start a new run in another folder, from these weights by `model_name_or_path`."
-        )
-    model = _model_file_in(folder)
-    if model is None:
-        _refuse_results(recipe, folder)
-    elif (folder / RECIPE_NAME).is_file():
-        _check_same_run(recipe, folder)
-    else:
-        # No run has written this model, so none could be repeated.
-        _refuse_model(folder)
-    replaced = "" if model is None else ", and replaces the model that is there"
-    logger.warning(
-        "%s holds no whole checkpoint to resume from: the run starts from the beginning%s.", folder, replaced
-    )
-    return None
+    checkpoint = last_whole_checkpoint(folder)
+    if checkpoint is None:
+        if damaged := checkpoints_in(folder):
+            # A run from the beginning would replace or delete weights that may be complete.
+            raise ValueError(
+                f"`output_dir` must hold a whole checkpoint to resume from, got {damaged[-1]}: "
+                f"{'; '.join(what_is_missing(damaged[-1]))}. Restore the file; or start a new run in another folder, from these "
+                "weights by `model_name_or_path`."
+            )
+        if not all((folder / name).is_file() for name in (RECIPE_NAME, DATA_REPORT_NAME)):
+            _refuse_content(recipe, folder)
+        logger.warning("%s holds no whole checkpoint to resume from: the run starts from the beginning.", folder)
+    _check_same_run(recipe, folder)
+    return checkpoint
 
 
 def _refuse_content(recipe: Recipe, folder: Path) -> None:
-    if existing := checkpoints_in(folder):
-        raise ValueError(
-            f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
-            "Pass --resume to go on from there, or another folder by --output_dir."
-        )
-    _refuse_model(folder)
-    _refuse_results(recipe, folder)
-
-
-def _refuse_results(recipe: Recipe, folder: Path) -> None:
-    """Refuse files that the run would replace, without a data report: a person or another verb has written them."""
-    names = list(_RESULT_NAMES)
-    tokenizer = recipe.tokenizer_name_or_path
-    if tokenizer is None or Path(tokenizer).resolve() != folder.resolve():
-        names.append("tokenizer.json")
-    name = next((name for name in names if (folder / name).is_file()), None)
-    if name is not None and not (folder / DATA_REPORT_NAME).is_file():
-        raise ValueError(
-            f"`output_dir` must not hold a file that no run has written, got {folder} with {name}, which the run would replace. "
-            "Pass another folder by --output_dir."
-        )
-
-
-def _refuse_model(folder: Path) -> None:
-    if (name := _model_file_in(folder)) is not None:
-        way_out = "Pass another folder by --output_dir"
-        if (folder / RECIPE_NAME).is_file():
-            way_out += ", or --resume to repeat the run that wrote it, which replaces it"
-        raise ValueError(f"`output_dir` must not hold a model, got {folder} with {name}. {way_out}.")
+    """Refuse a folder with a model, with checkpoints, or with files that the run would replace and no run has written."""
+    names = [path.name for path in checkpoints_in(folder)[-1:]]
+    # A run that was stopped before its first checkpoint has left a report of its data.
+    names += _MODEL_NAMES if (folder / DATA_REPORT_NAME).is_file() else (*_MODEL_NAMES, *_RESULT_NAMES)
+    is_own_tokenizer = Path(recipe.tokenizer_name_or_path or "/").resolve() == folder.resolve()
+    for name in names:
+        if (folder / name).exists() and not (name == "tokenizer.json" and is_own_tokenizer):
+            raise ValueError(
+                f"`output_dir` must not hold a model, a checkpoint or a file that the run would replace, got {folder} with "
+                f"{name}. Pass another folder by --output_dir, or --resume to go on with the run that wrote it."
+            )
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
@@ -237,44 +178,29 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
         old, new = before.get(name), now.get(name)
         # The data read so far had no fault.
         is_more_lenient = name.rpartition(".")[2] in _FAULTS and (old, new) == ("error", "skip")
-        if _without_folder(name, old) != _without_folder(name, new) and not is_more_lenient:
+        if old != new and not is_more_lenient:
             raise ValueError(
-                f"`{name}` must stay as it was when a run is resumed, got {_shown(new)}, and {_shown(old)} in {path}. "
+                f"`{name}` must stay as it was when a run is resumed, got {new!r}, and {old!r} in {path}. "
                 "To change it, start a new run in another folder by --output_dir."
             )
 
 
 def _settled_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of all fields that may not change. Keys of a mapping become names with a dot."""
-    fields = [name for name in OWN_FIELDS if group_of(name) not in _FREE_GROUPS]
-    values = {name: getattr(recipe, name) for name in (*fields, *_SETTLED_TRAINING)}
+    names = [name for name in OWN_FIELDS if group_of(name) not in _FREE_GROUPS] + [*_SETTLED_TRAINING]
     if recipe.lr_scheduler_type in METRIC_SCHEDULES:
         # The schedule compares values of the metric before and after.
-        metric, direction = (recipe.metric_for_best_model or "loss").removeprefix("eval_"), recipe.greater_is_better
-        # The default direction of a metric need not be given.
-        values["greater_is_better"] = None if direction is not is_better_lower(metric) else direction
-        values["metric_for_best_model"] = metric
-    return {
-        name: value
-        for field, inner in values.items()
-        for name, value in _flat(field, inner)
-        if name.rpartition(".")[2] not in _FREE
-    }
+        names += ["metric_for_best_model", "greater_is_better"]
+    values = dict(item for name in names for item in _flat(name, getattr(recipe, name)))
+    return {name: value for name, value in values.items() if name.rpartition(".")[2] not in _FREE}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    elif name.endswith(("_file", "_name_or_path")) and isinstance(value, str):
+        # A run may have been moved together with its data, whose folder a saved recipe leaves out.
+        yield name, PurePath(value).name
+    else:
         yield name, value
-        return
-    for key, inner in value.items():
-        yield from _flat(f"{name}.{key}", inner)
-
-
-def _without_folder(name: str, value: Any) -> Any:
-    # A run may have been moved together with its data, whose folder a saved recipe leaves out.
-    is_path = name.endswith(("_file", "_name_or_path")) and isinstance(value, str)
-    return PurePath(value).name if is_path else value
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else repr(getattr(value, "value", value))

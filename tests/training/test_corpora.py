@@ -161,15 +161,6 @@ def test_contradictions_are_refused(data, tmp_path, fields, words):
     assert words in str(error.value)
 
 
-def test_prefixes_that_a_tokenizer_cannot_tell_apart_are_refused(data, tmp_path):
-    recipe = make_recipe(data, tmp_path)
-    corpus = TaskCorpus(recipe, recipe.training_arguments())
-    corpus.load()
-    pair = TokenizerPair.train(*corpus.sides(), kind="pretokenized", show_progress=False)
-    with pytest.raises(ValueError, match="must tell tasks apart, got 'translate: ' for 'translate' and 'summarize: '"):
-        corpus.encode(pair)
-
-
 def test_a_task_whose_references_cannot_be_scored_is_found_before_training(data, tmp_path):
     write(tmp_path / "empty.tsv", [("a house", "")])
     recipe = make_recipe(

@@ -21,15 +21,13 @@ def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     train(data, run, **fields)
     before = contents(run)
-    with pytest.raises(ValueError, match=r"not hold a model, got .*run with model.safetensors.*--resume to repeat"):
+    with pytest.raises(ValueError, match=r"not hold a model, .* got .*run with model.safetensors.*--resume"):
         Experiment(make_recipe(data, run, **fields, joint_vocabulary="false"))
     # What no run has written is not repeated either, nor does a checkpoint of elsewhere lead there.
     train(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})
     (run / "recipe.yaml").rename(tmp_path / "recipe.yaml")
     for resume in ("false", "true", str(other / "checkpoint-1")):
-        with pytest.raises(
-            ValueError, match=r"hold a model, .* with model.safetensors. Pass another folder by --output_dir.$"
-        ):
+        with pytest.raises(ValueError, match=r"hold a model, .* with model.safetensors"):
             Experiment(make_recipe(data, run, **fields, resume_from_checkpoint=resume))
     (tmp_path / "recipe.yaml").rename(run / "recipe.yaml")
     assert contents(run) == before
@@ -41,7 +39,7 @@ def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resu
     own = tmp_path / "run" / name
     own.parent.mkdir()
     own.write_text("max_steps: 5\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"must not hold a file that no run has written, got .*run with {name}"):
+    with pytest.raises(ValueError, match=rf"must not hold .* that the run would replace, got .*run with {name}"):
         Experiment(make_recipe(data, own.parent, resume_from_checkpoint=resume))
     assert own.read_text(encoding="utf-8") == "max_steps: 5\n"
     # A run that was stopped before its first checkpoint has left an account of its data too.
@@ -76,10 +74,10 @@ def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     # As if it had been killed while it wrote its model.
     (tmp_path / "run" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"must not hold a model, got .*run with config.json"):
+    with pytest.raises(ValueError, match=r"must not hold a model, .* got .*run with config.json"):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
     train(data, tmp_path / "run", **fields, resume_from_checkpoint="true")
-    assert "starts from the beginning, and replaces the model that is there" in caplog.text
+    assert "the run starts from the beginning" in caplog.text
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
 
@@ -150,7 +148,7 @@ def test_a_checkpoint_of_elsewhere_leads_to_no_folder_with_checkpoints(data, tmp
     for name in ("model.safetensors", "config.json"):
         (tmp_path / "other" / name).unlink()
     before = contents(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"the checkpoints of another run, got .*other with checkpoint-1"):
+    with pytest.raises(ValueError, match=r"must not hold .* got .*other with checkpoint-1"):
         checkpoint = str(tmp_path / "first" / "checkpoint-1")
         Experiment(make_recipe(data, tmp_path / "other", **ONE_STEP, resume_from_checkpoint=checkpoint))
     assert contents(tmp_path / "other") == before
