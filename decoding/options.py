@@ -34,15 +34,10 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Options of the call override those of the `generation_config`. A length replaces the same length in tokens of another kind
     (`max_length`, `max_new_tokens`). `num_return_sequences=None` becomes 1, and integers become floats where floats are needed.
-
-    Raises:
-        ValueError: If `generation_config` is not a `GenerationConfig`.
     """
     options = override_lengths(options)
     config = options.pop("generation_config", None)
     if config is not None:
-        if not isinstance(config, GenerationConfig):
-            raise ValueError(f"`generation_config` must be a GenerationConfig, got {type(config).__name__}.")
         settings = {name: value for name, value in vars(config).items() if value is not None and name[0] != "_"}
         settings.pop("transformers_version", None)
         # A config may hold both lengths. As in `generate()`, new tokens override.

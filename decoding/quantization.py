@@ -112,14 +112,7 @@ def quantize(model: PreTrainedModel) -> int:
 
     Returns:
         The number of replaced layers: 0, with a warning, if torch or the processor lacks the kernels.
-
-    Raises:
-        ValueError: If the model is not in float32 on a CPU.
     """
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        raise ValueError(
-            f"`model` must be on a CPU in float32 to be quantized, got {model.dtype} on {model.device.type}."
-        )
     model.eval()
     if not has_kernels():
         logger.warning("int8 weights need a torch with FBGEMM, which this one lacks: they stay in float32.")

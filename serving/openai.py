@@ -39,7 +39,7 @@ class Prompts(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     n: int | None = Field(None, ge=1)
-    best_of: int | None = None
+    best_of: Literal[1] | None = None
     stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stream: bool | None = None
@@ -106,9 +106,6 @@ def make_router(service: Service) -> APIRouter:
 
 def _read_query(body: Prompts) -> Query:
     options = dict(body.model_extra or {})
-    num_targets = body.n or 1
-    if body.best_of not in (None, num_targets):
-        raise ValueError(f"`best_of` must be left out or equal `n`, got {body.best_of}.")
     if body.max_tokens is not None:
         options["max_new_tokens"] = body.max_tokens
     if body.temperature == 0:
@@ -121,7 +118,7 @@ def _read_query(body: Prompts) -> Query:
         [body.prompt] if isinstance(body.prompt, str) else body.prompt,
         source_lang=body.src_lang,
         target_lang=body.tgt_lang,
-        num_targets=num_targets,
+        num_targets=body.n or 1,
         options=options,
     )
 

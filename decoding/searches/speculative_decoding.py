@@ -128,14 +128,9 @@ class SpeculativeSearch:
         num_assistant_tokens: Tokens per draft.
         num_drafted: Number of drafted tokens so far.
         num_accepted: Number of drafted tokens that are part of a target.
-
-    Raises:
-        ValueError: If `num_assistant_tokens` is not above 0.
     """
 
     def __init__(self, num_assistant_tokens: int = DEFAULT_NUM_ASSISTANT_TOKENS):
-        if num_assistant_tokens < 1:
-            raise ValueError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
         self.num_assistant_tokens = num_assistant_tokens
         self.num_drafted = self.num_accepted = 0
 

@@ -12,28 +12,21 @@ from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
 from metaphrase.serving.batcher import Batcher
-from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
 
 LONG_GERMAN = "Der kleine Hund läuft durch den Garten und die Katze schläft in der Sonne."
 
 
-@pytest.fixture(scope="module")
-def url():
-    with running(upper_service(limits=Limits(max_body_kilobytes=4), api_keys=["right"])) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(url):
-    return LibreTranslateAPI(url, api_key="right")
+@pytest.fixture
+def client(guarded_url):
+    return LibreTranslateAPI(guarded_url, api_key="right")
 
 
 @pytest.fixture
-def post(url):
+def post(guarded_url):
     def send(path="/translate", **fields):
-        return requests.post(url + path, json={"api_key": "right", **fields})
+        return requests.post(guarded_url + path, json={"api_key": "right", **fields})
 
     return send
 
@@ -92,21 +85,19 @@ def test_answers_have_the_shape_of_the_text(post):
     assert answer == {"translatedText": "A CAT", "detectedLanguage": detected}
 
 
-def test_errors_are_those_of_libretranslate(client, url, post):
+def test_errors_are_those_of_libretranslate(client, guarded_url, post):
     assert error_of(client.translate, "a cat", "en", "xx") == (400, "xx is not supported")
     assert error_of(client.translate, "a cat", "de", "de")[0] == 400
-    assert error_of(LibreTranslateAPI(url, api_key="wrong").translate, "a cat", "en", "de")[0] == 403
-    assert error_of(LibreTranslateAPI(url).detect, "a cat")[0] == 403
+    assert error_of(LibreTranslateAPI(guarded_url, api_key="wrong").translate, "a cat", "en", "de")[0] == 403
+    assert error_of(LibreTranslateAPI(guarded_url).detect, "a cat")[0] == 403
     assert error_of(client.translate, "a" * 5000, "en", "de")[0] == 413
-    malformed = requests.post(url + "/translate", data='{"q": ', headers={"Content-Type": "application/json"})
-    assert (malformed.status_code, list(malformed.json())) == (400, ["error"])
     assert post(q="a cat", source="en", target="de", format="pdf").status_code == 400
 
 
-def test_keys_may_stand_in_the_header(url):
+def test_keys_may_stand_in_the_header(guarded_url):
     fields = {"q": "a cat", "source": "en", "target": "de"}
     answers = [
-        requests.post(url + "/translate", fields, headers={"Authorization": f"Bearer {key}"})
+        requests.post(guarded_url + "/translate", fields, headers={"Authorization": f"Bearer {key}"})
         for key in ("right", "wrong")
     ]
     assert [answer.status_code for answer in answers] == [200, 403]

@@ -241,9 +241,13 @@ def test_failure_is_one_failed_request_without_its_text_in_the_log(caplog):
             "/v1/completions": {"model": "en-de", "prompt": "secret"},
         }
         answers = [post(address, path, json=body) for path, body in bodies.items()]
+        malformed = [post(address, path, data="{") for path in bodies]
         assert requests.get(address + "/health", timeout=9).status_code == 200
     assert {answer.status_code for answer in answers} == {500}
-    assert [next(iter(answer.json())) for answer in answers] == ["error", "error", "message", "error"]
+    assert {answer.status_code for answer in malformed} == {400}
+    for replies in (answers, malformed):
+        assert [next(iter(answer.json())) for answer in replies] == ["error", "error", "message", "error"]
+    assert malformed[-1].json()["error"]["type"] == "invalid_request_error"
     assert "/translate failed: RuntimeError." in caplog.messages
     assert "secret" not in caplog.text and "secret" not in "".join(answer.text for answer in answers)
 

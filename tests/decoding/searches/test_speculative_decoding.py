@@ -168,8 +168,6 @@ def test_a_draft_that_reads_by_its_own_tokenizer(generator):
 def test_what_does_not_fit_is_refused(generator, draft):
     with pytest.raises(ValueError, match=r"The target vocabulary of `assistant_model` must be that of the first model"):
         generator.generate(SOURCES, assistant_model=tiny_generator(kind="byte"))
-    with pytest.raises(ValueError, match="`num_assistant_tokens` must be at least 1, got 0"):
-        generator.generate(SOURCES, assistant_model=draft, num_assistant_tokens=0)
     with pytest.raises(ValueError, match="`num_beams` must be 1"):
         generator.generate(SOURCES, assistant_model=draft, num_beams=3)
     with pytest.raises(ValueError, match="`do_sample` false"):

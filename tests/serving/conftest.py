@@ -1,0 +1,16 @@
+"""A server that the tests of several APIs share."""
+
+import pytest
+from local_server import running, upper_service
+
+from metaphrase.inference.texts.plan import Terms
+from metaphrase.serving.limits import Limits
+
+
+@pytest.fixture(scope="session")
+def guarded_url():
+    """A server that writes sources in upper case, needs the key `right`, and reads 4 kB."""
+    glossaries = {"en-de": Terms(glossary={"cat": "Kater"})}
+    limits = Limits(max_body_kilobytes=4)
+    with running(upper_service(limits=limits, api_keys=["right"], glossaries=glossaries)) as address:
+        yield address
