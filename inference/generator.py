@@ -754,11 +754,16 @@ def check_source_length(length: int, encode: Callable[[list[str]], list[list[int
         encode: Encodes source texts.
         prefix: Text before every source.
     """
-    # White space at the end of the prefix may become part of the next token.
-    [ids] = encode([prefix.rstrip()])
-    if length <= len(ids):
+    # White space at the end of the prefix may be part of the next token, or a token that different texts share.
+    [ids], texts = encode([prefix.rstrip()]), encode([prefix + text for text in ("a", "1", ".")])
+    columns, end = zip(*texts, strict=False), TextFrame.of(encode).end
+    num_shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
+    num_tokens = len(ids)
+    if prefix and num_shared < min(map(len, texts)) - len(end):
+        num_tokens = max(num_tokens, num_shared + len(end))
+    if length <= num_tokens:
         raise ValueError(
-            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
+            f"`max_source_length` must be above {num_tokens}, the special tokens and those of `source_prefix`, got {length}."
         )
 
 
