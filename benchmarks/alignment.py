@@ -18,7 +18,7 @@ import torch
 from machine import describe_machine
 
 from metaphrase.demo.corpus import Sampler, split_of_sentence
-from metaphrase.demo.grammar import BE, HAVE, Adjective, Case, Noun, Particle, Sentence, Verb
+from metaphrase.demo.grammar import BE, CASES, HAVE, Adjective, Noun, Particle, Sentence, Verb
 from metaphrase.demo.languages import german_noun, german_present, third_person_singular, to_english, to_german
 from metaphrase.inference import Generator, alignment_error_rate, cross_attentions, word_alignment
 
@@ -45,14 +45,14 @@ def english_forms(item: Noun | Adjective | Verb | Particle) -> set[str]:
             return forms | {form + "'s" for form in forms}
         case Verb():  # only the first word of *look for*
             return {form.split()[0] for form in (item.english, item.past, third_person_singular(item.english))}
-    return {item.english}
+    return {item.english.lstrip(", ")}
 
 
 def german_forms(item: Noun | Adjective | Verb | Particle) -> set[str]:
     match item:
         case Noun():
             numbers = (False, True) if item.german_plural else (False,)
-            return {german_noun(item, is_plural, case) for is_plural in numbers for case in Case}
+            return {german_noun(item, is_plural, case) for is_plural in numbers for case in CASES}
         case Adjective():
             return {item.german} | {item.stem + ending for ending in ADJECTIVE_ENDINGS}
         case Verb():
@@ -60,7 +60,7 @@ def german_forms(item: Noun | Adjective | Verb | Particle) -> set[str]:
             present = {german_present(item, slot) for slot in range(4)}
             past = set(item.preterite_forms or ()) | {item.participle}
             return present | {particle + form for form in present} | past | {item.infinitive.replace("|", "")}
-    return {item.german}
+    return {item.german.lstrip(", ")}
 
 
 def known_links(sentence: Sentence, english: str, german: str) -> list[Link]:

@@ -1,35 +1,15 @@
-"""Words and sentence structures of the demo, from which `languages` writes English and German."""
+"""Words and sentence structures of the demo, which `languages` writes in English and German."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
 from pathlib import Path
 
-
-class Case(IntEnum):
-    """German cases, the rows of every declension table."""
-
-    NOMINATIVE = 0
-    ACCUSATIVE = 1
-    DATIVE = 2
-    GENITIVE = 3
-
-
-class Gender(IntEnum):
-    """German genders, the first columns of every declension table. The last column is the plural."""
-
-    MASCULINE = 0
-    FEMININE = 1
-    NEUTER = 2
-
-
-class Declension(Enum):
-    """Adjective endings that a determiner requires."""
-
-    WEAK = "weak"  # after der, dieser, jeder
-    MIXED = "mixed"  # after ein, kein, mein
-    STRONG = "strong"  # after nothing and after numbers
+# Rows of every German declension table, and its columns: three genders and the plural.
+CASES = NOMINATIVE, ACCUSATIVE, DATIVE, GENITIVE = range(4)
+MASCULINE, FEMININE, NEUTER, PLURAL = range(4)
+# Finite forms for ich, du, er, and the plural.
+Forms = tuple[str, ...]
 
 
 # Words are compared by identity: each word exists once, in the lexicon.
@@ -41,11 +21,11 @@ class Noun:
     plural: str | None
     german: str
     german_plural: str | None
-    gender: Gender
+    gender: int
     kind: str
-    is_weak: bool = False  # the n-declension: der Junge, den Jungen
-    can_be_owned: bool = True
-    preposition: str | None = None  # of a place: *in* or *on*
+    is_weak: bool  # the n-declension: der Junge, den Jungen
+    can_be_owned: bool
+    preposition: str | None  # of a place: *in* or *on*
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +35,9 @@ class Adjective:
     english: str
     german: str
     stem: str
-    kinds: frozenset[str]
-    is_colour: bool = False
-    is_state: bool = False  # it may come and go: *often tired*, but not *often old*
+    kinds: tuple[str, ...]
+    is_colour: bool
+    is_state: bool  # it may come and go: *often tired*, but not *often old*
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,36 +49,36 @@ class Verb:
     infinitive: str
     third: str
     participle: str
-    auxiliary: str = "haben"
-    case: Case = Case.ACCUSATIVE  # of the direct object
-    subjects: tuple[str, ...] = ()
-    objects: tuple[str, ...] = ()
-    phrases: tuple[str, ...] = ()  # the prepositional phrases that it takes
-    needs_phrase: bool = False  # *live* and *go* say where
-    is_ditransitive: bool = False
-    # Irregular finite forms for ich, du, er, and the plural.
-    present_forms: tuple[str, str, str, str] | None = None
-    # Only for verbs with a preterite in spoken German: war, hatte, kannte, wusste.
-    preterite_forms: tuple[str, str, str, str] | None = None
+    auxiliary: str
+    subjects: tuple[str, ...]
+    objects: tuple[str, ...]
+    phrases: tuple[str, ...]  # the prepositional phrases that it takes
+    needs_phrase: bool  # *live* and *go* say where
+    case: int  # of the direct object
+    is_ditransitive: bool
+    present_forms: Forms | None = None  # if they are irregular
+    preterite_forms: Forms | None = None  # if spoken German uses them: war, hatte, kannte, wusste
 
 
 @dataclass(frozen=True, eq=False)
 class Modal:
-    """A modal verb. `negatable` is False for *must*: *must not* forbids, *muss nicht* permits."""
+    """A modal verb."""
 
     english: str
-    forms: tuple[str, str, str, str]
-    negatable: bool = True
+    forms: Forms
 
 
 @dataclass(frozen=True, eq=False)
 class Determiner:
-    """A determiner by its English forms and its German stem; a form that does not exist is None (*every*, plural)."""
+    """A determiner by its English forms, None if there is none (*every*, plural), and its German stem.
+
+    `kind` is "full" with an ending in every form, "mixed" as *ein*, and "bare" without endings.
+    """
 
     singular: str | None
     plural: str | None
     stem: str
-    declension: Declension
+    kind: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,24 +87,24 @@ class Pronoun:
 
     english: str
     english_object: str
-    forms: tuple[str, str, str]
-    person: int = 3
-    is_plural: bool = False
+    forms: Forms
+    person: int
+    is_plural: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Preposition:
-    """A preposition with its case; `contractions` maps the definite article that follows to the fused word."""
+    """A preposition with its case, and the articles that it fuses with: *zu* and *dem* to *zum*."""
 
     english: str
     german: str
-    case: Case
-    contractions: tuple[tuple[str, str], ...] = ()
+    case: int
+    contractions: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
 class Particle:
-    """An uninflected word: adverb, question word, conjunction."""
+    """An uninflected word: adverb, question word, conjunction with its comma."""
 
     english: str
     german: str
@@ -132,7 +112,10 @@ class Particle:
 
 @dataclass(frozen=True)
 class NounPhrase:
-    """Determiner, adjectives and noun; `possessor` stands for the determiner (*the teacher's dog*)."""
+    """Determiner, adjectives and noun; `possessor` stands for the determiner (*the teacher's dog*).
+
+    With the determiner `RELATIVE`, it is the pronoun of a relative clause that describes the noun.
+    """
 
     noun: Noun
     determiner: Determiner
@@ -140,15 +123,6 @@ class NounPhrase:
     adjectives: tuple[Adjective, ...] = ()
     possessor: NounPhrase | None = None
     relative: Clause | None = None
-    person = 3
-
-
-@dataclass(frozen=True)
-class RelativePronoun:
-    """The subject or object of a relative clause, with the gender and number of the noun that the clause describes."""
-
-    noun: Noun
-    is_plural: bool
     person = 3
 
 
@@ -162,7 +136,7 @@ class Coordination:
     person = 3
 
 
-Nominal = NounPhrase | RelativePronoun | Coordination | Pronoun
+Nominal = NounPhrase | Coordination | Pronoun
 
 
 @dataclass(frozen=True)
@@ -190,8 +164,8 @@ class Clause:
 
 
 @dataclass(frozen=True)
-class Subordinate:
-    """A clause introduced by a conjunction: *because the dog sleeps*."""
+class JoinedClause:
+    """A clause with its conjunction: *because the dog sleeps*, *and the dog sleeps*."""
 
     conjunction: Particle
     clause: Clause
@@ -199,33 +173,22 @@ class Subordinate:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A main clause with at most one part before it (`front`) and one after it."""
+    """A main clause with at most one part before it (`front`) and one clause after it (`joined`)."""
 
     clause: Clause
-    front: Particle | PrepositionalPhrase | Subordinate | None = None
-    subordinate: Subordinate | None = None
-    coordinated: tuple[Particle, Clause] | None = None
+    front: Particle | PrepositionalPhrase | JoinedClause | None = None
+    joined: JoinedClause | None = None
     is_question: bool = False
-
-
-def punctuate(words: list[str], mark: str) -> str:
-    """Join words and commas to a line with a final mark, which replaces a comma before it."""
-    text = " ".join(words).replace(" ,", ",").replace(",,", ",").rstrip(",") + mark
-    return text[0].upper() + text[1:]
 
 
 _TEXT = Path(__file__).with_name("lexicon.txt").read_text(encoding="utf-8")
 _TABLES = dict(table.split("]\n") for table in _TEXT.split("\n[")[1:])
 
 
-def _rows(table: str) -> list[list[str]]:
-    """Return the lines of a table of `lexicon.txt` as lists of cells; `_` is a blank inside a cell."""
-    return [[cell.replace("_", " ") for cell in line.split()] for line in _TABLES[table].strip().splitlines()]
-
-
-def _pairs(words: str) -> list[list[str]]:
-    """Return the entries of a short list, each of two words."""
-    return [entry.split() for entry in words.split(", ")]
+def _rows(table: str) -> list[list[str | None]]:
+    """Return the lines of a table of `lexicon.txt` as lists of cells."""
+    lines = _TABLES[table].strip().splitlines()
+    return [[None if cell == "-" else cell.replace("_", " ") for cell in line.split()] for line in lines]
 
 
 # Names in the tables for several kinds of noun.
@@ -237,133 +200,65 @@ _SORTS = {
 }
 
 
-def _kinds(names: list[str]) -> tuple[str, ...]:
-    """Return kinds of noun, with sorts expanded."""
-    return tuple(kind for name in names for kind in _SORTS.get(name, (name,)))
+def _kinds(names: str | None) -> tuple[str, ...]:
+    """Return the kinds of noun in a cell, with sorts expanded."""
+    return tuple(kind for name in (names or "").split("+") if name for kind in _SORTS.get(name, (name,)))
 
-
-_GENDERS = {"m": Gender.MASCULINE, "f": Gender.FEMININE, "n": Gender.NEUTER}
 
 # Nouns without a possessor.
 _UNOWNED_KINDS = ("landscape", "water")
 _UNOWNED = ("man", "woman", "boy", "girl", "king", "queen")
-
 NOUNS = tuple(
     Noun(
-        english,
-        None if plural == "-" else plural,
-        german,
-        None if german_plural == "-" else german_plural,
-        _GENDERS["m" if gender == "w" else gender],
-        kind,
-        gender == "w",
-        english not in _UNOWNED and kind not in _UNOWNED_KINDS,
-        preposition[0] if preposition else None,
+        *(english, plural, german, german_plural, "mfn".index(gender[0]), kind),
+        is_weak=gender == "mw",
+        can_be_owned=english not in _UNOWNED and kind not in _UNOWNED_KINDS,
+        preposition=next(iter(preposition), None),
     )
     for english, plural, german, german_plural, gender, kind, *preposition in _rows("nouns")
 )
 
 _COLOURS = ("black", "white", "brown", "red", "green", "blue", "yellow")
 _STATES = ("tired", "hungry", "happy", "sad", "sick", "friendly", "hot", "cold", "clean", "dirty", "quiet")
-
 ADJECTIVES = tuple(
-    Adjective(english, german, stem, frozenset(_kinds(kinds)), english in _COLOURS, english in _STATES)
-    for english, german, stem, *kinds in _rows("adjectives")
+    Adjective(english, german, stem, _kinds(kinds), english in _COLOURS, english in _STATES)
+    for english, german, stem, kinds in _rows("adjectives")
 )
 
 
-def _verbs(table: str, case: Case = Case.ACCUSATIVE, is_ditransitive: bool = False) -> tuple[Verb, ...]:
+def _verbs(table: str, case: int = ACCUSATIVE, is_ditransitive: bool = False) -> tuple[Verb, ...]:
     verbs = []
-    for *forms, auxiliary, subjects, objects, phrase in _rows(table):
-        objects = () if objects == "-" else _kinds(objects.split("+"))
-        phrases = () if phrase == "-" else tuple(phrase.rstrip("!").split("+"))
-        subjects = _kinds([subjects])
-        verbs.append(Verb(*forms, auxiliary, case, subjects, objects, phrases, phrase.endswith("!"), is_ditransitive))
+    for row in _rows(table):
+        *forms, auxiliary, subjects, objects, phrases = row[:9]
+        irregular = [cell and tuple(cell.split("/")) for cell in row[9:]]
+        phrases, needs_phrase = (phrases or "").rstrip("!"), (phrases or "").endswith("!")
+        kinds = _kinds(subjects), _kinds(objects), _kinds(phrases)
+        verbs.append(Verb(*forms, auxiliary, *kinds, needs_phrase, case, is_ditransitive, *irregular))
     return tuple(verbs)
 
 
 INTRANSITIVE_VERBS = _verbs("intransitive verbs")
-TRANSITIVE_VERBS = _verbs("transitive verbs")
-DATIVE_VERBS = _verbs("dative verbs", Case.DATIVE)
 DITRANSITIVE_VERBS = _verbs("ditransitive verbs", is_ditransitive=True)
-
+OBJECT_VERBS = (*_verbs("transitive verbs"), *_verbs("dative verbs", DATIVE))
 # Verbs followed by a clause: *knows that ...*, *weiß, dass ...*
-CLAUSE_VERBS = (
-    Verb(
-        *("know", "knew", "wissen", "weiß", "gewusst"),
-        subjects=("person",),
-        present_forms=("weiß", "weißt", "weiß", "wissen"),
-        preterite_forms=("wusste", "wusstest", "wusste", "wussten"),
-    ),
-    *_verbs("clause verbs"),
-)
+CLAUSE_VERBS = _verbs("clause verbs")
+VERBS = (*INTRANSITIVE_VERBS, *OBJECT_VERBS, *DITRANSITIVE_VERBS, *CLAUSE_VERBS)
+[BE] = _verbs("copula")
+HAVE = next(verb for verb in VERBS if verb.english == "have")
 
-KNOW = Verb(
-    *("know", "knew", "kennen", "kennt", "gekannt"),
-    subjects=("person",),
-    objects=("person", "text", *_SORTS["places"]),
-    preterite_forms=("kannte", "kanntest", "kannte", "kannten"),
+CAN, MUST, SHOULD, WANT = MODALS = tuple(Modal(english, tuple(forms)) for english, *forms in _rows("modals"))
+DETERMINERS = tuple(Determiner(*row) for row in _rows("determiners"))
+DEFINITE, THIS, EVERY, INDEFINITE, NO, *_OTHERS = DETERMINERS
+POSSESSIVES, NUMBERS = tuple(_OTHERS[:6]), tuple(_OTHERS[6:])
+BARE, RELATIVE = (Determiner("", "", "", "bare") for _ in range(2))
+*PRONOUNS, WHO = (
+    Pronoun(english, english_object, tuple(forms.split("/")), int(person), number == "plural")
+    for english, english_object, forms, person, number in _rows("pronouns")
 )
-HAVE = Verb(
-    *("have", "had", "haben", "hat", "gehabt"),
-    subjects=("person",),
-    objects=("animal", *_SORTS["things"]),
-    preterite_forms=("hatte", "hattest", "hatte", "hatten"),
-)
-BE = Verb(
-    *("be", "was", "sein", "ist", "gewesen", "sein"),
-    present_forms=("bin", "bist", "ist", "sind"),
-    preterite_forms=("war", "warst", "war", "waren"),
-)
-VERBS = (*INTRANSITIVE_VERBS, *TRANSITIVE_VERBS, KNOW, HAVE, *DATIVE_VERBS, *DITRANSITIVE_VERBS, *CLAUSE_VERBS)
-
-CAN, MUST, SHOULD, WANT = MODALS = (
-    Modal("can", ("kann", "kannst", "kann", "können")),
-    Modal("must", ("muss", "musst", "muss", "müssen"), negatable=False),
-    Modal("should", ("sollte", "solltest", "sollte", "sollten")),
-    Modal("want", ("will", "willst", "will", "wollen")),
-)
-
-DEFINITE = Determiner("the", "the", "d", Declension.WEAK)
-THIS = Determiner("this", "these", "dies", Declension.WEAK)
-EVERY = Determiner("every", None, "jed", Declension.WEAK)
-INDEFINITE = Determiner("a", None, "ein", Declension.MIXED)
-NO = Determiner("no", "no", "kein", Declension.MIXED)
-POSSESSIVES = tuple(
-    Determiner(english, english, stem, Declension.MIXED)
-    for english, stem in _pairs("my mein, your dein, his sein, her ihr, our unser, their ihr")
-)
-NUMBERS = tuple(
-    Determiner(None, english, german, Declension.STRONG)
-    for english, german in _pairs("two zwei, three drei, four vier")
-)
-BARE = Determiner("", "", "", Declension.STRONG)
-
-PRONOUNS = (
-    Pronoun("I", "me", ("ich", "mich", "mir"), 1),
-    Pronoun("you", "you", ("du", "dich", "dir"), 2),
-    Pronoun("he", "him", ("er", "ihn", "ihm")),
-    Pronoun("she", "her", ("sie", "sie", "ihr")),
-    Pronoun("we", "us", ("wir", "uns", "uns"), 1, True),
-    Pronoun("they", "them", ("sie", "sie", "ihnen"), 3, True),
-)
-WHO = Pronoun("who", "whom", ("wer", "wen", "wem"))
-
 PREPOSITIONS = {
-    "with": Preposition("with", "mit", Case.DATIVE),
-    "without": Preposition("without", "ohne", Case.ACCUSATIVE),
-    "for": Preposition("for", "für", Case.ACCUSATIVE),
-    "in": Preposition("in", "in", Case.DATIVE, (("dem", "im"),)),
-    "on": Preposition("on", "auf", Case.DATIVE),
-    "to": Preposition("to", "zu", Case.DATIVE, (("dem", "zum"), ("der", "zur"))),
+    row[0]: Preposition(*row[:2], ("accusative", "dative").index(row[2]) + 1, dict(cell.split("=") for cell in row[3:]))
+    for row in _rows("prepositions")
 }
-
-TODAY, YESTERDAY, TOMORROW, NOW = (
-    Particle(*row) for row in _pairs("today heute, yesterday gestern, tomorrow morgen, now jetzt")
+TODAY, YESTERDAY, TOMORROW, NOW, WHY, WHERE, WHEN_QUESTION, BECAUSE, ALTHOUGH, WHEN, THAT, AND, BUT, *FREQUENCIES = (
+    Particle(*row) for row in _rows("particles")
 )
-FREQUENCIES = tuple(Particle(*row) for row in _pairs("often oft, always immer, never nie, sometimes manchmal"))
-WHY, WHERE, WHEN_QUESTION = (Particle(*row) for row in _pairs("why warum, where wo, when wann"))
-BECAUSE, ALTHOUGH, WHEN, THAT = (
-    Particle(*row) for row in _pairs("because weil, although obwohl, when wenn, that dass")
-)
-AND, BUT = Particle("and", "und"), Particle(", but", ", aber")

@@ -41,17 +41,14 @@ def main(arguments: argparse.Namespace) -> None:
         # Several GPUs gain nothing with a model of this size.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     folder = Path(arguments.output_dir)
-    data = folder / "data"
     is_resumed = arguments.resume and last_whole_checkpoint(folder) is not None
     # A run with a checkpoint has its corpus and its recipe, too.
     source = folder / "recipe.yaml" if is_resumed else RECIPES / "demo.yaml"
-    fields = ["--data_dir", str(data), "--output_dir", str(folder), *arguments.fields]
+    fields = ["--data_dir", str(folder / "data"), "--output_dir", str(folder), *arguments.fields]
     if arguments.resume:
         fields += ["--resume_from_checkpoint", "true"]
     if not is_resumed:
-        prepare(folder, data, source, fields, arguments)
-    tests = [line.split("\t") for line in (data / "test.tsv").read_text(encoding="utf-8").splitlines()]
-
+        prepare(folder, source, fields, arguments)
     keep_freed_memory()
     keep_few_kernels()
     recipe = load_recipe(source, fields)
@@ -60,8 +57,14 @@ def main(arguments: argparse.Namespace) -> None:
         result = Experiment(recipe).train()
     card = renew_model_card(folder)
     generator = Generator.from_pretrained(folder)
+    tests = [line.split("\t") for line in (folder / "data" / "test.tsv").read_text(encoding="utf-8").splitlines()]
     show_translations(generator, tests[:NUM_SAMPLES])
-    picture = draw_attention(generator, tests, folder / "attention.png")
+    # In a subordinate clause the German verb moves to the end.
+    attention = cross_attention(
+        generator, next((s for s, t in tests if ", weil " in t and len(s.split()) <= 12), tests[0][0]), num_beams=1
+    )
+    maps = (attention.weights, attention.source_tokens, attention.target_tokens)
+    picture = draw_attention_map(*maps, folder / "attention.png", title="Cross-attention, mean of all heads")
     scores = result["scores"]
     print(
         f"\nOn {result['num_examples']} test sentences, each with a combination of words that is not in the training data:"
@@ -70,40 +73,29 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"  chrF         {scores['chrf']['score']:6.2f}   ({scores['chrf']['signature']})")
     print(f"  exact match  {scores['exact_match']['score']:6.2f}%")
     print(f"\nModel:          {folder}   (AutoModelForSeq2SeqLM.from_pretrained loads it)")
-    print(f"Training curve: {folder / 'training_curve.png'}")
-    print(f"Attention:      {picture}")
-    print(f"Model card:     {card}")
+    print(f"Training curve: {folder / 'training_curve.png'}\nAttention:      {picture}\nModel card:     {card}")
     print(f"Took {time.monotonic() - start:.0f} seconds.\n{next_steps(folder)}")
 
 
-def check_run(source: Path, fields: Sequence[str]) -> None:
-    """Check a run on empty files, before its corpus is made.
-
-    Raises:
-        ValueError: If the recipe or its folder is not valid.
-    """
-    with tempfile.TemporaryDirectory() as data:
-        for split in SPLITS:
-            (Path(data) / f"{split}.tsv").touch()
-        Experiment(load_recipe(source, [*fields, "--data_dir", data]))
-
-
-def prepare(folder: Path, data: Path, source: Path, fields: Sequence[str], arguments: argparse.Namespace) -> None:
+def prepare(folder: Path, source: Path, fields: Sequence[str], arguments: argparse.Namespace) -> None:
     """Make the corpus and clear the folder. The folder changes only after all checks.
 
     Raises:
         ValueError: If the recipe or a number of pairs is not valid, or the folder holds data that no demo has made.
     """
-    is_demo = (folder / MARKER_NAME).is_file()
+    data, is_demo = folder / "data", (folder / MARKER_NAME).is_file()
     if not is_demo and (files := sorted(data.glob("*.tsv"))):
         raise ValueError(
             f"`output_dir` must be a new folder or that of an earlier demo, got {folder} with {files[0]} and without "
             f"{MARKER_NAME}. Choose another folder, or remove the file."
         )
+    is_replaced = is_demo and not arguments.resume
     with tempfile.TemporaryDirectory() as corpus:
-        # Checked in the temporary folder, because the model of an earlier demo would be an error.
-        is_replaced = is_demo and not arguments.resume
-        check_run(source, [*fields, "--output_dir", corpus] if is_replaced else fields)
+        for split in SPLITS:
+            (Path(corpus) / f"{split}.tsv").touch()
+        # A recipe is checked without data. The model of an earlier demo would be an error.
+        checked = ["--data_dir", corpus, *(("--output_dir", corpus) if is_replaced else ())]
+        Experiment(load_recipe(source, [*fields, *checked]))
         logger.info("Making the corpus ...")
         write_demo_corpus(corpus, num_train=arguments.num_train)
         # For the recipe `text_to_text`, which learns both tasks.
@@ -112,10 +104,9 @@ def prepare(folder: Path, data: Path, source: Path, fields: Sequence[str], argum
             for checkpoint in checkpoints_in(folder):
                 discard_checkpoint(checkpoint)
             discard_model(folder)
-        data.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER_NAME).write_text(MARKER_TEXT, encoding="utf-8")
-        for path in Path(corpus).iterdir():
-            shutil.copyfile(path, data / path.name)
+        shutil.copytree(corpus, data, dirs_exist_ok=True)
 
 
 def show_translations(generator: Generator, pairs: Sequence[Sequence[str]]) -> None:
@@ -127,16 +118,3 @@ def show_translations(generator: Generator, pairs: Sequence[Sequence[str]]) -> N
         print(f"\n{'source':<12} {source}\n{'reference':<12} {reference}")
         for name, translations in decoded.items():
             print(f"{name:<12} {translations[index]}")
-
-
-def draw_attention(generator: Generator, pairs: Sequence[Sequence[str]], path: Path) -> Path:
-    """Draw the cross-attention of a test sentence with a subordinate clause, whose verb moves to the end in German."""
-    source = next((s for s, t in pairs if ", weil " in t and len(s.split()) <= 12), pairs[0][0])
-    attention = cross_attention(generator, source, num_beams=1)
-    return draw_attention_map(
-        attention.weights,
-        attention.source_tokens,
-        attention.target_tokens,
-        path,
-        title="Cross-attention, mean of all heads",
-    )
