@@ -51,7 +51,7 @@ def compute_segments(
     """Return the statistics of each score and system. `metrics` and `options` are those of `compute_metrics`."""
     return {
         metric: {
-            system: METRICS[metric]().segments(texts, test_set.references, **options.get(metric, {}))
+            system: METRICS[metric].segments(texts, test_set.references, **options.get(metric, {}))
             for system, texts in test_set.outputs.items()
         }
         for metric in metrics

@@ -34,20 +34,15 @@ def corpus_loss(
 
     Args:
         model: The model, in evaluation mode.
-        sources: Ids of each source.
+        sources: Ids of each source, at least one.
         targets: Ids of each target.
         batch_size: Most pairs in a batch.
         max_tokens_per_batch: Most tokens of both sides in a batch, with padding.
 
     Returns:
-        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A value that is not finite is None, with a
-        warning.
-
-    Raises:
-        ValueError: If there are no pairs.
+        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A value that is not finite, which JSON lacks, is
+        None, with a warning.
     """
-    if not sources:
-        raise ValueError("`sources` must not be empty, got no pairs.")
     collate = PairCollator(model.config.pad_token_id or 0)
     lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
     total, count = 0.0, 0
@@ -61,15 +56,12 @@ def corpus_loss(
     loss = total / count
     # `math.exp` raises an error beyond this bound.
     perplexity = math.inf if loss >= math.log(sys.float_info.max) else math.exp(loss)
-    return {"loss": _finite("loss", loss), "perplexity": _finite("perplexity", perplexity), "num_target_tokens": count}
-
-
-def _finite(name: str, value: float) -> float | None:
-    """Return a finite value, or None with a warning: JSON has neither NaN nor infinity."""
-    if math.isfinite(value):
-        return value
-    logger.warning("The %s must be a finite number, got %s. It is written as null.", name, value)
-    return None
+    values: dict[str, float | None] = {"loss": loss, "perplexity": perplexity}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            logger.warning("The %s must be a finite number, got %s. It is written as null.", name, value)
+            values[name] = None
+    return values | {"num_target_tokens": count}
 
 
 def evaluate_generator(
@@ -105,15 +97,12 @@ def evaluate_generator(
         limit of the model. Scores are of the whole texts.
 
     Raises:
-        ValueError: If the sides differ in length or are empty, or the references cannot be encoded without their language.
+        ValueError: If the texts differ in number or are none, or the references cannot be encoded without their language.
     """
-    if len(sources) != len(targets) or not sources:
-        raise ValueError(
-            f"`sources` and `targets` must be equally many and not empty, got {len(sources)} and {len(targets)}."
-        )
     references = generator.tokenizers.as_decoded(targets) if references is None else references
-    if len(references) != len(targets):
-        raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
+    if not len(sources) == len(targets) == len(references) > 0:
+        counts = f"{len(sources)}, {len(targets)} and {len(references)}"
+        raise ValueError(f"Sources, targets and references must be equally many and not empty, got {counts}.")
     # Decoding takes long: check first.
     check_references(references, metrics, "references")
     if generator.is_single:
@@ -158,23 +147,17 @@ class TaskScores:
     """The scores of a recipe, for whole corpora and for each task."""
 
     def __init__(self, metrics: Sequence[str], bleu_tokenize: str | None = None):
-        """Args:
-        metrics: Keys of `METRICS`.
-        bleu_tokenize: Tokenizer of sacreBLEU; None for its default.
-        """
+        """Check names and tokenizer, as `metric_options`."""
         self.metrics = list(metrics)
         self.options = metric_options(metrics, bleu_tokenize)
 
     def check(self, references: list[str], tasks: list[str], what: str) -> None:
-        """Refuse references that have no score, before any work.
+        """Refuse references that have no score, as `check_references`.
 
         Args:
             references: One text for each line.
             tasks: The task of each line; empty without tasks.
             what: Description of the references for the message.
-
-        Raises:
-            ValueError: As `check_references`.
         """
         check_references(references, self.metrics, what)
         for task, rows in _rows_by_task(tasks).items():

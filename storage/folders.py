@@ -122,6 +122,22 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         )
 
 
+def check_writable(folder: Path, name: str) -> None:
+    """Refuse a folder that cannot be written to, as far as can be seen without writing.
+
+    Args:
+        folder: The folder, which need not exist.
+        name: Option that names it, for messages.
+
+    Raises:
+        ValueError: If the folder, or its nearest parent that exists, is a file or read-only.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        kind = "read-only" if existing.is_dir() else "a file"
+        raise ValueError(f"`{name}` must be in a folder that can be written to, got {folder}: {existing} is {kind}.")
+
+
 def _files_in(folder: Path) -> set[str]:
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(folder).as_posix() for path in paths}

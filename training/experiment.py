@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallb
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
 from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluate_generator
-from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_metrics, write_metrics
+from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
 from metaphrase.inference.progress import has_bar

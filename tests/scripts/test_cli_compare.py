@@ -65,10 +65,9 @@ def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a.txt", "--target", "test.de"], "`outputs` must be at least two files, got 'a.txt' alone."),
-        (["a.txt", "a.txt", "--target", "test.de"], "`names` must be different, got 'a.txt a.txt'."),
-        (["--names", "x"], "`names` must be one for each system, got 1 for 2 files."),
-        (["--names", "x", "x"], "`names` must be different, got 'x x'."),
+        (["a.txt", "--target", "test.de"], "`outputs` must be at least two files"),
+        (["--names", "x"], "and `names` one for each and different, got 'a.txt b.txt' and 'x'."),
+        (["--names", "x", "x"], "and `names` one for each and different, got 'a.txt b.txt' and 'x x'."),
         (
             ["--target", "short.de"],
             "`outputs` must have as many lines as `target`, got 5 in 'a.txt' and 2 in 'short.de'.",
@@ -84,19 +83,9 @@ def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
             ["--scores", "one", "one"],
             "`scores` must have as many lines as `target`, got 1 in 'one' and 5 in 'test.de'.",
         ),
-        (
-            ["--scores", "nan", "nan"],
-            "`scores` must hold one finite number in each line, got 'nan' in line 1 of 'nan'.",
-        ),
-        (
-            ["--scores", "a.txt", "a.txt"],
-            "`scores` must hold one finite number in each line, got 'ein kleiner Hund läuft'",
-        ),
-        (
-            ["--scores", "nan", "nan", "--scores_name", "chrf"],
-            "`scores_name` must not be the name of one of `metrics`, got 'chrf'.",
-        ),
-        (["--paired_bs_n", "1"], "`paired_bs_n` must be at least 2, got 1."),
+        (["--scores", "nan", "nan"], "`scores` must hold finite numbers, got others in 'nan'."),
+        (["--scores", "a.txt", "a.txt"], "`scores` must hold one number in each line, got an error in 'a.txt'"),
+        (["--scores", "nan", "nan", "--scores_name", "chrf"], "`scores_name` must not be the name of one of `metrics`"),
     ],
     ids=str,
 )
@@ -107,7 +96,8 @@ def test_mistakes_are_found_before_any_work(words, message, systems, tmp_path, m
     (tmp_path / "link.json").symlink_to("b.txt")
     words = words if words[0] == "a.txt" else [*systems, *words]
     assert run("compare", words) == 2
-    assert f"metaphrase compare: error: {message}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("metaphrase compare: error: ") and message in said
     assert (tmp_path / "b.txt").stat().st_size
 
 
