@@ -1,10 +1,11 @@
 """Draw training curves and attention maps as PNG files, without a display."""
 
+import contextlib
 import math
 import os
 import unicodedata
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ SCORE_LABELS |= {"exact_match": "exact match", "wer": "WER", "cer": "CER"}
 # Fonts for characters that matplotlib's DejaVu Sans lacks. Only installed ones are used.
 FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei")
 FALLBACK_FONTS += ("Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji")
-MAX_PIXELS_PER_SIDE = 30_000
 
 
 def _installed_fonts() -> list[str]:
@@ -36,14 +36,19 @@ def _installed_fonts() -> list[str]:
     return ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in installed)]
 
 
+@contextlib.contextmanager
+def _ignoring_missing_glyphs() -> Iterator[None]:
+    """A character without font becomes an empty box. matplotlib would warn for each token."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
+        yield
+
+
 def _save(figure: Figure, path: str | os.PathLike, **options) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        # A character without font becomes an empty box. matplotlib would warn for each token.
-        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
-        with file_in_one_step(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
+    with _ignoring_missing_glyphs(), file_in_one_step(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
     return path
 
 
@@ -92,93 +97,38 @@ def draw_training_curve(
     """Draw training and evaluation loss against the step, and a logged score below.
 
     Args:
-        log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like.
+        log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like. At least
+            one must be there (`has_training_curve`).
         path: The PNG file to write.
         title: A line above the picture.
         label_smoothing: Label smoothing of the training loss. The evaluation loss has none.
         metric: Score that is drawn, or `loss`. It decides which step is marked as the best. By default the first score of
             `SCORE_LABELS` in the log.
-
-    Raises:
-        ValueError: If no entry holds a step with a finite loss or score.
     """
-    if not has_training_curve(log_history):
-        raise ValueError(
-            "`log_history` must hold an entry with `step` and a finite `loss`, `eval_loss` or score, "
-            f"got {len(log_history)} entries without."
-        )
-    score_name = logged_score(log_history, metric)
+    score_name, best = logged_score(log_history, metric), best_entry(log_history, metric)
     has_loss = any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss"))
     ratios = [3] * has_loss + [2] * (score_name is not None)
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    best = best_entry(log_history, metric)
     if has_loss:
-        _draw_losses(panels[0], log_history, best, label_smoothing)
+        _draw_losses(panels[0], log_history, label_smoothing)
     if score_name is not None:
-        label = SCORE_LABELS[score_name]
         style = {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4}
         panels[-1].plot(*_series(log_history, f"eval_{score_name}"), **style)
-        if best is not None and best[0] != "eval_loss":
-            _mark_best(panels[-1], best, label)
-        panels[-1].set_ylabel(f"{label} (%)")
-    _finish_panels(panels, log_history, best, score_name)
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=TEXT_COLOR, parse_math=False)
-    return _save(figure, path)
-
-
-def _draw_losses(
-    panel,
-    log_history: Sequence[Mapping[str, Any]],
-    best: tuple[str, float, float] | None,
-    label_smoothing: float,
-) -> None:
-    # Smoothing raises the loss, so that the two curves do not compare.
-    smoothed, plain = (f" (label smoothing {label_smoothing:g})", " (no smoothing)") if label_smoothing else ("", "")
-    steps, values = _series(log_history, "loss")
-    width = 2 * (len(values) // 80) + 1  # odd, so that a mean is centred on a step
-    if len(values) and width > 1:
-        panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
-        half = width // 2
-        means = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
-        label = f"training, mean of {width} neighbouring logs{smoothed}"
-        panel.plot(steps, means, color=TRAIN_COLOR, linewidth=1.8, label=label)
-    elif len(values):
-        marker = "." if len(values) < 25 else None
-        panel.plot(steps, values, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label=f"training{smoothed}")
-    steps, values = _series(log_history, "eval_loss")
-    if len(values):
-        panel.plot(steps, values, color=EVAL_COLOR, linewidth=1.6, marker="o", markersize=4, label=f"evaluation{plain}")
-    if best is not None and best[0] == "eval_loss":
-        _mark_best(panel, best, "loss")
-    panel.set_ylabel("loss (nats per target token)")
-
-
-def _mark_best(panel, best: tuple[str, float, float], unit: str) -> None:
-    _, step, value = best
-    label = f"best: {value:.4g} {unit} at step {step:,.0f}"
-    panel.plot([step], [value], "*", color=BEST_COLOR, markersize=13, markeredgecolor="white", zorder=5, label=label)
-
-
-def _finish_panels(
-    panels,
-    log_history: Sequence[Mapping[str, Any]],
-    best: tuple[str, float, float] | None,
-    score_name: str | None,
-) -> None:
+        panels[-1].set_ylabel(f"{SCORE_LABELS[score_name]} (%)")
+    if best is not None:
+        key, step, value = best
+        unit = "loss" if key == "eval_loss" else SCORE_LABELS[score_name]
+        star = {"color": BEST_COLOR, "markersize": 13, "markeredgecolor": "white", "zorder": 5}
+        label = f"best: {value:.4g} {unit} at step {step:,.0f}"
+        panels[0 if key == "eval_loss" else -1].plot([step], [value], "*", label=label, **star)
     # Above the panel, to hide no point.
     position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
     for panel in panels:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
-        panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color("#999999")
-        panel.tick_params(colors=TEXT_COLOR, labelsize=9, color="#999999")
-        panel.yaxis.label.set_color(TEXT_COLOR)
+        _style(panel)
         panel.yaxis.set_major_locator(MaxNLocator(nbins=6, min_n_ticks=3, steps=(1, 2, 5, 10)))
         panel.margins(x=0.02, y=0.08)
         if best is not None:
@@ -190,11 +140,40 @@ def _finish_panels(
     bottom.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     epochs = [entry["epoch"] for entry in log_history if is_finite(entry.get("epoch"))]
     passes = f" ({max(epochs):.3g} epochs in all)" if epochs else ""
-    drawn = ("loss", "eval_loss", f"eval_{score_name}")
-    lost = sum(key in entry and not is_finite(entry[key]) for entry in log_history for key in drawn)
-    note = f"\nlogged values that are not finite and not drawn: {lost}" if lost else ""
-    bottom.set_xlabel(f"optimizer steps{passes}{note}", color=TEXT_COLOR)
-    panels[0].figure.align_ylabels(panels)
+    bottom.set_xlabel(f"optimizer steps{passes}", color=TEXT_COLOR)
+    figure.align_ylabels(panels)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=TEXT_COLOR, parse_math=False)
+    return _save(figure, path)
+
+
+def _draw_losses(panel, log_history: Sequence[Mapping[str, Any]], label_smoothing: float) -> None:
+    # Smoothing raises the loss, so that the two curves do not compare.
+    smoothed, plain = (f" (label smoothing {label_smoothing:g})", " (no smoothing)") if label_smoothing else ("", "")
+    steps, values = _series(log_history, "loss")
+    width = 2 * (len(values) // 80) + 1  # odd, so that a mean is centred on a step
+    label = f"training{smoothed}"
+    if width > 1:
+        panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
+        half = width // 2
+        values = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
+        label = f"training, mean of {width} neighbouring logs{smoothed}"
+    if len(values):
+        marker = "." if len(values) < 25 else None
+        panel.plot(steps, values, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label=label)
+    steps, values = _series(log_history, "eval_loss")
+    if len(values):
+        panel.plot(steps, values, color=EVAL_COLOR, linewidth=1.6, marker="o", markersize=4, label=f"evaluation{plain}")
+    panel.set_ylabel("loss (nats per target token)")
+
+
+def _style(panel) -> None:
+    panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color("#999999")
+    panel.tick_params(colors=TEXT_COLOR, labelsize=9, color="#999999")
+    panel.yaxis.label.set_color(TEXT_COLOR)
 
 
 def spell_out(text: str, categories: Sequence[str]) -> str:
@@ -219,9 +198,8 @@ def draw_attention_map(
 ) -> Path:
     """Draw one sentence's attention weights as a heat map: source tokens on top, target tokens at the left.
 
-    A frame marks the largest weight of each row.
-
-    The picture grows with the number of tokens. A character that no installed font holds becomes an empty box.
+    A frame marks the largest weight of each row. The picture grows with the number of tokens. A character that no installed
+    font holds becomes an empty box.
 
     Args:
         weights: (target, source), from 0 to 1; an array or a tensor.
@@ -231,8 +209,7 @@ def draw_attention_map(
         title: A line above the picture.
 
     Raises:
-        ValueError: If the shape does not fit the tokens, a weight is not a number from 0 to 1, or there are too many
-            tokens for one picture.
+        ValueError: If the shape does not fit the tokens, or there are too many tokens for one picture.
     """
     weights = np.asarray(weights.detach().float().cpu() if hasattr(weights, "detach") else weights, dtype=float)
     rows, columns = len(target_tokens), len(source_tokens)
@@ -241,19 +218,26 @@ def draw_attention_map(
             "`weights` must have the shape (target tokens, source tokens), at least one each, "
             f"got {weights.shape} for {rows} target and {columns} source tokens."
         )
-    if not (np.isfinite(weights).all() and weights.min() >= 0 and weights.max() <= 1 + 1e-3):
-        raise ValueError(f"`weights` must lie between 0 and 1, got {weights.min()} to {weights.max()}.")
     cell = float(np.clip(18 / max(rows, columns), 0.16, 0.34))  # inches
     width, height = columns * cell, rows * cell
-    if max(width, height) * DOTS_PER_INCH > MAX_PIXELS_PER_SIDE:
-        most = int(MAX_PIXELS_PER_SIDE / DOTS_PER_INCH / cell)
-        raise ValueError(f"An attention map must have at most {most} tokens a side, got {columns} and {rows}.")
     # The cells decide the size; saving with a tight box then adds what the labels need, so that none is cut off.
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     panel = figure.add_axes((0, 0, 1, 1))
     image = panel.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9), aspect="auto")
-    _label_tokens(panel, source_tokens, target_tokens, font_size=min(10.0, cell * 72 * 0.55))
+    # Without `parse_math=False` two dollar signs in a token would start a formula.
+    plain = {"parse_math": False, "family": _installed_fonts(), "color": TEXT_COLOR}
+    labels = plain | {"fontsize": min(10.0, cell * 72 * 0.55)}
+    panel.xaxis.tick_top()
+    panel.xaxis.set_label_position("top")
+    panel.set_xticks(range(columns), [_readable(token) for token in source_tokens], rotation=90, **labels)
+    panel.set_yticks(range(rows), [_readable(token) for token in target_tokens], **labels)
+    panel.set_xlabel("source", color=TEXT_COLOR)
+    panel.set_ylabel("target", color=TEXT_COLOR)
+    panel.set_xticks(np.arange(-0.5, columns), minor=True)
+    panel.set_yticks(np.arange(-0.5, rows), minor=True)
+    panel.grid(which="minor", color="white", linewidth=0.6)
+    panel.tick_params(which="both", length=0, pad=3)
     for row, column in enumerate(weights.argmax(axis=1)):
         panel.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=BEST_COLOR, linewidth=1.2))
     note = "Frame: the largest weight of the row. The attention of a target token adds up to 1."
@@ -264,44 +248,12 @@ def draw_attention_map(
     bar.yaxis.label.set_color(TEXT_COLOR)
     bar.tick_params(labelsize=8, length=2, colors=TEXT_COLOR)
     if title:
-        _place_title(figure, panel, title)
+        # Above the longest token label.
+        with _ignoring_missing_glyphs():
+            box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
+        place = box.x0 / width, (box.y1 + 0.15) / height
+        figure.text(*place, title, fontsize=12, fontweight="bold", **plain)
     return _save(figure, path, bbox_inches="tight", pad_inches=0.15)
-
-
-def _label_tokens(panel, source_tokens: Sequence[str], target_tokens: Sequence[str], font_size: float) -> None:
-    # Without `parse_math=False` two dollar signs in a token would start a formula.
-    text = {"fontsize": font_size, "family": _installed_fonts(), "parse_math": False, "color": TEXT_COLOR}
-    panel.xaxis.tick_top()
-    panel.xaxis.set_label_position("top")
-    panel.set_xticks(range(len(source_tokens)), [_readable(token) for token in source_tokens], rotation=90, **text)
-    panel.set_yticks(range(len(target_tokens)), [_readable(token) for token in target_tokens], **text)
-    panel.set_xlabel("source", color=TEXT_COLOR)
-    panel.set_ylabel("target", color=TEXT_COLOR)
-    panel.tick_params(length=0, pad=3)
-    panel.set_xticks(np.arange(-0.5, len(source_tokens)), minor=True)
-    panel.set_yticks(np.arange(-0.5, len(target_tokens)), minor=True)
-    panel.grid(which="minor", color="white", linewidth=0.6)
-    panel.tick_params(which="minor", length=0)
-    for spine in panel.spines.values():
-        spine.set_color("#CCCCCC")
-
-
-def _place_title(figure: Figure, panel, title: str) -> None:
-    # The title goes above the longest token label.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
-        box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
-    width, height = figure.get_size_inches()
-    figure.text(
-        box.x0 / width,
-        (box.y1 + 0.15) / height,
-        title,
-        fontsize=12,
-        fontweight="bold",
-        family=_installed_fonts(),
-        color=TEXT_COLOR,
-        parse_math=False,
-    )
 
 
 def draw_trials(
@@ -347,9 +299,7 @@ def draw_trials(
         elif is_number:
             panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=(1, 2, 5, 10), integer=name == "trial"))
         panel.margins(x=0.08 if is_number else 0.25)
-        panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(colors=TEXT_COLOR, labelsize=8, color="#999999")
+        _style(panel)
     for panel in grid[:, 0]:
         panel.set_ylabel(SCORE_LABELS.get(metric, metric), color=TEXT_COLOR, fontsize=9)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=9, frameon=False)

@@ -65,33 +65,33 @@ class Selection:
     """Files of a folder to share.
 
     Attributes:
-        sizes: Bytes of each shared file, by its path in the folder.
-        rewritten: Contents that replace a file which holds paths of this machine.
+        contents: Path, or bytes that replace the file, by the name in the repository.
         left_out: The reason for each file or folder that is not shared.
     """
 
-    sizes: dict[str, int] = field(default_factory=dict)
-    rewritten: dict[str, bytes] = field(default_factory=dict)
+    contents: dict[str, Path | bytes] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-
-    def add(self, files: Mapping[str, bytes]) -> None:
-        """Add files that are no files of the folder, such as a handler."""
-        for name, content in files.items():
-            self.rewritten[name], self.sizes[name] = content, len(content)
-            self.left_out.pop(name, None)
 
     def report(self, show: Callable[[str], object]) -> None:
         """Pass each line of a listing to `show`."""
-        for name, size in self.sizes.items():
-            is_cut = name == RECIPE_NAME and name in self.rewritten
+        sizes = {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.contents.items()
+        }
+        for name, size in sizes.items():
+            is_cut = name == RECIPE_NAME and isinstance(self.contents[name], bytes)
             show(f"  {size:>15,}  {name}" + " (without secrets and absolute paths)" * is_cut)
-        show(f"  {sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files")
+        show(f"  {sum(sizes.values()):>15,}  bytes in {len(sizes)} files")
         for name, reason in self.left_out.items():
             show(f"  {'left out':>15}  {name} ({reason})")
 
 
-def select_files(folder: Path) -> Selection:
+def select_files(folder: Path, additional_files: Mapping[str, bytes] | None = None) -> Selection:
     """Select the files of the model, and those of a tokenizer below `target_tokenizer/`.
+
+    Args:
+        folder: Folder of the model.
+        additional_files: Contents by name that are no files of the folder, such as a handler.
 
     Raises:
         ValueError: If one of them is a link to a file outside of the folder.
@@ -107,17 +107,17 @@ def select_files(folder: Path) -> Selection:
             is_hidden = path.name.startswith(".")
             if path.is_file() and not is_hidden and any(fnmatch(path.name, pattern) for pattern in patterns):
                 refuse_outer_links(folder, [path], "folder")
-                selection.sizes[name] = path.stat().st_size
+                selection.contents[name] = path
             elif name != TARGET_SUBFOLDER:
                 reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
                 selection.left_out[name + "/" * path.is_dir()] = reason
-    if RECIPE_NAME in selection.sizes:
-        # The folder's own recipe keeps its paths, which a resumed run needs.
-        recipe = read_recipe(folder)
-        shared = redact(recipe)
-        if shared != recipe:
-            selection.rewritten[RECIPE_NAME] = dump_yaml(shared).encode()
-            selection.sizes[RECIPE_NAME] = len(selection.rewritten[RECIPE_NAME])
+    # The folder's own recipe keeps its paths, which a resumed run needs.
+    recipe = read_recipe(folder)
+    if (shared := redact(recipe)) != recipe:
+        selection.contents[RECIPE_NAME] = dump_yaml(shared).encode()
+    for name, content in (additional_files or {}).items():
+        selection.contents[name] = content
+        selection.left_out.pop(name, None)
     return selection
 
 
@@ -125,14 +125,13 @@ def _code_files(folder: Path) -> list[str]:
     """Return the modules that the configs name, and the modules that these import from the folder."""
     modules = set()
     for name in ("config.json", "tokenizer_config.json"):
-        if (fields := read_fields(folder / name)) is not None:
-            mappings = [fields.get("auto_map") or {}, fields.get("custom_pipelines") or {}]
-            entries = [entry for mapping in mappings if isinstance(mapping, dict) for entry in mapping.values()]
-            for entry in entries:
-                names = entry.get("impl") if isinstance(entry, dict) else entry
-                names = names if isinstance(names, list) else [names]
+        fields = read_fields(folder / name) or {}
+        for entry in (*(fields.get("auto_map") or {}).values(), *(fields.get("custom_pipelines") or {}).values()):
+            classes = entry.get("impl") if isinstance(entry, dict) else entry
+            for class_name in classes if isinstance(classes, list) else [classes]:
                 # A name with two hyphens is in another repository.
-                modules |= {name.partition(".")[0] for name in names if isinstance(name, str) and "--" not in name}
+                if class_name and "--" not in class_name:
+                    modules.add(class_name.partition(".")[0])
     paths = [folder / f"{module}.py" for module in modules if (folder / f"{module}.py").is_file()]
     imported = [Path(path) for module in paths for path in get_relative_import_files(module)]
     return sorted({path.name for path in [*paths, *imported]})
@@ -153,63 +152,54 @@ def check_folder(folder: Path) -> None:
         ValueError: If `config.json`, weights in safetensors or a tokenizer are missing or damaged, or the recipe cannot be read
             or holds a secret.
     """
-    if not folder.is_dir():
-        raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
+    # Opens the files that the card is made from.
+    recipe = TrainedFolder(folder).recipe or {}
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
     check_model_folder(folder)
-    _check_tokenizers(folder)
+    settings = read_fields(folder / "tokenizer_config.json")
+    # Code beside the model is not run here. A slow tokenizer may need a package that is not installed here.
+    if settings is not None and "auto_map" not in settings:
+        try:
+            TokenizerPair.from_pretrained(folder)
+        except ImportError:
+            logger.info("The tokenizers were not loaded: a package is missing.")
+        except Exception as error:
+            # transformers and tokenizers raise all kinds of errors for damaged files.
+            text = " ".join(str(error).split())
+            raise ValueError(f"`folder` must hold tokenizers that load, got {str(folder)!r}: {text}") from error
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
         for name in weights.kinds:
             # Refuses values that are not finite.
             weights.read(name)
-    # Opens the files that the card is made from.
-    TrainedFolder(folder)
-    fields = read_recipe(folder) or {}
-    secrets = [name for name in SECRET_FIELDS if fields.get(name)]
-    if secrets:
+    if secrets := [name for name in SECRET_FIELDS if recipe.get(name)]:
         raise ValueError(
             f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
 
 
-def _check_tokenizers(folder: Path) -> None:
-    settings = read_fields(folder / "tokenizer_config.json")
-    # Code beside the model is not run here.
-    if settings is None or "auto_map" in settings:
-        return
-    try:
-        # A slow tokenizer may need a package that is not installed here.
-        with contextlib.suppress(ImportError):
-            TokenizerPair.from_pretrained(folder)
-    except Exception as error:
-        # transformers and tokenizers raise all kinds of errors for damaged files.
-        text = " ".join(str(error).split())
-        raise ValueError(f"`folder` must hold tokenizers that load, got {str(folder)!r}: {text}") from error
-
-
 def upload(
-    folder: Path,
+    contents: Mapping[str, Path | bytes],
     repo_id: str,
     *,
     commit_message: str,
     private: bool = False,
     revision: str | None = None,
     token: str | None = None,
-    additional_files: Mapping[str, bytes] | None = None,
+    is_space: bool = False,
 ) -> str:
-    """Create repository and branch if they are missing, and upload the selected files in one commit.
+    """Create repository and branch if they are missing, and upload files in one commit.
 
     Args:
-        folder: Folder of the model.
+        contents: Path or bytes of each file by its name.
         repo_id: Name on the Hub, user/name.
         commit_message: Message of the commit.
         private: True to create a private repository.
         revision: Branch; the default is main.
         token: Access token; the default is that of the environment.
-        additional_files: Contents by name, from `endpoint_files`.
+        is_space: True for the repository of a Gradio Space.
 
     Returns:
         The name of the repository and the id of the commit, with a space between.
@@ -218,25 +208,20 @@ def upload(
         ValueError: If `private` is True and the repository is public.
         OSError: If the Hub refuses or cannot be reached.
     """
-    selection = select_files(folder)
-    selection.add(additional_files or {})
-    selection.report(logger.info)
     api = HfApi(token=token)
+    kind = {"repo_type": "space" if is_space else "model"}
+    sdk = {"space_sdk": "gradio"} if is_space else {}
     with naming_refusals(api, repo_id):
-        repository = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True, **kind, **sdk).repo_id
         # The Hub does not change the visibility of an existing repository.
-        if private and not api.model_info(repository.repo_id).private:
-            raise ValueError(f"`private` must be left out for a repository that is public, got {repository.repo_id!r}.")
+        if private and not api.repo_info(repo_id, **kind).private:
+            raise ValueError(f"`private` must be left out for a repository that is public, got {repo_id!r}.")
         if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
-        commit = api.create_commit(
-            repository.repo_id,
-            [CommitOperationAdd(name, selection.rewritten.get(name, folder / name)) for name in selection.sizes],
-            commit_message=commit_message,
-            revision=revision,
-        )
+            api.create_branch(repo_id, branch=revision, exist_ok=True, **kind)
+        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision, **kind)
     logger.info("See %s", commit.commit_url)
-    return f"{repository.repo_id} {commit.oid}"
+    return f"{'spaces/' * is_space}{repo_id} {commit.oid}"
 
 
 def check_access(repo_id: str, token: str | None = None) -> None:
@@ -257,9 +242,6 @@ def check_access(repo_id: str, token: str | None = None) -> None:
         raise PermissionError(
             f"A token is needed to write to {repo_id!r}: log in with `hf auth login`, or set HF_TOKEN or --token."
         ) from error
-    except ConnectionError as error:
-        text = str(error).rstrip(".")
-        raise ConnectionError(f"{text}. Nothing was uploaded. Try again with a network.") from error
 
 
 @contextlib.contextmanager
@@ -275,15 +257,13 @@ def naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
             ) from error
         raise
     except HTTPError as error:
-        raise ConnectionError(f"{api.endpoint} cannot be reached: {error or type(error).__name__}") from error
+        raise ConnectionError(
+            f"{api.endpoint} cannot be reached: {error or type(error).__name__}. Try again with a network."
+        ) from error
 
 
-_APP, _HANDLER = (Path(__file__).with_name(name) for name in ("space_app.py", "endpoint_handler.py"))
-# Both use the code beside the weights. Some tokenizers have a SentencePiece model and no other file.
+# Both programs use the code beside the weights. Some tokenizers have a SentencePiece model and no other file.
 REQUIREMENTS = "torch>=2.11\ntransformers>=5.20,<6\nsentencepiece>=0.2\n"
-# The newest version that the app was tested with.
-_GRADIO_VERSION = "6.31.0"
-_COLORS = {"colorFrom": "blue", "colorTo": "indigo"}
 
 
 def endpoint_files(folder: Path, facts: Facts) -> dict[str, bytes]:
@@ -296,8 +276,9 @@ def endpoint_files(folder: Path, facts: Facts) -> dict[str, bytes]:
     Raises:
         ValueError: If the folder has no pipelines.
     """
-    handler = _fill(_HANDLER, _constants(folder, facts, "endpoint_handler"))
-    return {"handler.py": handler, "requirements.txt": REQUIREMENTS.encode()}
+    trained = _with_pipelines(folder, "endpoint_handler")
+    constants = {"TASK": complete_facts(facts, trained, None).task, "PREFIX": trained.source_prefix}
+    return {"handler.py": _fill("endpoint_handler.py", constants), "requirements.txt": REQUIREMENTS.encode()}
 
 
 def space_files(folder: Path, facts: Facts, repo_id: str, examples: Sequence[str] = ()) -> dict[str, bytes]:
@@ -312,60 +293,38 @@ def space_files(folder: Path, facts: Facts, repo_id: str, examples: Sequence[str
     Raises:
         ValueError: If the folder has no pipelines.
     """
-    constants = _constants(folder, facts, "space") | {"MODEL_ID": repo_id, "EXAMPLES": list(examples)}
-    facts = complete_facts(facts, TrainedFolder(folder), repo_id)
+    trained = _with_pipelines(folder, "space")
+    facts = complete_facts(facts, trained, repo_id)
+    constants = {"TASK": facts.task, "PREFIX": trained.source_prefix, "MODEL_ID": repo_id, "EXAMPLES": list(examples)}
     for name, language in (("SOURCE", facts.source_language), ("TARGET", facts.target_language)):
         constants[f"{name}_LABEL"] = name.title() + (f" ({language})" if language else "")
-    metadata = {"title": facts.title, "emoji": "🔤", **_COLORS, "sdk": "gradio", "sdk_version": _GRADIO_VERSION}
-    metadata |= {"python_version": "3.12", "app_file": "app.py", "models": [repo_id]}
+    metadata = {"title": facts.title, "emoji": "🔤", "colorFrom": "blue", "colorTo": "indigo", "sdk": "gradio"}
+    # The newest version that the app was tested with.
+    metadata |= {"sdk_version": "6.31.0", "python_version": "3.12", "app_file": "app.py", "models": [repo_id]}
     if facts.license:
         metadata["license"] = facts.license
     header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return {
-        "app.py": _fill(_APP, constants),
+        "app.py": _fill("space_app.py", constants),
         "requirements.txt": REQUIREMENTS.encode(),
         "README.md": f"---\n{header}---\n\nA page to try [{repo_id}](https://huggingface.co/{repo_id}).\n".encode(),
     }
 
 
-def upload_space(
-    files: Mapping[str, bytes], space_id: str, *, commit_message: str, private: bool = False, token: str | None = None
-) -> str:
-    """Create a Space if it is missing, and upload its files in one commit.
-
-    Returns:
-        The name of the Space and the id of the commit, with a space between.
-
-    Raises:
-        OSError: If the Hub refuses or cannot be reached.
-    """
-    api = HfApi(token=token)
-    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
-    with naming_refusals(api, space_id):
-        space = api.create_repo(space_id, repo_type="space", space_sdk="gradio", private=private or None, exist_ok=True)
-        commit = api.create_commit(space.repo_id, operations, repo_type="space", commit_message=commit_message)
-    logger.info("See %s", commit.commit_url)
-    if private:
-        logger.info("The Space of a private model needs a token: set the secret HF_TOKEN in its settings.")
-    return f"spaces/{space.repo_id} {commit.oid}"
-
-
-def _constants(folder: Path, facts: Facts, option: str) -> dict[str, Any]:
+def _with_pipelines(folder: Path, option: str) -> TrainedFolder:
     trained = TrainedFolder(folder)
     if not (trained.config or {}).get("custom_pipelines"):
         raise ValueError(
             f"`{option}` must come with a model that carries its pipelines, got {str(folder)!r}. "
             "Make it a Metaphrase model by `metaphrase convert`."
         )
-    return {"TASK": complete_facts(facts, trained, None).task, "PREFIX": trained.source_prefix}
+    return trained
 
 
-def _fill(path: Path, constants: Mapping[str, Any]) -> bytes:
-    """Return a program with the values of its constants."""
-
-    def assign(match: re.Match[str]) -> str:
-        start, name = match.groups()
-        return f"{start} = {constants[name]!r}" if name in constants else match[0]
-
-    text = path.read_text(encoding="utf-8")
-    return re.sub(r"^(([A-Z_]+)(?:: [^=]+)?) = .*$", assign, text, flags=re.MULTILINE).encode()
+def _fill(name: str, constants: Mapping[str, Any]) -> bytes:
+    """Return a program of this folder with other values of its constants."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    for constant, value in constants.items():
+        line = re.compile(rf"^({constant}(?:: [^=]+)?) = .*$", re.MULTILINE)
+        text = line.sub(lambda match, value=value: f"{match[1]} = {value!r}", text)
+    return text.encode()

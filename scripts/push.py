@@ -2,13 +2,12 @@
 
 import argparse
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from huggingface_hub.utils import validate_repo_id
 
-from metaphrase.hub_card import Facts, write_model_card
+from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
 from metaphrase.hub_card.upload import (
     CARD,
@@ -18,7 +17,6 @@ from metaphrase.hub_card.upload import (
     select_files,
     space_files,
     upload,
-    upload_space,
 )
 from metaphrase.scripts.parsers import given_options
 
@@ -28,24 +26,52 @@ logger = logging.getLogger(__name__)
 CARD_OPTIONS = ("license", "base_model", "datasets")
 
 
-def writes_card(folder: Path, arguments: argparse.Namespace) -> bool:
-    """Return True if the card is written to name the repository, and False if somebody else's card is kept."""
-    return arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD)
-
-
-def card_facts(folder: Path, arguments: argparse.Namespace) -> Facts:
-    """Return the facts of an earlier card, replaced by those of the command line.
-
-    Raises:
-        ValueError: If the command line has facts for a card that is not written.
-    """
+def main(arguments: argparse.Namespace) -> None:
+    folder, repo_id = Path(arguments.folder), arguments.repo_id
+    validate_repo_id(repo_id)
+    check_folder(folder)
+    # A card by somebody else is kept.
+    is_written = arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD)
     options = given_options(arguments, CARD_OPTIONS)
-    if options and not writes_card(folder, arguments):
+    if options and not is_written:
         name, value = next(iter(options.items()))
         raise ValueError(
             f"`{name}` must come with --overwrite_card if Metaphrase did not write {CARD}, got {value!r} for {folder / CARD}."
         )
-    return replace(read_facts(folder / CARD), **options)
+    facts = replace(read_facts(folder / CARD), **options)
+    additional_files = endpoint_files(folder, facts) if arguments.endpoint_handler else {}
+    space_id, space = name_space(arguments), {}
+    if space_id is not None:
+        space = space_files(folder, facts, repo_id, arguments.space_examples)
+    if arguments.dry_run:
+        kind, branch = "private " * arguments.private, arguments.revision or "main"
+        print(f"Dry run: nothing is written or sent. {folder} -> {kind}{repo_id}, branch {branch}")
+        selection = select_files(folder, additional_files)
+        if is_written:
+            selection.contents.pop(CARD, None)
+            print(
+                f"  {'will be written':>15}  {CARD} (model card, with a picture of the training curves if there is a log)"
+            )
+            for name, value in asdict(facts).items():
+                if value:
+                    text = value if isinstance(value, str) else ", ".join(map(str, value))
+                    print(f"  {'':>15}  {name}: {' '.join(text.split())}")
+        selection.report(print)
+        if space_id is not None:
+            print(f"Space {space_id}: {', '.join(space)}")
+        return
+    check_access(repo_id, arguments.token)
+    if is_written:
+        write_model_card(folder, facts, repo_id=repo_id, overwrite=arguments.overwrite_card)
+    selection = select_files(folder, additional_files)
+    selection.report(logger.info)
+    options = {"private": arguments.private, "token": arguments.token}
+    message = arguments.commit_message
+    print(upload(selection.contents, repo_id, commit_message=message, revision=arguments.revision, **options))
+    if space_id is not None:
+        print(upload(space, space_id, commit_message="Write the page of the model", is_space=True, **options))
+        if arguments.private:
+            logger.info("The Space of a private model needs a token: set the secret HF_TOKEN in its settings.")
 
 
 def name_space(arguments: argparse.Namespace) -> str | None:
@@ -64,59 +90,4 @@ def name_space(arguments: argparse.Namespace) -> str | None:
         )
     space_id = arguments.space or f"{arguments.repo_id}-space"
     validate_repo_id(space_id)
-    if "/" not in space_id:
-        raise ValueError(f"`space` must be user/name or organization/name, got {space_id!r}.")
     return space_id
-
-
-def rehearse(
-    folder: Path,
-    arguments: argparse.Namespace,
-    facts: Facts,
-    additional_files: Mapping[str, bytes],
-    space: tuple[str, Mapping[str, bytes]] | None,
-) -> None:
-    """Print what would be done. Folder and Hub do not change."""
-    selection = select_files(folder)
-    selection.add(additional_files)
-    kind = "private " if arguments.private else ""
-    print(
-        f"Dry run: nothing is written or sent. {folder} -> {kind}{arguments.repo_id}, branch {arguments.revision or 'main'}"
-    )
-    if writes_card(folder, arguments):
-        selection.sizes.pop(CARD, None)
-        print(
-            f"  {'will be written':>15}  {CARD} (model card, with a picture of the training curves if there is a log)"
-        )
-        for name, value in asdict(facts).items():
-            if value:
-                text = value if isinstance(value, str) else ", ".join(map(str, value))
-                print(f"  {'':>15}  {name}: {' '.join(text.split())}")
-    selection.report(print)
-    if space is not None:
-        print(f"Space {space[0]}: {', '.join(space[1])}")
-
-
-def main(arguments: argparse.Namespace) -> None:
-    validate_repo_id(arguments.repo_id)
-    if not arguments.commit_message.strip():
-        raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")
-    folder = Path(arguments.folder)
-    check_folder(folder)
-    facts, space_id = card_facts(folder, arguments), name_space(arguments)
-    additional_files = endpoint_files(folder, facts) if arguments.endpoint_handler else {}
-    space = None
-    if space_id is not None:
-        space = space_id, space_files(folder, facts, arguments.repo_id, arguments.space_examples)
-    if arguments.dry_run:
-        rehearse(folder, arguments, facts, additional_files, space)
-        return
-    check_access(arguments.repo_id, arguments.token)
-    if writes_card(folder, arguments):
-        path = write_model_card(folder, facts, repo_id=arguments.repo_id, overwrite=arguments.overwrite_card)
-        logger.info("Wrote %s", path)
-    options = {name: getattr(arguments, name) for name in ("commit_message", "private", "token")}
-    print(upload(folder, arguments.repo_id, revision=arguments.revision, additional_files=additional_files, **options))
-    if space is not None:
-        space_id, files = space
-        print(upload_space(files, space_id, **options | {"commit_message": "Write the page of the model"}))

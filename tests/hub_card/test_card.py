@@ -140,8 +140,8 @@ def test_sections_of_a_full_folder(full_folder):
     assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
     assert "train_file" not in procedure and "source_language" not in procedure
     architecture = section(card, "Architecture")
-    assert "| Parameters | 804 |" in architecture and "| Decoder layers | 3 |" in architecture
-    assert "| Encoder attention heads | unknown |" in architecture and "Head dimension" not in architecture
+    assert "| `decoder_layers` | 3 |" in architecture and "auto_map" not in architecture
+    assert "- Parameters: 804\n" in card.text
     assert "inputs and outputs end at 512 tokens" in section(card, "Limits")
 
 
@@ -152,18 +152,13 @@ def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
     other = text.split("```python\n")[2].split("```")[0]
     assert other.startswith("import metaphrase\n") and "trust_remote_code" not in other
     assert 'AutoModelForSeq2SeqLM.from_pretrained("me/tiny")\n' in other
-    assert "| Needs | transformers | transformers and `pip install metaphrase` |" in text
-
-
-def test_files_are_listed_by_purpose(full_folder):
-    (full_folder / "checkpoint-2").mkdir()
-    (full_folder / "checkpoint-4").mkdir()
-    (full_folder / "notes.txt").write_text("mine")
-    files = section(ModelCard.load(write_model_card(full_folder)), "Files")
-    assert "| Model | `config.json`, `*.safetensors`, `model.safetensors.index.json` | yes |" in files
-    assert "| Scores and outputs | `metrics.json`, `training_curve.png` | yes |" in files
-    assert "| Checkpoints, only to resume the run | `checkpoint-*/` | no |" in files
-    assert "notes" not in files
+    # Code of another kind is named alone.
+    config = {"model_type": "other", "auto_map": {"AutoModelForSeq2SeqLM": "modeling_other.Other"}}
+    (full_folder / "config.json").write_text(json.dumps(config))
+    text = ModelCard.load(write_model_card(full_folder)).text
+    assert text.count("from_pretrained(model_id, trust_remote_code=True)") == 2
+    assert "runs the model code that is stored beside the weights.\n\n## Scores\n" in text
+    assert "import metaphrase" not in text
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -178,15 +173,6 @@ def test_card_of_a_model_without_own_code_speaks_of_none(full_folder, joint):
     assert block.count(".from_pretrained(model_id)") == 2
     assert ('AutoTokenizer.from_pretrained(model_id, subfolder="target_tokenizer")\n' in block) == (not joint)
     assert "```\n\n## Scores\n" in text
-
-
-def test_card_of_a_model_with_code_of_another_kind_names_that_code_alone(full_folder):
-    config = {"model_type": "other", "auto_map": {"AutoModelForSeq2SeqLM": "modeling_other.Other"}}
-    (full_folder / "config.json").write_text(json.dumps(config))
-    text = ModelCard.load(write_model_card(full_folder)).text
-    assert text.count("from_pretrained(model_id, trust_remote_code=True)") == 2
-    assert "runs the model code that is stored beside the weights.\n\n## Scores\n" in text
-    assert "import metaphrase" not in text
 
 
 @pytest.mark.parametrize(
@@ -251,21 +237,14 @@ def test_each_file_may_be_missing(full_folder, missing):
     assert (card.data.eval_results is None) == (missing == "metrics.json")
 
 
-def test_scores_without_names_or_settings(empty_folder):
-    (empty_folder / "metrics.json").write_text('{"scores": {"exact_match": {"score": 50}}}')
-    card = ModelCard.load(write_model_card(empty_folder))
-    assert card.data.eval_results[0].dataset_name == "unknown"
-    assert card.data.eval_results[0].metric_args is None
-    scores = section(card, "Scores")
-    assert "| exact match | 50.00 | unknown |" in scores
-    for line in ("Measured on: unknown", "Examples: unknown", "Perplexity: unknown", "Generation settings: unknown"):
-        assert line in scores
-
-
 def test_rouge_reports_its_four_kinds(empty_folder):
     rouge = {"score": 3.0, "rouge1": 1.0, "rouge2": 2.0, "rougeL": 3.0, "rougeLsum": 4.0}
     (empty_folder / "metrics.json").write_text(json.dumps({"scores": {"rouge": rouge}}))
-    data = ModelCard.load(write_model_card(empty_folder, Facts(task="summarization"))).data
+    card = ModelCard.load(write_model_card(empty_folder, Facts(task="summarization")))
+    data, scores = card.data, section(card, "Scores")
+    assert data.eval_results[0].dataset_name == "unknown" and "| ROUGE-1 | 1.00 | unknown |" in scores
+    for line in ("Measured on: unknown", "Examples: unknown", "Perplexity: unknown", "Generation settings: unknown"):
+        assert line in scores
     values = {result.metric_name: result.metric_value for result in data.eval_results}
     assert values == {"ROUGE-1": 1.0, "ROUGE-2": 2.0, "ROUGE-L": 3.0, "ROUGE-Lsum": 4.0}
     assert (data.metrics, data.pipeline_tag) == (["rouge"], "summarization")
@@ -336,11 +315,6 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
         ("metrics.json", "{", "`metrics.json` must be readable"),
         ("metrics.json", "[]", "`metrics.json` must hold fields with values, got list"),
         ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must hold a finite number"),
-        ("metrics.json", '{"scores": {"bleu": {"score": NaN}}}', "`scores.bleu`"),
-        ("metrics.json", '{"data": "Multi30k"}', "`data` in `metrics.json`"),
-        ("metrics.json", '{"tasks": [1]}', "`tasks` in `metrics.json` must hold fields with values"),
-        ("metrics.json", '{"scores": {"rouge": {"score": 1, "rouge1": null}}}', "`scores.rouge` in `metrics.json`"),
-        ("recipe.yaml", "a: [", "`recipe.yaml` must be readable"),
         ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
         ("recipe.yaml", "- a", "`recipe.yaml` must hold fields with values, got list"),
         ("model.safetensors", "damaged", "must hold whole weights, got "),
@@ -374,25 +348,16 @@ def test_small_helpers():
     assert redact({"summarize": {"train_file": "/a/b.txt"}}) == {"summarize": {"train_file": "b.txt"}}
 
 
-def test_parameters_are_those_that_are_loaded(full_folder, empty_folder):
-    assert count_parameters(empty_folder) is None
+def test_parameters_are_those_that_are_loaded(full_folder):
     save_file({"old": torch.zeros(5)}, full_folder / "model_old.safetensors")
     assert count_parameters(full_folder) == 804
-    # Where both are, the shards are leavings.
-    save_file({"whole": torch.zeros(7)}, full_folder / "model.safetensors")
-    assert count_parameters(full_folder) == 7
-
-
-def test_missing_shard_is_no_smaller_model(full_folder):
     (full_folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"index\.json must name files beside it, got 'model-00002-of-00002\.safetensors'"
-    ):
+    with pytest.raises(ValueError, match=r"index\.json must name files beside it, got 'model-00002-of-00002\."):
         write_model_card(full_folder)
 
 
-@pytest.mark.parametrize("split", ["validation", "test"])
-def test_scored_pairs_of_the_training_file_are_said_to_be_taken_out_of_it(split, full_folder):
+def test_scored_pairs_of_the_training_file_are_said_to_be_taken_out_of_it(full_folder):
+    split = "validation"
     (full_folder / "recipe.yaml").write_text(f"{RECIPE}num_{split}: 50\n")
     data = {"name": "pairs.tsv", "split": split}
     (full_folder / "metrics.json").write_text(json.dumps({**METRICS, "num_examples": 50, "data": data}))
@@ -423,15 +388,14 @@ def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):
     assert lower < height
 
 
-def test_scores_have_their_intervals(full_folder):
+def test_scores_have_their_intervals_and_those_of_tasks(full_folder):
     interval = {"confidence_mean": 41.5, "confidence_var": 1.25, "bs": 1000, "seed": "12345"}
     kinds = dict.fromkeys(("score", "rouge1", "rougeL"), 50.0)
     scores = {"bleu": METRICS["scores"]["bleu"] | interval, "rouge": kinds | interval, "wer": {"score": 33.3}}
-    for bad in (None, "1.2"):
-        scores["ter"] = {"score": 5.0, "confidence_mean": 5.0, "confidence_var": bad}
-        (full_folder / "metrics.json").write_text(json.dumps(METRICS | {"scores": scores}))
-        text = write_model_card(full_folder).read_text(encoding="utf-8")
-        assert "| BLEU | 41.02 (95 % interval 40.25 to 42.75) |" in text
-        assert "| ROUGE-1 | 50.00 |" in text and "| ROUGE-L | 50.00 (95 % interval 40.25 to 42.75) |" in text
-        assert "| WER (lower is better) | 33.30 |" in text and "| TER (lower is better) | 5.00 |" in text
-        assert "Intervals are those of sacreBLEU's bootstrap with 1,000 resamples of the test set." in text
+    tasks = {"sum_up": {"scores": {"rouge": {"score": 7.0}}, "num_examples": 2000}}
+    (full_folder / "metrics.json").write_text(json.dumps(METRICS | {"scores": scores, "tasks": tasks}))
+    text = write_model_card(full_folder).read_text(encoding="utf-8")
+    assert "| BLEU | 41.02 (95 % interval 40.25 to 42.75) |" in text
+    assert "| ROUGE-1 | 50.00 |" in text and "| ROUGE-L | 50.00 (95 % interval 40.25 to 42.75) |" in text
+    assert "| WER (lower is better) | 33.30 |" in text and "| sum\\_up | ROUGE-L | 7.00 | 2,000 |" in text
+    assert text.count("Intervals are those of sacreBLEU's bootstrap with 1,000 resamples of the test set.") == 1

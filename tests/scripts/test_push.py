@@ -76,19 +76,9 @@ def test_recipe_goes_up_without_the_folders_of_this_machine(hub, folder, tmp_pat
     assert (folder / "recipe.yaml").read_text(encoding="utf-8") == RECIPE_WITH_PATHS
 
 
-def test_card_that_is_there_is_left_alone_unless_told_otherwise(hub, folder):
-    (folder / "README.md").write_text("my own words", encoding="utf-8")
-    execute(push, push_words(folder))
-    execute(push, push_words(folder, "--overwrite_card"))
-    first, second = (files["README.md"] for _, _, files in hub.commits)
-    assert first == b"my own words" and b"somebody/tiny" in second
-
-
-@pytest.mark.parametrize("was_trained", [True, False])
-def test_card_names_the_repository(hub, folder, was_trained):
-    if was_trained:
-        write_model_card(folder)
-        assert "path/to/this/folder" in (folder / "README.md").read_text(encoding="utf-8")
+def test_card_names_the_repository(hub, folder):
+    write_model_card(folder)
+    assert "path/to/this/folder" in (folder / "README.md").read_text(encoding="utf-8")
     execute(push, push_words(folder))
     card = hub.commits[0][2]["README.md"].decode()
     assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
@@ -129,32 +119,14 @@ def test_options_of_the_card_replace_what_it_was_given(hub, folder):
     assert stated(hub.commits[-1][2]["README.md"]) == expected
 
 
-def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
-    write_model_card(folder, Facts(license="mit"))
-    (folder / "recipe.yaml").write_text("source_language: en\ntarget_language: de\n", encoding="utf-8")
-    execute(push, push_words(folder))
-    card = ModelCard(hub.commits[0][2]["README.md"].decode())
-    assert "trained to translate from en to de" in card.text and "turn one text into another" not in card.text
-    assert (card.data.pipeline_tag, card.data.language, card.data.license) == ("translation", ["en", "de"], "mit")
-
-
-def test_dry_run_tells_what_the_card_will_state(folder, capsys):
-    write_model_card(folder, Facts(**GIVEN))
-    before = contents(folder)
-    execute(push, push_words(folder, "--dry_run", "--license", "mit"))
-    said = capsys.readouterr().out
-    for line in ("license: mit", "base_model: me/base", "datasets: me/pairs, me/more", "tags: demo"):
-        assert re.search(rf"^ +{line}$", said, re.MULTILINE), line
-    assert contents(folder) == before
-
-
 def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
     (folder / "README.md").write_text("my own words", encoding="utf-8")
-    for option in ("--license", "--base_model", "--datasets"):
-        with pytest.raises(ValueError, match=f"`{option[2:]}` must come with --overwrite_card if"):
-            execute(push, push_words(folder, option, "mit", "--dry_run"))
+    with pytest.raises(ValueError, match="`license` must come with --overwrite_card if"):
+        execute(push, push_words(folder, "--license", "mit", "--dry_run"))
+    execute(push, push_words(folder))
     execute(push, push_words(folder, "--license", "mit", "--overwrite_card"))
-    assert stated(hub.commits[0][2]["README.md"])["license"] == "mit"
+    first, second = (files["README.md"] for _, _, files in hub.commits)
+    assert first == b"my own words" and stated(second)["license"] == "mit" and b"somebody/tiny" in second
 
 
 def test_card_whose_metadata_cannot_be_read_is_not_replaced(hub, folder):
@@ -191,14 +163,13 @@ def test_large_files_go_to_their_own_store(hub, folder):
     assert hub.commits[0][2]["model.safetensors"] == (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("option", ["--dry_run", "--dry-run"])
-def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys):
+def test_dry_run_tells_all_and_does_nothing(folder, monkeypatch, capsys):
     def refuse(*arguments, **options):
         raise AssertionError("a dry run must not use the network")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     before = contents(folder)
-    execute(push, push_words(folder, option))
+    execute(push, push_words(folder, "--dry_run", "--license", "mit", "--datasets", "me/pairs", "me/more"))
     assert contents(folder) == before
     said = capsys.readouterr().out
     shared = {name: len(content) for name, content in before.items() if name not in FORBIDDEN}
@@ -206,6 +177,7 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
         assert re.search(rf"^ +{size:,}  {re.escape(name)}$", said, re.MULTILINE)
     assert f"{sum(shared.values()):,}  bytes in {len(shared)} files" in said
     assert re.search(r"will be written  README.md", said) and "somebody/tiny, branch main" in said
+    assert re.search(r"^ +license: mit\n +datasets: me/pairs, me/more$", said, re.MULTILINE)
     for name, reason in FORBIDDEN.items():
         top = name if name.startswith("target_tokenizer") or "/" not in name else name.split("/")[0] + "/"
         assert re.search(rf"^ +left out  {re.escape(top)} \({reason}", said, re.MULTILINE), name
@@ -218,7 +190,7 @@ def test_files_of_other_tokenizers_and_pictures_of_the_card_go_up(folder):
     for name in {*names, "other.model", "script.sh", "curve.png"}:
         (folder / name).write_bytes(b"x")
     selection = upload.select_files(folder)
-    assert names <= selection.sizes.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
+    assert names <= selection.contents.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
     assert selection.left_out["curve.png"] == "not a picture of the card"
 
 
@@ -227,14 +199,12 @@ def test_shards_go_up_with_their_index(folder):
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     upload.check_folder(folder)
-    sizes = upload.select_files(folder).sizes
+    sizes = upload.select_files(folder).contents
     assert {name for name in sizes if "safetensors" in name} == {"model-1.safetensors", "model.safetensors.index.json"}
 
 
 @pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
 def test_weights_that_are_not_whole_are_refused(hub, folder, options):
-    # With a card of another hand nobody else reads them.
-    (folder / "README.md").write_text("my own words", encoding="utf-8")
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="must hold whole weights, got "):
@@ -246,51 +216,36 @@ def test_weights_that_are_not_whole_are_refused(hub, folder, options):
     assert hub.calls == []
 
 
-def test_missing_shard_missing_folder_and_secret_are_refused(hub, folder, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).rename(tmp_path / name)
-        with pytest.raises(ValueError, match=r"`folder` must hold a whole model, but .* is missing"):
-            execute(push, push_words(folder))
-        (tmp_path / name).rename(folder / name)
-    assert hub.calls == [] and not (folder / "README.md").exists()
+def test_missing_files_and_secrets_are_refused(hub, folder, tmp_path):
     with pytest.raises(ValueError, match="`folder` must be an existing folder"):
         execute(push, push_words(tmp_path / "nowhere"))
+    (folder / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"`folder` must hold a whole model, but config.json is missing"):
+        execute(push, push_words(folder))
+    assert hub.calls == [] and not (folder / "README.md").exists()
+    (tmp_path / "config.json").rename(folder / "config.json")
     (folder / "recipe.yaml").write_text("hub_token: hf_abc\n", encoding="utf-8")
     with pytest.raises(ValueError, match="must hold no secret before it is shared, got hub_token"):
         execute(push, push_words(folder))
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"but model-2\.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"model-2\.safetensors"):
         execute(push, push_words(folder))
-    for damaged in ("{}", "[]", '{"weight_map": 1}', "{"):
-        (folder / "model.safetensors.index.json").write_text(damaged, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json`? must"):
-            execute(push, push_words(folder))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("recipe.yaml", "a: [\n", "`recipe.yaml` must be readable, got an error in '.*': it must be valid YAML"),
-        ("recipe.yaml", "- a\n", "`recipe.yaml` must hold fields with values, got list in '.*recipe.yaml'"),
-        ("config.json", "{", "`config.json` must be readable, got an error in '.*config.json'"),
-        ("tokenizer_config.json", "[]", "`tokenizer_config.json` must hold fields with values, got list in"),
-    ],
-    ids=["no YAML", "a list", "no JSON", "a list of a tokenizer"],
-)
-@pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
-def test_file_that_cannot_be_read_is_one_line(hub, folder, name, content, expected, options, capsys):
-    # With a card of another hand no other fact of the folder is asked for.
-    (folder / "README.md").write_text("my own words", encoding="utf-8")
-    (folder / name).write_text(content, encoding="utf-8")
-    assert run("push", push_words(folder, *options)) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if re.match(f"metaphrase push: error: {expected}", line)] == said[-1:]
     assert hub.calls == []
 
 
-@pytest.mark.parametrize("repo_id", ["tiny", "a/b/c", "some body/tiny", "somebody/tiny--x", "somebody/.tiny"])
+@pytest.mark.parametrize("name", ["recipe.yaml", "config.json", "tokenizer_config.json"])
+def test_file_that_cannot_be_read_is_one_line(hub, folder, name, capsys):
+    (folder / name).write_text("[", encoding="utf-8")
+    assert run("push", push_words(folder, "--dry_run")) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        said[-1].startswith(f"metaphrase push: error: `{name}` must be readable, got an error in ") and len(said) == 1
+    )
+
+
+@pytest.mark.parametrize("repo_id", ["a/b/c", "some body/tiny"])
 def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
     with pytest.raises(ValueError):
         execute(push, push_words(folder, repo_id=repo_id))
@@ -301,7 +256,6 @@ def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
     ("refusal", "expected"),
     [
         ((401, "Invalid username or password."), "log in with `hf auth login`.*Invalid username or password"),
-        ((403, "You have no right."), "log in with `hf auth login`.*You have no right"),
         ((500, "Out of order."), "500.*Out of order"),
     ],
 )
@@ -330,9 +284,10 @@ def test_hub_that_is_not_there_is_one_line(hub, folder, monkeypatch, capsys):
     assert run("push", push_words(folder)) == 2
     said = capsys.readouterr().err
     assert said.startswith("metaphrase push: error: http://127.0.0.1:9 cannot be reached: ") and said.count("\n") == 1
-    assert said.endswith("Nothing was uploaded. Try again with a network.\n") and contents(folder) == before
+    assert said.endswith("Try again with a network.\n") and contents(folder) == before
 
 
+@pytest.mark.slow
 def test_push_to_hub_of_model_and_tokenizer(hub, tmp_path):
     """transformers' own way, in a process that knows the stand-in from its start."""
     folder = save_generator(tiny_generator(), tmp_path / "trained")
@@ -353,7 +308,7 @@ def test_push_to_hub_of_model_and_tokenizer(hub, tmp_path):
     assert not any(name.endswith((".bin", ".pt")) for name in {**model, **tokenizer})
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "target_tokenizer/vocab.txt", "README.md"])
+@pytest.mark.parametrize("name", ["LICENSE", "target_tokenizer/vocab.txt"])
 def test_a_link_out_of_the_folder_is_refused(hub, folder, tmp_path, name, capsys):
     (tmp_path / "key").write_text("private")
     (folder / name).symlink_to(tmp_path / "key")

@@ -91,7 +91,6 @@ def test_dry_run_lists_space_and_handler(hub, folder, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--space", "page"], "`space` must be user/name or organization/name, got 'page'"),
         (["--space", "--revision", "other"], "`revision` must be left out with --space"),
         (["--space_examples", "a"], "`space_examples` must come with --space, got 'a' alone"),
     ],

@@ -41,7 +41,7 @@ class HubHandler(QuietHandler):
         hub, _ = self.read()
         if self.path == "/api/whoami-v2":
             return self.answer(200, {"name": "somebody"})
-        repository = hub.repositories.get(self.path.removeprefix("/api/models/"))
+        repository = hub.repositories.get(self.path.removeprefix("/api/models/").removeprefix("/api/spaces/"))
         if repository is not None:
             repo_id = f"{repository['organization']}/{repository['name']}"
             return self.answer(200, {"id": repo_id, "private": repository.get("visibility") == "private"})
