@@ -51,32 +51,26 @@ class WordPairs(NamedTuple):
     """All pairs of a source word and a target word, or token, of the same pair of texts.
 
     Attributes:
-        sources: Numbers of all source words, one text after the other.
-        targets: Numbers of all target words.
-        source_texts: Index of the text of each source word.
-        target_texts: Index of the text of each target word.
-        rows: Index in `sources` of each word pair.
-        columns: Index in `targets` of each word pair.
+        words: Numbers of all source words, one text after the other, and of all target words.
+        texts: Index of the text of each word, for both sides.
+        positions: Index in `words` of both words of each pair.
         num_texts: Number of pairs of texts.
     """
 
-    sources: np.ndarray
-    targets: np.ndarray
-    source_texts: np.ndarray
-    target_texts: np.ndarray
-    rows: np.ndarray
-    columns: np.ndarray
+    words: tuple[np.ndarray, np.ndarray]
+    texts: tuple[np.ndarray, np.ndarray]
+    positions: tuple[np.ndarray, np.ndarray]
     num_texts: int
 
     @classmethod
     def of(cls, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> "WordPairs":
         """Pair the words of texts with these lengths, (2, number of texts)."""
-        texts = [np.repeat(np.arange(lengths.shape[1]), side) for side in lengths]
+        texts = tuple(np.repeat(np.arange(lengths.shape[1]), side) for side in lengths)
         num_partners = lengths[0][texts[1]]
         columns = np.repeat(np.arange(len(targets)), num_partners)
         offsets = np.arange(len(columns)) - np.repeat(np.cumsum(num_partners) - num_partners, num_partners)
         starts = np.cumsum(lengths[0]) - lengths[0]
-        return cls(sources, targets, *texts, starts[texts[1]][columns] + offsets, columns, lengths.shape[1])
+        return cls((sources, targets), texts, (starts[texts[1]][columns] + offsets, columns), lengths.shape[1])
 
     @classmethod
     def batches(cls, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator["WordPairs"]:
@@ -86,6 +80,11 @@ class WordPairs(NamedTuple):
             used = size.sum(1)
             yield cls.of(sources[: used[0]], targets[: used[1]], size)
             sources, targets = sources[used[0] :], targets[used[1] :]
+
+    def keys(self, num_targets: int) -> np.ndarray:
+        """Return one number for the source word and target word of each pair."""
+        sources, targets = (words[positions] for words, positions in zip(self.words, self.positions, strict=True))
+        return sources * num_targets + targets
 
 
 class AlignmentModel:
@@ -108,43 +107,37 @@ class AlignmentModel:
             pairs: Pairs in random order. The first ones are used, up to a number of word pairs.
             seed: Seed of the shuffled pairs.
         """
-        words = [[split_words(text)[:MAX_WORDS] for text in side] for side in zip(*pairs[:MAX_PAIRS], strict=True)]
+        words = _split(pairs[:MAX_PAIRS])
         sizes = accumulate(len(source) * len(target) for source, target in zip(*words, strict=True))
         num_pairs = sum(1 for size in sizes if size <= MAX_WORD_PAIRS)
-        words = [side[:num_pairs] for side in words]
-        self._vocabularies = [Vocabulary(side) for side in words]
-        encoded = self._encode(words)
+        sources, targets = (side[:num_pairs] for side in words)
+        self._vocabularies = Vocabulary(sources), Vocabulary(targets)
+        encoded = self._encode(sources, targets)
         self._train(WordPairs.of(*encoded))
-        scores = self._score_batches(*encoded)
         order = np.random.default_rng(seed).permutation(num_pairs)
-        shuffled = self._score_batches(*self._encode([words[0], [words[1][index] for index in order]]))
-        self.noise_share, self.threshold = find_threshold(scores, shuffled)
+        shuffled = self._score(*self._encode(sources, [targets[index] for index in order]))
+        self.noise_share, self.threshold = find_threshold(self._score(*encoded), shuffled)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
         """Return the score of each pair."""
-        words = [[split_words(text)[:MAX_WORDS] for text in side] for side in zip(*pairs, strict=True)]
-        return self._score_batches(*self._encode(words)) if words else np.zeros(0)
+        return self._score(*self._encode(*_split(pairs))) if pairs else np.zeros(0)
 
-    def _encode(self, words: Sequence[Sequence[Sequence[str]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        lengths = np.array([[len(text) for text in side] for side in words], dtype=np.int64)
-        sides = []
-        for side, vocabulary, size in zip(words, self._vocabularies, lengths.sum(1), strict=True):
-            numbers = chain.from_iterable(map(vocabulary.encode, side))
-            sides.append(np.fromiter(numbers, dtype=np.int64, count=int(size)))
-        return *sides, lengths
+    def _encode(self, *sides: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        lengths = np.array([[len(text) for text in side] for side in sides], dtype=np.int64)
+        numbers = [
+            np.fromiter(chain.from_iterable(map(vocabulary.encode, side)), dtype=np.int64, count=int(size))
+            for side, vocabulary, size in zip(sides, self._vocabularies, lengths.sum(1), strict=True)
+        ]
+        return *numbers, lengths
 
     def _train(self, pairs: WordPairs) -> None:
         """Run expectation maximization. Both directions share the table of word pairs that occur."""
         sizes = [len(vocabulary) for vocabulary in self._vocabularies]
-        keys, entries = np.unique(
-            pairs.sources[pairs.rows] * sizes[1] + pairs.targets[pairs.columns], return_inverse=True
-        )
-        words = (keys // sizes[1], keys % sizes[1])
-        # The direction 0 has source words as given and explains target words, with the word `null` as another source.
-        directions = ((words[0], pairs.targets, pairs.columns), (words[1], pairs.sources, pairs.rows))
-        self._tables = []
-        self._shares = []
-        for (given_word, explained, positions), size in zip(directions, reversed(sizes), strict=True):
+        keys, entries = np.unique(pairs.keys(sizes[1]), return_inverse=True)
+        self._tables, self._shares = [], []
+        # The first direction explains target words, by source words and the word `null`.
+        for given, side in ((keys // sizes[1], 1), (keys % sizes[1], 0)):
+            explained, positions, size = pairs.words[side], pairs.positions[side], sizes[side]
             table, null = np.ones(len(keys)), np.ones(size)
             for _ in range(_ITERATIONS):
                 weights = table[entries]
@@ -152,35 +145,35 @@ class AlignmentModel:
                 counts = np.bincount(entries, weights / total[positions], minlength=len(keys))
                 null = np.bincount(explained, null[explained] / total, minlength=size)
                 null /= null.sum()
-                sums = np.bincount(given_word, counts)
-                table = counts / sums[given_word]
-            self._tables.append(np.maximum(counts - 1, 0) / (sums[given_word] + 0.5))
+                sums = np.bincount(given, counts)
+                table = counts / sums[given]
+            self._tables.append(np.maximum(counts - 1, 0) / (sums[given] + 0.5))
             frequencies = np.bincount(explained, minlength=size) + 1
             self._shares.append(frequencies / frequencies.sum())
         # Most word pairs occur by chance. Without them the table is small, and look-ups are fast.
         is_useful = (self._tables[0] > 0) | (self._tables[1] > 0)
         self._keys, self._tables = keys[is_useful], [table[is_useful] for table in self._tables]
-        self._num_targets = sizes[1]
 
-    def _score_batches(self, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return np.concatenate(list(map(self._score, WordPairs.batches(sources, targets, lengths))))
+    def _score(self, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        scores = []
+        for pairs in WordPairs.batches(sources, targets, lengths):
+            keys = pairs.keys(len(self._vocabularies[1]))
+            entries = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            is_known, score = self._keys[entries] == keys, np.zeros(pairs.num_texts)
+            for table, share, side in zip(self._tables, self._shares, (1, 0), strict=True):
+                explained, texts = pairs.words[side], pairs.texts[side]
+                num_partners = np.bincount(pairs.texts[1 - side], minlength=pairs.num_texts)[texts]
+                known = np.where(is_known, table[entries], 0)
+                sums = np.bincount(pairs.positions[side], known, minlength=len(explained))
+                ratios = sums / np.maximum(num_partners, 1) / share[explained]
+                logs = np.log((1 - _SMOOTHING) * ratios + _SMOOTHING)
+                score += np.bincount(texts, logs, minlength=pairs.num_texts)
+            scores.append(score)
+        return np.concatenate(scores)
 
-    def _score(self, pairs: WordPairs) -> np.ndarray:
-        keys = pairs.sources[pairs.rows] * self._num_targets + pairs.targets[pairs.columns]
-        entries = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        is_known = self._keys[entries] == keys
-        num_pairs = pairs.num_texts
-        score = np.zeros(num_pairs)
-        for table, share, explained, positions, texts, partner_texts in (
-            (*(self._tables[0], self._shares[0], pairs.targets, pairs.columns), pairs.target_texts, pairs.source_texts),
-            (*(self._tables[1], self._shares[1], pairs.sources, pairs.rows), pairs.source_texts, pairs.target_texts),
-        ):
-            num_partners = np.bincount(partner_texts, minlength=num_pairs)[texts]
-            sums = np.bincount(positions, np.where(is_known, table[entries], 0), minlength=len(explained))
-            ratios = sums / np.maximum(num_partners, 1) / share[explained]
-            logs = np.log((1 - _SMOOTHING) * ratios + _SMOOTHING)
-            score += np.bincount(texts, logs, minlength=num_pairs)
-        return score
+
+def _split(pairs: Sequence[tuple[str, str]]) -> list[list[list[str]]]:
+    return [[split_words(text)[:MAX_WORDS] for text in side] for side in zip(*pairs, strict=True)]
 
 
 def find_threshold(scores: np.ndarray, shuffled: np.ndarray) -> tuple[float, float]:

@@ -78,7 +78,7 @@ def learn_lexicon(
 
     def batches() -> Iterator[tuple[WordPairs, np.ndarray]]:
         for batch in WordPairs.batches(sources, targets, lengths):
-            yield batch, batch.sources[batch.rows] * num_targets + batch.targets[batch.columns]
+            yield batch, batch.keys(num_targets)
 
     keys = np.unique(np.concatenate([np.unique(batch_keys) for _, batch_keys in batches()]))
     words, table = keys // num_targets, np.ones(len(keys))
@@ -87,8 +87,9 @@ def learn_lexicon(
         for batch, batch_keys in batches():
             entries = np.searchsorted(keys, batch_keys)
             weights = table[entries]
-            totals = np.bincount(batch.columns, weights, minlength=len(batch.targets))
-            counts += np.bincount(entries, weights / totals[batch.columns], minlength=len(keys))
+            columns = batch.positions[1]
+            totals = np.bincount(columns, weights, minlength=len(batch.words[1]))
+            counts += np.bincount(entries, weights / totals[columns], minlength=len(keys))
         table = counts / np.bincount(words, counts)[words]
     return words, keys % num_targets, table
 

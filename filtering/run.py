@@ -8,24 +8,23 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from metaphrase.data.pairs import PROBLEMS, PairProblem, PairSource, Record, json_line, tsv_line
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import (
     RULES,
-    CorpusFacts,
+    FilterSettings,
     LanguageRule,
     Pair,
     PairRules,
     SeenHashes,
-    Thresholds,
     hash_text,
-    normal_forms,
+    normal_form,
     normalize,
 )
 from metaphrase.storage.folders import WriteLock, file_in_one_step, json_text, read_fields, write_json
@@ -33,166 +32,15 @@ from metaphrase.tokenization.texts import shard_range
 
 logger = logging.getLogger(__name__)
 
-_STATE = "state.json"
-
-
-class WorkFolder(contextlib.AbstractContextManager):
-    """Folder `OUTPUT.partial` with the files of an unfinished run and a state that says how far they go.
-
-    A run appends to the files and then saves the state. A resumed run first cuts off what was appended after the state.
-
-    Attributes:
-        outputs: Final path of each output by name.
-        state: The last state that was saved; empty at the beginning.
-    """
-
-    def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
-        """Make the folder, or open that of a stopped run.
-
-        Args:
-            outputs: Final path of each output by name.
-            key: Settings and input of the run, as values of JSON. A stopped run must have the same.
-            resume: True to continue a stopped run, False to start again.
-
-        Raises:
-            ValueError: If the stopped run had another key, another run is writing, or no run has written the folder.
-        """
-        self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
-        self.path = partial_path(next(iter(self.outputs.values())))
-        self._refuse_foreign_folder()
-        if not resume and self.path.exists():
-            WriteLock(self.path, "output").release()
-            self._remove()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = WriteLock(self.path, "output")
-        saved = read_fields(self.path / _STATE) or {}
-        if saved and saved["key"] != self._key:
-            self._lock.release()
-            name = next((name for name, value in self._key.items() if saved["key"].get(name) != value), "resume")
-            raise ValueError(
-                f"`{name}` must be {saved['key'].get(name)!r} as in the stopped run in {self.path}, got {self._key.get(name)!r}. "
-                "Repeat the command of that run, or pass --overwrite to start again."
-            )
-        self.state: dict[str, Any] = saved.get("state", {})
-        self._sizes: dict[str, int] = saved.get("sizes", {})
-        if not saved:
-            with contextlib.ExitStack() as failed:
-                failed.callback(self._lock.release)
-                # The mark of a run's folder.
-                self.save({})
-                failed.pop_all()
-        if not self.state.get("is_finished"):
-            self._cut_files()
-
-    def _cut_files(self) -> None:
-        """Cut off what was appended after the state."""
-        paths = {path.name: path for path in self.path.iterdir() if path.name != _STATE}
-        sizes = {name: path.stat().st_size for name, path in paths.items()}
-        for name, size in self._sizes.items():
-            if sizes.get(name, 0) < size:
-                self._lock.release()
-                # The machine stopped before its disk had everything.
-                raise ValueError(
-                    f"{self.path / name} must have at least {size} bytes to go on, got {sizes.get(name, 0)}. Pass --overwrite "
-                    "to start again."
-                )
-        for name, path in paths.items():
-            os.truncate(path, self._sizes.get(name, 0))
-
-    def _remove(self) -> None:
-        """Remove the folder, and last its mark, so that a killed removal leaves the folder of a run."""
-        for path in self.path.iterdir():
-            if path.name != _STATE:
-                path.unlink()
-        shutil.rmtree(self.path)
-
-    def _refuse_foreign_folder(self) -> None:
-        """Refuse a folder that no run has written: a run empties or removes the files of its folder."""
-        files = self.path.iterdir() if self.path.exists() else ()
-        if not (self.path / _STATE).is_file() and any(not path.name.startswith(".") for path in files):
-            raise ValueError(
-                f"`output` must leave the name {self.path.name} to the run, got a folder of that name that no run has written. "
-                "Choose another output."
-            )
-
-    def __exit__(self, *exception: object) -> None:
-        if isinstance(exception[1], Exception) and not self.state:
-            # A run that was refused, for example because a package is missing, has nothing to resume.
-            self._remove()
-        self._lock.release()
-
-    def append(self, name: str, content: bytes) -> None:
-        """Append to a file: an output, or a file of the run itself. Output whose path ends in .gz is compressed."""
-        if name in self.outputs and self.outputs[name].name.endswith(".gz") and content:
-            # A gzip file may have any number of members. Without a time, equal content has equal bytes.
-            content = gzip.compress(content, mtime=0)
-        with open(self.path / name, "ab") as file:
-            file.write(content)
-            self._sizes[name] = file.tell()
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a file of the run itself; nothing if there is none."""
-        path = self.path / name
-        return path.read_bytes() if path.exists() else b""
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Save the state, which belongs to all that was appended so far."""
-        with file_in_one_step(self.path / _STATE) as temporary:
-            write_json(temporary, {"key": self._key, "sizes": self._sizes, "state": state})
-        self.state = dict(state)
-
-    def finish(self) -> None:
-        """Give the outputs their names and remove the folder. The saved state must have `is_finished`."""
-        for name, path in self.outputs.items():
-            # A run that was killed here has moved some of them.
-            if (self.path / name).exists():
-                if path.name.endswith(".gz") and not (self.path / name).stat().st_size:
-                    (self.path / name).write_bytes(gzip.compress(b"", mtime=0))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(self.path / name, path)
-        self._remove()
-
-
-def partial_path(output: Path) -> Path:
-    """Return the folder of an unfinished run."""
-    return output.with_name(output.name + ".partial")
-
-
 PAIRS_PER_CHUNK = 10_000
 NUM_EXAMPLES = 5
 _SEED = 0
+_STATE = "state.json"
+_LINE_BREAKS = str.maketrans("\r\n", "  ")
 # Returns the dual cross-entropy score of each pair, from 0 to 1.
 PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
-_LINE_BREAKS = str.maketrans("\r\n", "  ")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilterSettings:
-    """Settings of a run.
-
-    Attributes:
-        rules: Names of the active rules.
-        thresholds: Thresholds of the rules.
-        source_lang: Language of the sources for the rule `language`; `None` to accept any.
-        target_lang: The same for the targets.
-        near_duplicates: True to compare normal forms in the rule `duplicate`, False to compare the texts themselves.
-        normalize: True to normalize texts before the rules see them.
-        models: Names of the models of the rule `dual_cross_entropy`, in both directions.
-    """
-
-    rules: Collection[str] = RULES
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    source_lang: str | None = None
-    target_lang: str | None = None
-    near_duplicates: bool = True
-    normalize: bool = False
-    models: tuple[str, str] | None = None
-
-
-class _Candidate(NamedTuple):
-    source: str
-    target: str
-    forms: Pair
+# The broken rule, or an empty text, and the pair.
+Verdict = tuple[str, Pair]
 
 
 class PairFilter:
@@ -215,26 +63,23 @@ class PairFilter:
             ImportError: If a package of the extra `filter` is missing.
             ValueError: If the files are broken or hold no pair, or a language is unknown.
         """
-        self._source, self._settings = source, settings
-        active = set(settings.rules)
-        self._score_pairs = score_pairs if "dual_cross_entropy" in active else None
-        self._language_rule = None
-        if "language" in active and (settings.source_lang, settings.target_lang) != (None, None):
-            least = settings.thresholds.min_language_probability
-            self._language_rule = LanguageRule(settings.source_lang, settings.target_lang, least)
+        self._settings, self._score_pairs = settings, score_pairs
+        self._active = set(RULES if settings.rules is None else settings.rules)
+        has_language = "language" in self._active and (settings.source_lang, settings.target_lang) != (None, None)
+        self._language_rule = LanguageRule(settings) if has_language else None
         # Packages that are missing must show before the corpus is read.
-        PairRules(active, settings.thresholds, CorpusFacts())
+        PairRules(settings, ())
         self.num_records, sample = sample_pairs(source.read_files(), MAX_PAIRS)
         check_sample(source, self.num_records, sample)
         if settings.normalize:
             sample = [(normalize(first), normalize(second)) for first, second in sample]
-        self._rules = PairRules(active, settings.thresholds, CorpusFacts.of(sample))
-        self.alignment = self._learn_alignment(sample) if "alignment" in active else None
+        self._rules = PairRules(settings, sample)
+        self.alignment = self._learn_alignment(sample) if "alignment" in self._active else None
 
     def _learn_alignment(self, sample: Sequence[Pair]) -> AlignmentModel | None:
         usable = {}
         for pair in sample:
-            forms = normal_forms(*pair)
+            forms = normal_form(pair[0]), normal_form(pair[1])
             if self._rules.broken_rule(*pair, forms) is None:
                 usable.setdefault(forms, pair)
         if len(usable) < MIN_PAIRS:
@@ -244,7 +89,7 @@ class PairFilter:
 
     def decide(
         self, records: Sequence[Record], seen_pairs: SeenHashes, seen_sources: SeenHashes
-    ) -> tuple[list[tuple[str, Pair]], bytes, bytes]:
+    ) -> tuple[list[Verdict], bytes, bytes]:
         """Apply all rules to records.
 
         Args:
@@ -253,67 +98,52 @@ class PairFilter:
             seen_sources: Hashes of the sources of earlier pairs that were kept. The new ones are added.
 
         Returns:
-            The broken rule, or an empty text, and the pair of each record. New hashes of pairs and of sources.
+            The verdict of each record. New hashes of pairs and of sources.
         """
-        verdicts: list[tuple[str, Pair]] = []
-        candidates: dict[int, _Candidate] = {}
-        for record in records:
+        settings, verdicts = self._settings, []
+        forms_of: dict[int, Pair] = {}
+        for index, record in enumerate(records):
             if isinstance(record, PairProblem):
                 verdicts.append((record.kind, (record.message, "")))
                 continue
-            source, target = map(normalize, record) if self._settings.normalize else record
-            forms = normal_forms(source, target)
-            verdicts.append((self._rules.broken_rule(source, target, forms) or "", (source, target)))
-            if not verdicts[-1][0]:
-                candidates[len(verdicts) - 1] = _Candidate(source, target, forms)
+            pair = (normalize(record[0]), normalize(record[1])) if settings.normalize else tuple(record)
+            forms = normal_form(pair[0]), normal_form(pair[1])
+            rule = self._rules.broken_rule(*pair, forms)
+            verdicts.append((rule or "", pair))
+            if rule is None:
+                forms_of[index] = forms
 
-        def drop(rule: str, indexes: Iterator[int]) -> None:
-            for index in list(indexes):
-                verdicts[index] = (rule, verdicts[index][1])
-                del candidates[index]
+        def pairs() -> list[Pair]:
+            return [verdicts[index][1] for index in forms_of]
 
-        pair_hashes = self._drop_duplicates(candidates, seen_pairs, drop)
+        def drop(rule: str, is_broken: Iterable[bool]) -> None:
+            for index, broken in zip(list(forms_of), list(is_broken), strict=True):
+                if broken:
+                    verdicts[index] = rule, verdicts[index][1]
+                    del forms_of[index]
+
+        def drop_repeated(rule: str, texts: Iterable[str], most: int, earlier: SeenHashes) -> bytes:
+            """Drop pairs whose text occurred `most` times before. Return the hashes of the others."""
+            if rule not in self._active:
+                return b""
+            hashes = list(map(hash_text, texts))
+            is_old = earlier.counts(hashes) >= most
+            drop(rule, is_old)
+            hashes = [value for value, old in zip(hashes, is_old, strict=True) if not old]
+            earlier.add(hashes)
+            return b"".join(hashes)
+
+        compared = forms_of.values() if settings.duplicates == "near" else pairs()
+        pair_hashes = drop_repeated("duplicate", map("\t".join, compared), 1, seen_pairs)
         if self._language_rule is not None:
-            drop("language", (i for i, pair in candidates.items() if self._language_rule.breaks(*pair[:2])))
+            drop("language", (self._language_rule.breaks(*pair) for pair in pairs()))
         if self.alignment is not None:
-            scores = self.alignment.scores([pair[:2] for pair in candidates.values()])
-            low = scores < self.alignment.threshold
-            drop("alignment", (i for i, is_low in zip(candidates, low, strict=True) if is_low))
-        if self._score_pairs is not None:
-            dual = self._score_pairs([pair[:2] for pair in candidates.values()])
-            least = self._settings.thresholds.min_dual_score
-            drop("dual_cross_entropy", (i for i, score in zip(candidates, dual, strict=True) if score < least))
-        return verdicts, pair_hashes, self._drop_targets(candidates, seen_sources, drop)
-
-    def _drop_duplicates(self, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable) -> bytes:
-        if "duplicate" not in self._settings.rules:
-            return b""
-        is_near = self._settings.near_duplicates
-        hashes = [hash_text("\t".join(pair.forms if is_near else pair[:2])) for pair in candidates.values()]
-        return _drop_repeated("duplicate", hashes, 1, candidates, earlier, drop)
-
-    def _drop_targets(self, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable) -> bytes:
-        if "targets_per_source" not in self._settings.rules:
-            return b""
-        hashes = [hash_text(pair.source) for pair in candidates.values()]
-        most = self._settings.thresholds.max_targets_per_source
-        return _drop_repeated("targets_per_source", hashes, most, candidates, earlier, drop)
-
-
-def _drop_repeated(
-    rule: str,
-    hashes: Sequence[bytes],
-    most: int,
-    candidates: dict[int, _Candidate],
-    earlier: SeenHashes,
-    drop: Callable,
-) -> bytes:
-    """Drop candidates whose hash occurred `most` times before. Return the hashes of the others."""
-    is_new = earlier.counts(hashes) < most
-    drop(rule, (index for index, new in zip(candidates, is_new, strict=True) if not new))
-    new_hashes = [value for value, new in zip(hashes, is_new, strict=True) if new]
-    earlier.add(new_hashes)
-    return b"".join(new_hashes)
+            drop("alignment", self.alignment.scores(pairs()) < self.alignment.threshold)
+        if self._score_pairs is not None and "dual_cross_entropy" in self._active:
+            drop("dual_cross_entropy", (score < settings.min_dual_score for score in self._score_pairs(pairs())))
+        sources = [source for source, _ in pairs()]
+        most = settings.max_targets_per_source
+        return verdicts, pair_hashes, drop_repeated("targets_per_source", sources, most, seen_sources)
 
 
 def sample_pairs(records: Iterator[Record], most: int) -> tuple[int, list[Pair]]:
@@ -353,33 +183,131 @@ class FilterReport:
         self.num_read, self.num_kept, self.examples = content["read"], content["kept"], content["examples"]
         self.dropped = Counter(content["dropped"])
 
-    def add(self, verdicts: Sequence[tuple[str, Pair]]) -> None:
+    def add(self, verdicts: Sequence[Verdict]) -> None:
         """Count verdicts of `PairFilter.decide`."""
         self.num_read += len(verdicts)
-        counts = Counter(rule for rule, _ in verdicts)
-        self.num_kept += counts.pop("", 0)
-        self.dropped += counts
-        for rule in counts:
-            examples = self.examples.setdefault(rule, [])
-            pairs = (pair for name, pair in verdicts if name == rule)
-            examples.extend(
-                {"source": pair[0], "target": pair[1]} for pair in islice(pairs, NUM_EXAMPLES - len(examples))
-            )
+        for rule, (source, target) in verdicts:
+            if not rule:
+                self.num_kept += 1
+                continue
+            self.dropped[rule] += 1
+            if len(examples := self.examples.setdefault(rule, [])) < NUM_EXAMPLES:
+                examples.append({"source": source, "target": target})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and examples as plain values for JSON, rules in their order."""
         order = [rule for rule in (*PROBLEMS, *RULES) if rule in self.dropped]
-        return {
-            "read": self.num_read,
-            "kept": self.num_kept,
-            "dropped": {rule: self.dropped[rule] for rule in order},
-            "examples": {rule: self.examples[rule] for rule in order},
-        }
+        dropped, examples = ({rule: values[rule] for rule in order} for values in (self.dropped, self.examples))
+        return {"read": self.num_read, "kept": self.num_kept, "dropped": dropped, "examples": examples}
 
     def __str__(self) -> str:
-        rows = [(rule, count) for rule, count in self.to_dict()["dropped"].items()] + [("kept", self.num_kept)]
+        rows = [*self.to_dict()["dropped"].items(), ("kept", self.num_kept)]
         lines = [f"{name:<20}{count:>12,}{count / max(self.num_read, 1):>9.2%}" for name, count in rows]
         return "\n".join([f"{'rule':<20}{'pairs':>12}{'share':>9}", *lines])
+
+
+class WorkFolder(contextlib.AbstractContextManager):
+    """Folder `OUTPUT.partial` with the files of an unfinished run and a state that says how far they go.
+
+    A run appends to the files and then saves the state. A resumed run first cuts off what was appended after the state.
+
+    Attributes:
+        outputs: Final path of each output by name.
+        state: The last state that was saved; empty at the beginning.
+    """
+
+    def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
+        """Read the state of a stopped run. Nothing is written before `with`.
+
+        Args:
+            outputs: Final path of each output by name.
+            key: Settings and input of the run, as values of JSON. A stopped run must have the same.
+            resume: True to continue a stopped run, False to start again.
+
+        Raises:
+            ValueError: If the stopped run had another key, or no run has written the folder.
+        """
+        self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
+        self.path = partial_path(next(iter(self.outputs.values())))
+        saved = read_fields(self.path / _STATE)
+        if saved is None and self.path.exists() and any(self.path.iterdir()):
+            raise ValueError(
+                f"`output` must leave the name {self.path.name} to the run, got a folder of that name that no run has written. "
+                "Choose another output."
+            )
+        saved = (saved if resume else None) or {"key": self._key, "sizes": {}, "state": {}}
+        if saved["key"] != self._key:
+            name = next((name for name, value in self._key.items() if saved["key"].get(name) != value), "resume")
+            raise ValueError(
+                f"`{name}` must be {saved['key'].get(name)!r} as in the stopped run in {self.path}, got {self._key.get(name)!r}. "
+                "Repeat the command of that run, or pass --overwrite to start again."
+            )
+        self.state: dict[str, Any] = saved["state"]
+        self._sizes: dict[str, int] = saved["sizes"]
+
+    def __enter__(self) -> "WorkFolder":
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = WriteLock(self.path, "output")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def cut_files(self) -> None:
+        """Cut off what was appended after the state, and make the outputs, of which some may stay empty.
+
+        Raises:
+            ValueError: If a file is shorter than the state says.
+        """
+        for name, size in self._sizes.items():
+            if not (self.path / name).exists() or (self.path / name).stat().st_size < size:
+                # The machine stopped before its disk had everything.
+                raise ValueError(
+                    f"{self.path / name} must have at least {size} bytes. Pass --overwrite to start again."
+                )
+        for path in self.path.iterdir():
+            if path.name != _STATE:
+                os.truncate(path, self._sizes.get(path.name, 0))
+        # Marks the folder of a run.
+        self.save(self.state)
+        for name in self.outputs:
+            self.append(name, b"")
+
+    def append(self, name: str, content: bytes) -> None:
+        """Append to a file: an output, or a file of the run itself. Output whose path ends in .gz is compressed."""
+        if name in self.outputs and self.outputs[name].name.endswith(".gz") and content:
+            # A gzip file may have any number of members. Without a time, equal content has equal bytes.
+            content = gzip.compress(content, mtime=0)
+        with open(self.path / name, "ab") as file:
+            file.write(content)
+            self._sizes[name] = file.tell()
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file of the run itself; nothing if there is none."""
+        path = self.path / name
+        return path.read_bytes() if path.exists() else b""
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save the state, which belongs to all that was appended so far."""
+        with file_in_one_step(self.path / _STATE) as temporary:
+            write_json(temporary, {"key": self._key, "sizes": self._sizes, "state": state})
+        self.state = dict(state)
+
+    def finish(self) -> None:
+        """Give the outputs their names and remove the folder. The saved state must have `is_finished`."""
+        for name, path in self.outputs.items():
+            # A run that was killed here has moved some of them.
+            if (self.path / name).exists():
+                if path.name.endswith(".gz") and not (self.path / name).stat().st_size:
+                    (self.path / name).write_bytes(gzip.compress(b"", mtime=0))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(self.path / name, path)
+        shutil.rmtree(self.path)
+
+
+def partial_path(output: Path) -> Path:
+    """Return the folder of an unfinished run."""
+    return output.with_name(output.name + ".partial")
 
 
 def filter_pairs(
@@ -420,67 +348,48 @@ def filter_pairs(
     files = {f"output_{number}": Path(path) for number, path in enumerate(outputs)}
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
     stats = [(Path(path).name, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in source.paths]
-    key = {"file": stats, "columns": source.columns, "max_line_characters": source.max_line_characters}
     # Names are those of the options, for the error about a stopped run that had other ones.
-    values = asdict(settings)
-    key |= values.pop("thresholds") | values | {"shard": shard, "output": [str(path) for path in files.values()]}
-    key["rules"] = [rule for rule in RULES if rule in settings.rules]
-    with WorkFolder(files, key, resume=resume) as folder:
-        result = FilterReport(folder.state.get("report"))
-        if not folder.state.get("is_finished"):
-            pair_filter = PairFilter(source, settings, score_pairs)
+    active = {"rules": [rule for rule in RULES if settings.rules is None or rule in settings.rules]}
+    key = asdict(settings) | active | {"shard": shard, "columns": source.columns}
+    key |= {"max_line_characters": source.max_line_characters}
+    identity = {"file": stats, "output": [str(path) for path in files.values()]}
+    folder = WorkFolder(files, key | identity, resume=resume)
+    result = FilterReport(folder.state.get("report"))
+    pair_filter = None if folder.state.get("is_finished") else PairFilter(source, settings, score_pairs)
+    with folder:
+        if pair_filter is not None:
+            folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)
             on_start(len(part), result.num_read)
+            seen_pairs, seen_sources = (SeenHashes(folder.read(name)) for name in ("pairs", "sources"))
             records = islice(source.read_files(), part.start + result.num_read, part.stop)
-            _filter_chunks(records, pair_filter, folder, result, on_chunk)
+            while chunk := list(islice(records, PAIRS_PER_CHUNK)):
+                verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
+                result.add(verdicts)
+                _append_verdicts(folder, verdicts)
+                folder.append("pairs", pair_hashes)
+                folder.append("sources", source_hashes)
+                folder.save({"report": result.to_dict()})
+                on_chunk(len(chunk))
             if report is not None:
-                folder.append("report", _report_of(result, pair_filter, key).encode("utf-8"))
+                content = result.to_dict() | {"files": [name for name, *_ in stats], "settings": key}
+                if pair_filter.alignment is not None:
+                    model = pair_filter.alignment
+                    content["alignment"] = {"misaligned_share": model.noise_share, "threshold": model.threshold}
+                folder.append("report", json_text(content).encode("utf-8"))
             folder.save({"report": result.to_dict(), "is_finished": True})
         folder.finish()
     return result
 
 
-def _filter_chunks(
-    records: Iterator[Record],
-    pair_filter: PairFilter,
-    folder: WorkFolder,
-    report: FilterReport,
-    on_chunk: Callable[[int], None],
-) -> None:
-    seen_pairs, seen_sources = (SeenHashes(folder.read(name)) for name in ("pairs", "sources"))
-    for name in folder.outputs:
-        # An output without pairs is a file, too.
-        folder.append(name, b"")
-    while chunk := list(islice(records, PAIRS_PER_CHUNK)):
-        verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
-        report.add(verdicts)
-        _append_pairs(folder, [pair for rule, pair in verdicts if not rule])
-        if "rejected" in folder.outputs:
-            lines = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
-            folder.append("rejected", _as_bytes(lines))
-        folder.append("pairs", pair_hashes)
-        folder.append("sources", source_hashes)
-        folder.save({"report": report.to_dict()})
-        on_chunk(len(chunk))
-
-
-def _append_pairs(folder: WorkFolder, pairs: Sequence[Pair]) -> None:
+def _append_verdicts(folder: WorkFolder, verdicts: Sequence[Verdict]) -> None:
+    kept = [pair for rule, pair in verdicts if not rule]
     if "output_1" in folder.outputs:
-        for side in (0, 1):
-            folder.append(f"output_{side}", _as_bytes([f"{pair[side].translate(_LINE_BREAKS)}\n" for pair in pairs]))
-        return
-    is_json = folder.outputs["output_0"].name.removesuffix(".gz").endswith(".jsonl")
-    folder.append("output_0", _as_bytes([(json_line if is_json else tsv_line)(*pair) for pair in pairs]))
-
-
-def _as_bytes(lines: Sequence[str]) -> bytes:
-    return "".join(lines).encode("utf-8")
-
-
-def _report_of(report: FilterReport, pair_filter: PairFilter, key: dict[str, Any]) -> str:
-    content: dict[str, Any] = report.to_dict()
-    if pair_filter.alignment is not None:
-        model = pair_filter.alignment
-        content["alignment"] = {"misaligned_share": model.noise_share, "threshold": model.threshold}
-    settings = {name: value for name, value in key.items() if name not in ("file", "output")}
-    return json_text(content | {"files": [name for name, *_ in key["file"]], "settings": settings})
+        lines = {f"output_{side}": [f"{pair[side].translate(_LINE_BREAKS)}\n" for pair in kept] for side in (0, 1)}
+    else:
+        is_json = folder.outputs["output_0"].name.removesuffix(".gz").endswith(".jsonl")
+        lines = {"output_0": [(json_line if is_json else tsv_line)(*pair) for pair in kept]}
+    if "rejected" in folder.outputs:
+        lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
+    for name, texts in lines.items():
+        folder.append(name, "".join(texts).encode("utf-8"))

@@ -5,12 +5,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from metaphrase.data.pairs import PairSource
-from metaphrase.filtering.rules import RULES, Thresholds
-from metaphrase.filtering.run import FilterSettings, PairScorer, filter_pairs, partial_path
+from metaphrase.filtering.rules import RULES, FilterSettings
+from metaphrase.filtering.run import PairScorer, filter_pairs, partial_path
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import dual_scores
@@ -74,41 +74,36 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
     Raises:
         ValueError: If a threshold is out of its range, or a rule lacks its language or models.
     """
-    has_language = arguments.source_lang is not None or arguments.target_lang is not None
-    if not has_language and "language" in (arguments.rules or ()):
-        raise ValueError("`source_lang` or `target_lang` must be given with the rule `language`, got None.")
-    models = arguments.forward_model, arguments.backward_model
-    if (None in models) and (models != (None, None) or "dual_cross_entropy" in (arguments.rules or ())):
+    settings = FilterSettings(**{field.name: getattr(arguments, field.name) for field in fields(FilterSettings)})
+    rules = {*(settings.rules or RULES)} - {*(arguments.skip_rules or ())}
+    # A rule is on if its options are given.
+    for rule, options in (
+        ("language", ("source_lang", "target_lang")),
+        ("dual_cross_entropy", ("forward_model", "backward_model")),
+    ):
+        is_given = [getattr(settings, option) is not None for option in options]
+        if any(is_given) and rule not in rules:
+            raise ValueError(f"`{rule}` must be one of the rules with `{options[0]}`, got rules without it.")
+        if not any(is_given) and rule in (settings.rules or ()):
+            raise ValueError(f"`{options[0]}` or `{options[1]}` must be given with the rule `{rule}`, got None.")
+        if not any(is_given):
+            rules.discard(rule)
+    models = settings.forward_model, settings.backward_model
+    if (None in models) and models != (None, None):
         raise ValueError(
             "`forward_model` and `backward_model` must both be given for the rule `dual_cross_entropy`, "
             f"got {models[0]!r} and {models[1]!r}."
         )
-    skipped = {*(arguments.skip_rules or ())}
-    needs = {"source_lang": "language", "target_lang": "language", "forward_model": "dual_cross_entropy"}
-    for option, rule in needs.items():
-        if getattr(arguments, option) is not None and rule not in {*(arguments.rules or RULES)} - skipped:
-            raise ValueError(f"`{rule}` must be one of the rules with `{option}`, got rules without it.")
-    skipped |= {"language"} if not has_language else set()
-    skipped |= {"dual_cross_entropy"} if None in models else set()
-    rules = [rule for rule in arguments.rules or RULES if rule not in skipped]
-    thresholds = Thresholds(**{field.name: getattr(arguments, field.name) for field in fields(Thresholds)})
-    return FilterSettings(
-        rules=rules,
-        thresholds=thresholds,
-        source_lang=arguments.source_lang,
-        target_lang=arguments.target_lang,
-        near_duplicates=arguments.duplicates == "near",
-        normalize=arguments.normalize,
-        models=models if "dual_cross_entropy" in rules else None,
-    )
+    return replace(settings, rules=tuple(rule for rule in RULES if rule in rules))
 
 
 def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> PairScorer | None:
     """Load the models of the rule `dual_cross_entropy`. Return their scores of pairs; `None` without the rule."""
-    if settings.models is None:
+    if "dual_cross_entropy" not in settings.rules:
         return None
     forward, backward = (
-        Generator.from_pretrained(name, engine="torch", device=arguments.device) for name in settings.models
+        Generator.from_pretrained(name, engine="torch", device=arguments.device)
+        for name in (settings.forward_model, settings.backward_model)
     )
     return lambda pairs: dual_scores(
         forward.mean_entropies(pairs), backward.mean_entropies([pair[::-1] for pair in pairs])

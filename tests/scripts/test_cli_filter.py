@@ -89,10 +89,12 @@ def test_names_in_gz_are_of_compressed_files(pairs):
     [
         (["pairs.tsv", "--output", "clean.txt"], "`output` must be a .tsv or .jsonl file"),
         (["pairs.tsv", "--output", "pairs.tsv"], "must be another one, got 'pairs.tsv' twice"),
-        (["pairs.tsv", "--output", "a.tsv", "--report", "a.tsv"], "must be another one, got 'a.tsv' twice"),
         (["pairs.tsv", "--output", "a.tsv", "--rules", "language"], "`source_lang` or `target_lang` must be given"),
         (["pairs.tsv", "--output", "a.tsv", "--max_length_ratio", "0.1"], "`max_length_ratio` must be at least 1"),
-        (["pairs.tsv", "--output", "a.tsv", "--rules", "dual_cross_entropy"], "got None and None"),
+        (
+            ["pairs.tsv", "--output", "a.tsv", "--rules", "dual_cross_entropy"],
+            "`forward_model` or `backward_model` must be",
+        ),
         (["pairs.tsv", "--output", "a.tsv", "--forward_model", "."], "must both be given for the rule"),
         (["none.tsv", "--output", "a.tsv"], "`file` must be a file that exists"),
         (
