@@ -134,7 +134,6 @@ class Experiment:
         check_evaluated(recipe)
         self.recipe = self.corpus.recipe = recipe
         metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
-        check_metrics(metrics, recipe.bleu_tokenize)
         self.scores = TaskScores(metrics, recipe.bleu_tokenize)
 
     def with_recipe(self, recipe: Recipe) -> "Experiment":
