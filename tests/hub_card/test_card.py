@@ -352,7 +352,7 @@ def test_parameters_are_those_that_are_loaded(full_folder):
     save_file({"old": torch.zeros(5)}, full_folder / "model_old.safetensors")
     assert count_parameters(full_folder) == 804
     (full_folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"index\.json must name files beside it, got 'model-00002-of-00002\."):
+    with pytest.raises((ValueError, OSError), match=r"model-00002-of-00002\.safetensors"):
         write_model_card(full_folder)
 
 
