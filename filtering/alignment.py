@@ -136,7 +136,7 @@ class AlignmentModel:
         keys, entries = np.unique(pairs.keys(sizes[1]), return_inverse=True)
         self._tables, self._shares = [], []
         # The first direction explains target words, by source words and the word `null`.
-        for given, side in ((keys // sizes[1], 1), (keys % sizes[1], 0)):
+        for condition, side in ((keys // sizes[1], 1), (keys % sizes[1], 0)):
             explained, positions, size = pairs.words[side], pairs.positions[side], sizes[side]
             table, null = np.ones(len(keys)), np.ones(size)
             for _ in range(_ITERATIONS):
@@ -145,9 +145,9 @@ class AlignmentModel:
                 counts = np.bincount(entries, weights / total[positions], minlength=len(keys))
                 null = np.bincount(explained, null[explained] / total, minlength=size)
                 null /= null.sum()
-                sums = np.bincount(given, counts)
-                table = counts / sums[given]
-            self._tables.append(np.maximum(counts - 1, 0) / (sums[given] + 0.5))
+                sums = np.bincount(condition, counts)
+                table = counts / sums[condition]
+            self._tables.append(np.maximum(counts - 1, 0) / (sums[condition] + 0.5))
             frequencies = np.bincount(explained, minlength=size) + 1
             self._shares.append(frequencies / frequencies.sum())
         # Most word pairs occur by chance. Without them the table is small, and look-ups are fast.

@@ -383,12 +383,12 @@ def filter_pairs(
 
 
 def _append_verdicts(folder: WorkFolder, verdicts: Sequence[Verdict]) -> None:
-    kept = [pair for rule, pair in verdicts if not rule]
+    pairs = [pair for rule, pair in verdicts if not rule]
     if "output_1" in folder.outputs:
-        lines = {f"output_{side}": [f"{pair[side].translate(_LINE_BREAKS)}\n" for pair in kept] for side in (0, 1)}
+        lines = {f"output_{side}": [f"{pair[side].translate(_LINE_BREAKS)}\n" for pair in pairs] for side in (0, 1)}
     else:
         is_json = folder.outputs["output_0"].name.removesuffix(".gz").endswith(".jsonl")
-        lines = {"output_0": [(json_line if is_json else tsv_line)(*pair) for pair in kept]}
+        lines = {"output_0": [(json_line if is_json else tsv_line)(*pair) for pair in pairs]}
     if "rejected" in folder.outputs:
         lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
     for name, texts in lines.items():

@@ -283,7 +283,7 @@ def write_model_card(
         ValueError: If the folder or one of its files is not valid, `repo_id` or the task is not valid, or a `README.md` from
             somewhere else exists.
     """
-    trained, given = TrainedFolder(folder), facts or Facts()
+    trained, stated = TrainedFolder(folder), facts or Facts()
     path = trained.path / "README.md"
     if path.exists() and not overwrite and not is_own_card(path):
         raise ValueError(
@@ -291,14 +291,14 @@ def write_model_card(
         )
     if repo_id is not None:
         validate_repo_id(repo_id)
-    facts = complete_facts(given, trained, repo_id)
+    facts = complete_facts(stated, trained, repo_id)
     config, metrics = trained.config or {}, trained.metrics
     data_rows = trained.recipe_rows(of_data=True)
     for name, value in ((metrics or {}).get("data") or {}).items():
         parts = value.items() if isinstance(value, dict) else [(None, value)]
         data_rows += [(plain(name if part is None else f"{name}: {part}"), number(amount)) for part, amount in parts]
     card = ModelCard.from_template(
-        _metadata(trained, given, facts),
+        _metadata(trained, stated, facts),
         template_path=str(Path(__file__).with_name("template.md")),
         **{function.__name__: function for function in (plain, code, number, table)},
         language=_language,
@@ -408,7 +408,7 @@ def complete_facts(facts: Facts, trained: TrainedFolder, repo_id: str | None) ->
     )
 
 
-def _metadata(trained: TrainedFolder, given: Facts, facts: Facts) -> ModelCardData:
+def _metadata(trained: TrainedFolder, stated: Facts, facts: Facts) -> ModelCardData:
     recipe, data = trained.recipe or {}, (trained.metrics or {}).get("data") or {}
     languages = dict.fromkeys((facts.source_language, facts.target_language))
     codes = [language for language in languages if language and LANGUAGE_CODE.fullmatch(language)]
@@ -426,7 +426,7 @@ def _metadata(trained: TrainedFolder, given: Facts, facts: Facts) -> ModelCardDa
         )
         for name, label, value, signature in score_values(trained.scores)
     ]
-    other_facts = {name: value for name, value in asdict(given).items() if name in _OTHER_FACTS and value}
+    other_facts = {name: value for name, value in asdict(stated).items() if name in _OTHER_FACTS and value}
     return ModelCardData(
         language=codes or None,
         license=facts.license,

@@ -251,8 +251,8 @@ def draw_attention_map(
         # Above the longest token label.
         with _ignoring_missing_glyphs():
             box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
-        place = box.x0 / width, (box.y1 + 0.15) / height
-        figure.text(*place, title, fontsize=12, fontweight="bold", **plain)
+        position = box.x0 / width, (box.y1 + 0.15) / height
+        figure.text(*position, title, fontsize=12, fontweight="bold", **plain)
     return _save(figure, path, bbox_inches="tight", pad_inches=0.15)
 
 
