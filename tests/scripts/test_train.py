@@ -57,7 +57,7 @@ def test_a_card_by_another_hand_does_not_fail_a_run(words, tmp_path, caplog):
 
 
 def test_without_a_terminal_progress_is_lines_and_the_end_names_next_steps(words, tmp_path, monkeypatch, capfd, caplog):
-    monkeypatch.setattr(progress, "_SECONDS", 0)
+    monkeypatch.setattr(progress, "_LEAST_SECONDS", 0)
     words += ["--validation_file", "train.tsv", "--eval_strategy", "steps", "--eval_steps", "2", "--metrics", "bleu"]
     words += ["--generation_max_length", "9", "--disable_tqdm", "false"]
     with caplog.at_level("INFO"):
