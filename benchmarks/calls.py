@@ -55,7 +55,7 @@ def count_calls(words: list[str]) -> dict[str, set[str]]:
     if status:
         raise SystemExit(status)
     functions = collections.defaultdict(set)
-    for code in codes:
+    for code in list(codes):  # Threads may still enter functions.
         file = room_file(code.co_filename)
         is_function = code.co_flags & 2  # CO_NEWLOCALS: neither a module nor a class body.
         if file is not None and is_function and not code.co_name.startswith("<"):
