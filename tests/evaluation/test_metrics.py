@@ -9,10 +9,12 @@ import re
 import subprocess
 import sys
 
+import evaluate
 import numpy as np
 import pytest
 from sacrebleu.metrics import BLEU, CHRF, TER
 
+from metaphrase.evaluation.corpus_metric import CorpusMetric
 from metaphrase.evaluation.metrics import METRICS, compute_metrics, count_edits, write_metrics
 
 PREDICTIONS = ["The cat sat on the mat.", "Ein Haus, groß und alt", "one two three four five", ""]
@@ -46,6 +48,18 @@ def test_sacrebleu_scores_equal_corpus_score(name, scorer_class, options, fixed)
             expected.bp,
             expected.ref_len,
         )
+
+
+def test_scores_are_metrics_of_evaluate():
+    metric = CorpusMetric("bleu")
+    metric.add_batch(predictions=PREDICTIONS[:3], references=REFERENCES[:3])
+    metric.add(prediction=PREDICTIONS[3], reference=REFERENCES[3])
+    assert metric.compute(tokenize="none") == score("bleu", PREDICTIONS, REFERENCES, tokenize="none")
+    lists = [list(texts) for texts in zip(REFERENCES, SECOND_REFERENCES, strict=True)]
+    both = evaluate.combine({"wer": CorpusMetric("wer"), "ter": CorpusMetric("ter")})
+    results = both.compute(predictions=PREDICTIONS, references=lists)
+    for name in ("wer", "ter"):
+        assert results[f"{name}_score"] == score(name, PREDICTIONS, lists)["score"] > 0
 
 
 def test_the_number_of_references_may_vary():
