@@ -50,6 +50,8 @@ def main(arguments: argparse.Namespace) -> None:
         server_header=False,
         # Longer than a refused client waits before it comes back.
         timeout_keep_alive=75,
+        # Else one client that never ends its request keeps the server alive for ever.
+        timeout_graceful_shutdown=30,
     )
 
 

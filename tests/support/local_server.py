@@ -37,7 +37,12 @@ def demo_service() -> Service:
 def running(service: Service, **app_options) -> Iterator[str]:
     """Run a server in a thread. Yields its URL."""
     config = uvicorn.Config(
-        make_app(service, **app_options), host="127.0.0.1", port=0, log_config=None, access_log=False
+        make_app(service, **app_options),
+        host="127.0.0.1",
+        port=0,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=10,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
