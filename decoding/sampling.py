@@ -101,6 +101,9 @@ def _draw(scores: torch.Tensor) -> torch.Tensor:
     try:
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
     except RuntimeError as error:
+        if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
+            # Such as too little memory.
+            raise
         raise ValueError(
             "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "
             "the model, and whether the options suppress all tokens."

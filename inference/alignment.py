@@ -96,8 +96,8 @@ def cross_attentions(
         **generation_kwargs: As for `generate()`, if the model generates the targets.
 
     Raises:
-        ValueError: If the numbers of sources and targets differ, the layer or head does not exist, generation options are given
-            with targets, or the model returns no cross-attention.
+        ValueError: If the numbers of sources and targets differ, a source without target is blank, the layer or head does not
+            exist, generation options are given with targets, or the model returns no cross-attention.
     """
     if targets is not None and generation_kwargs:
         raise ValueError(f"Generation options have no effect with a target, got {', '.join(generation_kwargs)}.")
@@ -109,6 +109,8 @@ def cross_attentions(
     check_sources(source_ids, longest_source(model), generator.max_tokens_per_batch)
     if targets is None:
         # `search` counts truncated sources.
+        if any(not source.strip() for source in sources):
+            raise ValueError("`sources` must not be blank without targets, because a blank source has no target.")
         hypotheses = generator.search(sources, False, {**generation_kwargs, "num_return_sequences": 1}, show_progress)
         target_ids = [best.ids for [best] in hypotheses]
         target_texts = tokenizers.decode_targets(target_ids)

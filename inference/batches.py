@@ -220,7 +220,7 @@ def decode_batches(
             models = [model, *(partner.model for partner in partners)]
             settings = resolve_settings(model, options)
             counts_padding = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_PADDING.items())
-            if counts_padding or _is_assisted(model, options):
+            if counts_padding or _is_assisted(settings):
                 # transformers' assisted loop takes one source. A source alone has no padding.
                 batch_size = 1
             search_batch = _make_search(models, search, return_scores, vocabulary_map, options)
@@ -300,10 +300,9 @@ def _is_plain(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
     return known >= names and model.generation_config.get_generation_mode() in modes
 
 
-def _is_assisted(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
+def _is_assisted(settings: Mapping[str, Any]) -> bool:
     """Return True if transformers drafts tokens: by another model, by lookup, or by layers of the model itself."""
     names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-    settings = resolve_settings(model, options)
     return any(settings.get(name) not in (None, False) for name in names)
 
 
@@ -321,7 +320,7 @@ def _generate(
         step_scores = SequenceScores(empties=not criteria)
         options["stopping_criteria"] = StoppingCriteriaList([*criteria, step_scores])
         is_sampled = settings.get("do_sample") and (settings.get("num_beams") or 1) == 1
-        if is_sampled and options.get("streamer") is None and not _is_assisted(model, options):
+        if is_sampled and options.get("streamer") is None and not _is_assisted(settings):
             options["custom_generate"] = step_scores.sample
         totals = lambda _, *arguments: step_scores.totals(*arguments)  # noqa: E731
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.

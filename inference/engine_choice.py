@@ -191,8 +191,12 @@ class EngineChoice:
                 return reason
             from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
 
-            with self._files as folder:
-                self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
+            try:
+                with self._files as folder:
+                    self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
+            except (ValueError, OSError) as error:
+                # A system may empty its folder for temporary files before the first call.
+                return f"no copy for CTranslate2: {error}"
             self._engine.use_vmap = self._map is not None
             self._record = WeightRecord(model, [weight for weight in model.parameters() if not weight.is_inference()])
         if not self._record.is_current(model):

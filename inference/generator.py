@@ -396,11 +396,10 @@ class Generator(TextStream):
                 An exported folder runs in CTranslate2. The engine `ctranslate2` converts a Metaphrase model into a temporary
                 copy.
             engine: `torch`, `ctranslate2`, or `auto`: torch, and for each call on a CPU that CTranslate2 decodes faster and with
-                the same tokens, a copy of the model in CTranslate2. The copy stays in a cache folder.
+                the same tokens, a copy of the model in CTranslate2, in memory beside it.
             device: Where to run. The default is the accelerator if there is one.
-            dtype: Type of the weights; `auto` is the type of the checkpoint. On a CPU, `int8` and `float16` store the linear
-                layers in that type and compute the rest in float32 (see `quantize`). `ctranslate2` also takes its own compute
-                types.
+            dtype: Type of the weights; `auto` is the type of the checkpoint. On a CPU, `int8` stores the linear layers in that
+                type and computes the rest in float32 (see `quantize`). `ctranslate2` also takes its own compute types.
             trust_remote_code: True to run code that comes with the model or its tokenizers. Metaphrase models do not need it.
             source_lang: Language code of the sources for a multilingual model (mBART, M2M100, NLLB), such as eng_Latn. The
                 default is the tokenizer's.
@@ -569,7 +568,8 @@ class Generator(TextStream):
         candidates = references = draw("num_candidates", num_candidates, generation_kwargs)
         if num_references is not None:
             num_truncated = self.num_truncated
-            references = draw("num_references", num_references, reference_options or generation_kwargs)
+            options = generation_kwargs if reference_options is None else reference_options
+            references = draw("num_references", num_references, options)
             # The pseudo-references came from the same sources, which count once.
             self.num_truncated = num_truncated
         chosen = []

@@ -134,7 +134,11 @@ class TextDecoder:
         terms = [atom.expected for atom in sentence.atoms if atom.expected and self._can_write(atom.expected)]
         beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
         options = {**options, "must_contain": [*options.get("must_contain", []), *terms], "num_beams": beams}
-        [other] = self.generator.generate([source], **options)
+        try:
+            [other] = self.generator.generate([source], **options)
+        except ValueError:
+            # The terms do not fit into the length, or other options rule them out. The alignment places and counts them.
+            return target
         # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
         growth = sum(
             len(find_words(atom.expected)) - len(find_words(sentence.text[atom.start : atom.end])) for atom in missing

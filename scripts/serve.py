@@ -9,7 +9,7 @@ import torch
 
 from metaphrase.inference.texts.plan import Terms, read_glossary
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
-from metaphrase.storage.loading import default_device
+from metaphrase.storage.loading import check_device, default_device
 
 try:
     import uvicorn
@@ -30,6 +30,8 @@ _MAX_BATCHES = 4
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.device is not None:
+        check_device(arguments.device)
     num_batches = divide_threads(arguments.device)
     limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}

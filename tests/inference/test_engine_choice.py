@@ -238,6 +238,13 @@ def test_without_the_package_torch_runs(folder, lines, monkeypatch):
     assert lines() == ["Engine: torch (CTranslate2 is not installed: pip install metaphrase[ctranslate2])"]
 
 
+def test_a_copy_whose_files_are_gone_leaves_the_text_to_torch(folder, lines):
+    generator = Generator.from_pretrained(folder, device="cpu", dtype="int8")
+    generator.engine_choice._files.cleanup()
+    assert len(generator.generate(TEXTS, **BEAMS)) == len(TEXTS)
+    assert lines()[-1].startswith("Engine: torch (no copy for CTranslate2")
+
+
 def test_weights_that_change_after_loading_run_in_torch(folder, lines):
     generator = Generator.from_pretrained(folder, device="cpu")
     generator.generate(TEXTS)

@@ -97,6 +97,12 @@ def test_references_may_be_drawn_in_another_way(generator, drawn):
     assert_best(chosen, drawn[2][0], drawn[2][0], lambda reference: math.exp(reference.score))
 
 
+def test_references_without_options_are_of_the_whole_distribution(generator, drawn):
+    generator.generate_mbr(SOURCES[:1], num_candidates=2, num_references=2, reference_options={}, epsilon_cutoff=0.05)
+    (_, options), (_, reference_options) = drawn
+    assert options["epsilon_cutoff"] == 0.05 and not reference_options.get("epsilon_cutoff")
+
+
 def test_epsilon_sampling_leaves_out_what_is_improbable(generator):
     """With a bound that only the most probable token meets, all samples are the greedy text."""
     chosen = generator.generate_mbr(SOURCES, num_candidates=5, epsilon_cutoff=0.999)

@@ -133,6 +133,13 @@ def test_terms_are_forced_in_decoding():
     assert "Hund" in target and decoder.counts["num_forced"] == 1 and decoder.counts["num_placed"] == 0
 
 
+def test_terms_that_cannot_be_forced_are_placed():
+    decoder = TextDecoder(tiny_generator(), terms=Terms(glossary={"dog": "Hund"}))
+    # Two tokens have no room for the term.
+    [target] = decoder.decode(["the dog runs"], max_new_tokens=2)
+    assert "Hund" in target and decoder.counts["num_forced"] == 0 and decoder.counts["num_placed"] == 1
+
+
 def test_loops_are_decoded_again_and_counted():
     decoder = TextDecoder(identity_generator(lambda text: "so so " * 10))
     decoder.decode(["a cat"])
