@@ -104,8 +104,10 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
         inputs: Files to read, by the names of their options.
 
     Raises:
-        ValueError: If an option lacks another one, or a file would be lost.
+        ValueError: If a chunk has no lines, an option lacks another one, or a file would be lost.
     """
+    if arguments.chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
     check_dependents(arguments, resume="output")
     check_files(inputs, arguments.output)
     if arguments.resume:
