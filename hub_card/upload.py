@@ -152,12 +152,12 @@ def check_folder(folder: Path) -> None:
         ValueError: If `config.json`, weights in safetensors or a tokenizer are missing or damaged, or the recipe cannot be read
             or holds a secret.
     """
-    # Opens the files that the card is made from.
-    recipe = TrainedFolder(folder).recipe or {}
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
     check_model_folder(folder)
+    # Opens the files that the card is made from.
+    recipe = TrainedFolder(folder).recipe or {}
     settings = read_fields(folder / "tokenizer_config.json")
     # Code beside the model is not run here. A slow tokenizer may need a package that is not installed here.
     if settings is not None and "auto_map" not in settings:

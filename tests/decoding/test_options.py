@@ -7,7 +7,6 @@ from transformers import GenerationConfig
 
 from metaphrase.decoding.options import plain_options
 from metaphrase.inference import Generator
-from metaphrase.inference.alignment import cross_attentions
 from metaphrase.inference.batches import decode
 
 
@@ -52,8 +51,6 @@ def test_an_integer_means_the_same_as_a_float(settings, generator, tmp_path):
 def test_the_number_of_targets_may_come_from_a_config_or_be_left_open(generator):
     several = config_of(num_beams=3, num_return_sequences=3)
     assert [len(found) for found in generator.generate_n_best([SOURCES[0], ""], **several)] == [3, 3]
-    with pytest.raises(ValueError, match="`num_return_sequences` must be 1 for one map, got 3"):
-        cross_attentions(generator, SOURCES, **several)
     assert generator.generate([*SOURCES, ""], num_return_sequences=None) == generator.generate([*SOURCES, ""])
 
 

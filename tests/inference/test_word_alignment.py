@@ -100,5 +100,5 @@ def test_alignment_error_rate():
     # A and S: 1; A and P: 2; A: 3; S: 3
     assert alignment_error_rate([[(0, 0), (0, 1)], [(2, 2)]], sure, possible) == pytest.approx(1 - 3 / 6)
     assert alignment_error_rate([[], []], sure, possible) == 1
-    with pytest.raises(ValueError, match="must have the same length, got 1, 2 and 2"):
+    with pytest.raises(ValueError, match="longer"):
         alignment_error_rate([[]], sure, possible)

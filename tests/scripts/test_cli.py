@@ -125,7 +125,7 @@ def test_plain_mistakes_load_nothing(words, said, monkeypatch, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ConnectionError("no network"), "the Hub cannot be reached (no network)"),
+        (ConnectionError("no network"), "a name on the Hub, got 'some/model': no network"),
         (RepositoryNotFoundError("not there", response=Mock()), "not there"),
     ],
     ids=["no network", "no model"],

@@ -93,4 +93,3 @@ def test_filtered_shards_together_are_the_whole_output_but_for_duplicates(tmp_pa
     assert (tmp_path / "last.tsv").read_bytes() == whole
     with pytest.raises(ValueError, match="has lines or pairs, 19, got 20"):
         run("many.tsv", [], "--shard", "20/20")
-    assert not (tmp_path / "many.tsv.partial").exists()

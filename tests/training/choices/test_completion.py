@@ -226,8 +226,9 @@ def test_a_folder_in_place_of_a_recipe_is_trained_on(tmp_path, monkeypatch, capl
     write(tmp_path / "corpus", "csv", "text", "summary", ("train", "test"))
     with caplog.at_level("INFO"):
         assert run("train", ["corpus", *SMALL, "--num_validation", "4", "--dry_run"]) == 0
-    assert "source_column text, target_column summary (corpus has the columns id, text, summary)" in caplog.text
-    assert "dataset_test_split test (" in caplog.text
+    said = " ".join(caplog.text.split())
+    assert "source_column text, target_column summary (corpus has the columns id, text, summary)" in said
+    assert "dataset_test_split test (" in said
 
 
 def test_a_name_is_a_recipe_before_it_is_a_folder(tmp_path, monkeypatch):

@@ -325,9 +325,7 @@ def test_fields_that_were_chosen_together_are_saved_below_their_reason(tmp_path)
 def test_recipe_that_is_not_utf8_is_named(encoding, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("train_file: über.tsv\n", encoding=encoding)
-    with pytest.raises(
-        ValueError, match=r"^`recipe.yaml` must be UTF-8, got byte 0x(ff|fc) at offset \d+ in '\S+recipe.yaml'"
-    ):
+    with pytest.raises(ValueError, match=r"^`recipe.yaml` must be UTF-8, got .* '\S+recipe.yaml'.* 0x(ff|fc) "):
         load_recipe(path, [])
 
 
