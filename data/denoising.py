@@ -106,7 +106,7 @@ def replace_spans(
     """
     block = np.asarray(block, dtype=np.int64)
     source, target, position = [], [], 0
-    for (start, end), sentinel in zip(spans, sentinel_ids, strict=False):
+    for (start, end), sentinel in zip(spans, sentinel_ids[: len(spans)], strict=True):
         source += [block[position:start], [sentinel]]
         target += [[sentinel], block[start:end]]
         position = end
@@ -527,8 +527,10 @@ def text_blocks(
         The column `input_ids`, and the report.
 
     Raises:
-        ValueError: If there is no block.
+        ValueError: If the tokenizers are not joint, or there is no block.
     """
+    if not tokenizers.is_joint:
+        raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
     rest: list[int] = []  # tokens behind the last block
     counts = dict.fromkeys(_COUNTS, 0)
 

@@ -230,7 +230,9 @@ class WorkFolder(contextlib.AbstractContextManager):
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
         saved = read_fields(self.path / _STATE)
-        if saved is None and self.path.exists() and any(self.path.iterdir()):
+        # The first state may have been cut short under its temporary name.
+        names = [path.name for path in self.path.iterdir()] if self.path.exists() else []
+        if saved is None and not all(name.startswith(".") for name in names):
             raise ValueError(
                 f"`output` must leave the name {self.path.name} to the run, got a folder of that name that no run has written. "
                 "Choose another output."
@@ -302,6 +304,10 @@ class WorkFolder(contextlib.AbstractContextManager):
                     (self.path / name).write_bytes(gzip.compress(b"", mtime=0))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(self.path / name, path)
+        # The state goes last, so that a run which is killed here can be resumed.
+        for path in self.path.iterdir():
+            if path.name != _STATE:
+                path.unlink()
         shutil.rmtree(self.path)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -74,7 +75,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     """Trainer of an encoder-decoder.
 
     - Batches: with `max_tokens_per_batch` they are formed by tokens, and packed where the model reads packed rows. With
-      `group_by_length` and a length column, batches of like length come in random order. Several processes share one order of the
+      `group_by_length` and a length column, a batch has pairs of like length. Several processes share one order of the
       pairs. Pairs that accelerate repeats at the end of an epoch have their labels ignored, so the last step is that of a single
       process. Batches by tokens have fillers instead. Evaluation never drops the last batch.
     - Loss: a mean over the tokens of a whole step, for models of other families too. So gradient accumulation and several
@@ -109,7 +110,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     _is_saving = False
     # What the last report, after a step or an epoch, adds to `progress.json`
     _reported_step = -1
-    _report: dict[str, Any] = {}
+    _report: dict[str, Any] = {"is_epoch_end_reported": False, "grad_norm": None, "learning_rate": None}
     _has_finite_losses: torch.Tensor | bool = True
     # Updates in a row, up to now, whose loss or gradients are not finite.
     _num_not_finite: torch.Tensor | int = 0
@@ -484,8 +485,16 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             folders.remove_unfinished(run)
-        self._checkpoint, self._resumed, self._is_epoch_end_due = checkpoint, None, False
-        return super().train(checkpoint, trial, ignore_keys_for_eval)
+        hook = self.model.register_load_state_dict_post_hook(_ignore_tied_weights)
+        try:
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            hook.remove()
+
+    # transformers 5.24.0: fails if a checkpoint of float16 is resumed in another precision.
+    def _load_scaler(self, checkpoint):
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
     def _init_training_state(
@@ -494,6 +503,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         epoch, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        # `auto_find_batch_size` may begin several times.
+        self._checkpoint, self._resumed, self._is_epoch_end_due = resume_from_checkpoint, None, False
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
         self._steps_per_epoch = num_update_steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
         if resume_from_checkpoint is None:
@@ -840,6 +851,12 @@ def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
             value = torch.cat([value, value], dim=min(value.ndim - 1, 1) if is_packed else 0)
         repeated[name] = value
     return repeated
+
+
+def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
+    # A checkpoint stores tied weights once. transformers would warn of their other names as missing.
+    tied = getattr(model, "all_tied_weights_keys", {})
+    incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name not in tied]
 
 
 def _draw_apart(loader: DataLoader, seed: int) -> None:

@@ -464,3 +464,12 @@ def test_blocks_of_a_trained_tokenizer_read_as_the_text():
     whole = "".join(text + tokenizer.eos_token for text in texts)
     decoded = tokenizer.decode([*chain.from_iterable(blocks["input_ids"])], skip_special_tokens=False)
     assert whole.startswith(decoded) and len(decoded) > 0.8 * len(whole)
+
+
+def test_too_few_sentinels_and_two_tokenizers_are_refused():
+    spans = np.array([[2, 4], [8, 9]])
+    with pytest.raises(ValueError, match="shorter"):
+        replace_spans(range(11), spans, [99], 50)
+    tokenizers = TokenizerPair(train_tokenizer(["a b"], kind="char"), train_tokenizer(["a b"], kind="char"))
+    with pytest.raises(ValueError, match="`tokenizers` must be joint"):
+        text_blocks(dataset_of(TEXTS), tokenizers, 10)

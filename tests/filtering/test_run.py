@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
@@ -195,3 +196,27 @@ def test_files_that_lost_their_ends_are_not_resumed(tmp_path):
     with open_folder(tmp_path / "out.tsv", False) as folder:
         folder.cut_files()
         assert folder.state == {} and (folder.path / "text").read_bytes() == b""
+
+
+def test_a_run_killed_while_its_folder_is_removed_is_resumed(source, tmp_path, monkeypatch):
+    unlink, output = Path.unlink, tmp_path / "clean.tsv"
+
+    def kill(path, *arguments, **options):
+        if path.name == "sources":
+            raise Killed
+        unlink(path, *arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "unlink", kill)
+        filter_pairs(source, [output], SETTINGS)
+    content = output.read_bytes()
+    filter_pairs(source, [output], SETTINGS, resume=True)
+    assert output.read_bytes() == content and not partial_path(output).exists()
+
+
+def test_a_first_state_that_was_cut_short_is_replaced(source, tmp_path):
+    partial = partial_path(tmp_path / "clean.tsv")
+    partial.mkdir()
+    (partial / ".state.json.partial").write_text("{")
+    filter_pairs(source, [tmp_path / "clean.tsv"], SETTINGS)
+    assert not partial.exists()

@@ -1,5 +1,6 @@
 """Checkpoint folders of a run: which are whole, how they get and lose their names, and what a resumed run compares."""
 
+import contextlib
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ PROGRESS_NAME = "progress.json"
 ARGUMENTS_NAME = "training_args.json"
 # A folder in the run's folder, on the same file system. transformers does not upload names with an underscore.
 UNFINISHED_NAME = "_unfinished"
+# Prefix of a checkpoint there that one of the same step is about to replace.
+_REPLACED = "replaced-"
 # Users may edit text files, such as the generation configuration.
 _EDITABLE = (".json", ".txt", ".jinja", ".md", ".py", ".yaml")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
@@ -128,6 +131,7 @@ def check_last(checkpoint: str | Path, run_folder: str | Path) -> None:
 
 def last_whole_checkpoint(run_folder: str | Path) -> str | None:
     """Return the whole checkpoint of the highest step, or None. A warning names each later one that is not whole."""
+    _put_back_replaced(Path(run_folder))
     for checkpoint in reversed(checkpoints_in(run_folder)):
         problems = what_is_missing(checkpoint)
         if not problems:
@@ -137,17 +141,23 @@ def last_whole_checkpoint(run_folder: str | Path) -> str | None:
 
 
 def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
-    """Give a checkpoint in the folder `UNFINISHED_NAME` its name, after all its files and their list have reached the disk."""
+    """Give a checkpoint in the folder `UNFINISHED_NAME` its name, after all its files and their list have reached the disk.
+
+    A checkpoint of that name is renamed just before. After a kill in between, it gets its name back.
+    """
     unfinished = checkpoint.parent / UNFINISHED_NAME / checkpoint.name
     sizes = {name: path.stat().st_size for name, path in _files(unfinished).items() if name != PROGRESS_NAME}
     text = json.dumps({**progress, "files": sizes}, indent=2)
     (unfinished / PROGRESS_NAME).write_text(text + "\n", encoding="utf-8")
     for path in [*unfinished.rglob("*"), unfinished]:
         _flush(path)
+    replaced = unfinished.parent / f"{_REPLACED}{checkpoint.name}"
     if checkpoint.exists():
-        discard_checkpoint(checkpoint)
+        os.rename(checkpoint, replaced)
     os.rename(unfinished, checkpoint)
     _flush(checkpoint.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _remove_if_empty(unfinished.parent)
 
 
 def _flush(path: Path) -> None:
@@ -167,6 +177,19 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
     discarded.parent.mkdir(exist_ok=True)
     os.rename(checkpoint, discarded)
     shutil.rmtree(discarded)
+    _remove_if_empty(discarded.parent)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _put_back_replaced(run_folder: Path) -> None:
+    for replaced in (run_folder / UNFINISHED_NAME).glob(f"{_REPLACED}*"):
+        # It fails if the new checkpoint has the name, or if another process was first.
+        with contextlib.suppress(OSError):
+            os.rename(replaced, run_folder / replaced.name.removeprefix(_REPLACED))
 
 
 def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
@@ -186,6 +209,7 @@ def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterab
 
 def remove_unfinished(run_folder: str | Path) -> None:
     """Remove what a killed run left behind. No other process may be writing there."""
+    _put_back_replaced(Path(run_folder))
     shutil.rmtree(Path(run_folder) / UNFINISHED_NAME, ignore_errors=True)
 
 

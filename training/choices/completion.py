@@ -104,7 +104,7 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
         encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
         lengths = {side: np.array([len(ids) for ids in encode(sample[side][:])]) for side, encode in encoders}
         recipe = choose_limits(recipe, lengths, profile, experiment.corpus.longest)
-    recipe = choose_from_text(recipe, profile)
+    recipe = choose_from_text(recipe, profile, experiment.corpus.longest)
     if before.is_open("num_validation") and recipe.num_validation:
         # Pairs with the same source stay together.
         size = possible_validation(train, recipe.num_validation, recipe.num_test, recipe.seed)

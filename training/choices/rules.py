@@ -335,8 +335,15 @@ _LONG_WORD = 12
 _EASTERN = "\u0e00"
 
 
-def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
-    """Choose validation pairs, tokenizers, limits of length, and scores."""
+def choose_from_text(recipe: Recipe, profile: CorpusProfile, longest: int | None = None) -> Recipe:
+    """Choose validation pairs, tokenizers, limits of length, and scores.
+
+    Args:
+        recipe: The recipe.
+        profile: Profile of the pairs.
+        longest: Maximum tokens per side that the model can read; None if there is no end.
+    """
+    most = min(_LONGEST, longest or _LONGEST)
     pairs, source, target = profile.pairs, profile.source, profile.target
     if recipe.is_open(*VALIDATION_FIELDS):
         size = min(1000, max(pairs // 20, min(50, pairs // 5)))
@@ -347,11 +354,11 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
     if recipe.is_open("model_name_or_path"):
         kind = recipe.tokenizer_kind
         limits = max_length(source, kind), max_length(target, recipe.target_tokenizer_kind or kind)
-        shown = {"max_source_length": min(_LONGEST, limits[0]), "max_target_length": min(_LONGEST, limits[1])}
-        is_shorter = max(limits) <= _LONGEST
-        reason = "nearly all texts are shorter (99.9 %)" if is_shorter else "the longest that is usual"
+        shown = {"max_source_length": min(most, limits[0]), "max_target_length": min(most, limits[1])}
+        reason = "the longest that is usual" if most == _LONGEST else "the model reads no more"
+        reason = "nearly all texts are shorter (99.9 %)" if max(limits) <= most else reason
         recipe = recipe.choose(reason, **shown)
-        if limits[0] > _LONGEST >= limits[1]:
+        if limits[0] > most >= limits[1]:
             recipe = recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
     scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}
     metrics = scores.get(kinds[1], ["bleu", "chrf", "exact_match"])

@@ -165,8 +165,10 @@ class Tuning:
         if updates < _MIN_UPDATES and self.share < 1:
             logger.warning("Trials of %d updates show little. Raise `time_budget`.", updates)
         usual = self.start if recipe.search else {**self.start, "learning_rate": usual_rate(recipe)}
-        for values in (self.start, usual):
-            self.study.enqueue_trial(values, skip_if_exists=True)
+        ended = [trial.params for trial in self._trials("COMPLETE", "PRUNED", "FAIL")]
+        killed = [trial.params for trial in self._trials("RUNNING") if trial.params not in ended]
+        for values in [self.start, *([usual] if usual != self.start else [])]:
+            self.study.enqueue_trial(values, skip_if_exists=values not in killed)
         self.study.sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=recipe.seed + len(self.study.trials))
         self.study.pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=updates // 3)
 

@@ -14,6 +14,7 @@ from metaphrase.training.checkpointing.folders import (
     checkpoints_in,
     discard_surplus,
     last_whole_checkpoint,
+    publish_checkpoint,
     what_is_missing,
 )
 
@@ -198,3 +199,20 @@ def test_the_hub_gets_a_checkpoint_under_its_name(tmp_path, monkeypatch):
     trainer.args.push_to_hub = True
     trainer.train()
     assert pushed == [(str(tmp_path / "run" / f"checkpoint-{step}"), True) for step in (1, 2)]
+
+
+def test_a_checkpoint_that_is_being_replaced_survives_a_kill(run, monkeypatch):
+    checkpoint, rename = run / "checkpoint-3", os.rename
+    shutil.copytree(checkpoint, run / "_unfinished" / "checkpoint-3")
+
+    def move(source, target):
+        if target == checkpoint:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", move)
+        publish_checkpoint(checkpoint, read(checkpoint / "progress.json"))
+    assert not checkpoint.exists() and last_whole_checkpoint(run) == str(checkpoint)
+    make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
+    assert not (run / "_unfinished").exists()

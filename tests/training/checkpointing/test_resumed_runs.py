@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from small_runs import PAIRS, is_whole, make_trainer, names
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
+
+from metaphrase.training.trainer import MetaphraseTrainer
 
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
@@ -162,3 +164,26 @@ def test_callbacks_get_back_what_they_keep_and_stay_what_they_are(tmp_path):
     trainer.train(resume_from_checkpoint=True)
     assert (first.total, second.total, newcomer.total) == (3, 120, 1)
     assert trainer.callback_handler.callbacks == order
+
+
+def test_a_checkpoint_of_float16_is_resumed_in_another_precision_without_missing_weights(run, monkeypatch):
+    torch.save({"scale": 1.0}, run / "checkpoint-3" / "scaler.pt")
+    missing = []
+    monkeypatch.setattr(Trainer, "_issue_warnings_after_load", lambda _, result: missing.extend(result.missing_keys))
+    assert make_trainer(run, max_steps=4).train(resume_from_checkpoint=True).global_step == 4
+    assert missing == []
+
+
+def test_a_resumed_run_that_must_halve_its_batches_keeps_its_totals(run, monkeypatch):
+    training_step, errors = MetaphraseTrainer.training_step, [RuntimeError("CUDA out of memory.")]
+
+    def step(*arguments):
+        if errors:
+            raise errors.pop()
+        return training_step(*arguments)
+
+    monkeypatch.setattr(MetaphraseTrainer, "training_step", step)
+    trainer = make_trainer(run, max_steps=5, auto_find_batch_size=True)
+    assert trainer.train(resume_from_checkpoint=True).global_step == 5 and not errors
+    # The mean loss is that of all steps.
+    assert trainer._initial_global_step == 0

@@ -301,3 +301,9 @@ def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
 def test_the_length_of_the_run_follows_from_given_batches(batches):
     recipe = chosen_from_tokens(**batches)[0]
     assert recipe.max_steps == useful_updates(TASKS["8,000 pronunciations"][0], 4096)
+
+
+def test_no_limit_of_length_is_above_what_the_model_reads():
+    pairs = [(" ".join(["word"] * 200), "a text")] * 30
+    recipe = choose_from_text(Recipe(train_file="pairs.tsv", tokenizer_kind="byte_bpe"), profile(pairs), longest=64)
+    assert (recipe.max_source_length, recipe.max_target_length, recipe.too_long) == (64, 16, "truncate")

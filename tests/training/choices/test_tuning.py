@@ -189,3 +189,11 @@ def test_a_slow_trial_ends_by_the_clock_and_leaves_no_checkpoint(data, tmp_path,
     monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 0.0})
     [trial] = search(data, tmp_path / "run", 1).study.trials
     assert list(trial.intermediate_values) == [1] and not list((tmp_path / "run").rglob("checkpoint-*"))
+
+
+def test_the_recipe_is_tried_although_its_trial_was_killed(data, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tuning, "_make_trainer", lambda self, trial: (_ for _ in ()).throw(KeyboardInterrupt))
+        search(data, tmp_path / "run", 1)
+    [row] = search(data, tmp_path / "run", 1, is_resumed=True).rows
+    assert row["trial"] == 1 and row["learning_rate"] == 0.01
