@@ -99,13 +99,16 @@ class Text2TextGenerationPipeline(Pipeline):
     def preprocess(self, inputs: str, truncation: bool | str = False, prefix: str | None = None) -> dict[str, Any]:
         """Return the ids and the attention mask of a text, `(1, source)`."""
         text = (self.prefix if prefix is None else prefix) + inputs
-        return self._finish_source(self.tokenizer(text, truncation=truncation, return_tensors="pt"))
+        return self._finish_source(self.tokenizer(text, truncation=truncation, return_tensors="pt"), truncation)
 
-    def _finish_source(self, encoded: Mapping[str, Any]) -> dict[str, Any]:
+    def _finish_source(self, encoded: Mapping[str, Any], truncation: bool | str) -> dict[str, Any]:
         """Add the end of sequence, and check the length."""
         encoded = {name: value for name, value in encoded.items() if name != "token_type_ids"}
         if self._adds_eos:
-            ids = encoded["input_ids"]
+            ids, max_length = encoded["input_ids"], self.tokenizer.model_max_length
+            if truncation not in (False, "do_not_truncate") and ids.shape[1] >= max_length:
+                # The tokenizer has left no room for the end.
+                ids = ids[:, : max_length - 1]
             encoded["input_ids"] = torch.cat((ids, ids.new_full((1, 1), self.tokenizer.eos_token_id)), dim=1)
             encoded["attention_mask"] = torch.ones_like(encoded["input_ids"])
         limit, num_tokens = getattr(self.model.config, "position_limit", None), encoded["input_ids"].shape[1]
@@ -126,7 +129,17 @@ class Text2TextGenerationPipeline(Pipeline):
             options = {name: language[0] if isinstance(language, list) else language} | options
         if options.get("generation_config") is None:
             options = self._with_defaults(self.task_options | options)
-        output = self.model.generate(**model_inputs, **options)
+        # Between steps of training, a model has dropout.
+        modes = [(module, module.training) for module in self.model.modules()]
+        if any(is_training for _, is_training in modes):
+            self.model.eval()
+        try:
+            output = self.model.generate(**model_inputs, **options)
+        finally:
+            # A module comes before its submodules, whose modes `train` changes.
+            for module, is_training in modes:
+                if module.training != is_training:
+                    module.train(is_training)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
         return {"output_ids": sequences.reshape(len(model_inputs["input_ids"]), -1, sequences.shape[-1])}
@@ -222,7 +235,7 @@ class TranslationPipeline(Text2TextGenerationPipeline):
                 raise ValueError(f"`{name}` must be a language that the tokenizer knows, got {code!r}.")
         text = (prefix or "") + inputs
         encoded = translation_inputs(self.tokenizer, text, return_tensors="pt", truncation=truncation, **languages)
-        return self._finish_source(encoded)
+        return self._finish_source(encoded, truncation)
 
 
 def _find_target_tokenizer(source: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

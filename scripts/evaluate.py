@@ -31,6 +31,8 @@ from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
 
+# Files of a model that scores must not replace.
+MODEL_FILES = ("*config.json", "*.index.json", "*token*.json", "*vocab*", "*.safetensors")
 PAIR_OPTIONS = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
 
 
@@ -43,6 +45,8 @@ def main(arguments: argparse.Namespace) -> None:
     # Pairs with an empty side stay: they are legitimate test cases.
     pairs = load_pairs(**files, **options, report=report)
     inputs = given_options(arguments, ("source", "target", "file"))
+    folders = [Path(model) for model in chosen_models(arguments)]
+    inputs |= {str(path): str(path) for folder in folders for name in MODEL_FILES for path in folder.glob(name)}
     for name, path in given_options(arguments, ("output", "predictions")).items():
         check_files(inputs, path, name)
     set_seed(arguments.seed)
@@ -64,6 +68,8 @@ def main(arguments: argparse.Namespace) -> None:
             # The model writes whole words. Only this file splits them.
             targets = references
     predictions = arguments.predictions
+    if predictions is not None and Path(predictions).resolve() == output.resolve():
+        raise ValueError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")
     if predictions is not None:
         Path(predictions).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if predictions is None else NewFile(predictions, "predictions") as file:

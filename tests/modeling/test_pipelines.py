@@ -10,6 +10,7 @@ from hub_copies import report_without_package
 from pipeline_models import CLASSES, NAMES, family_model, texts_of
 from tiny_generator import SOURCES, save_generator, tiny_pair
 from tiny_languages import CODES, MAKERS
+from tiny_models import tiny_model
 from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.pt_utils import KeyDataset
@@ -151,6 +152,20 @@ def test_sources_end_with_the_end_of_sequence_and_have_positions(generators, tmp
     made = pipeline("translation", model=generator.model, tokenizer=tokenizer)
     assert texts_of(made(SOURCES), "translation") == generator.generate(SOURCES, num_beams=4)
     assert made.preprocess("a cat")["input_ids"].tolist() == generator.tokenizers.encode_sources(["a cat"])
+    cut = made.preprocess(SOURCES[0], truncation=True)["input_ids"]
+    assert cut.shape == (1, 5) and cut[0, -1] == tokenizer.eos_token_id
+
+
+def test_a_model_in_training_is_read_without_dropout_and_left_in_training(generators):
+    pair = generators[True].tokenizers
+    model = tiny_model(**pair.config_fields(), dropout=0.5).train()
+    model.model.encoder.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    made = pipeline("translation", model=model, tokenizer=pair, max_new_tokens=8)
+    results = made(SOURCES)
+    assert [module.training for module in model.modules()] == modes and results == made(SOURCES)
+    model.eval()
+    assert made(SOURCES) == results
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
