@@ -14,8 +14,13 @@ from metaphrase.inference.generator import ScoredText
 from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
 _SEPARATOR = " ||| "
+# Settings, weights, code and vocabularies. Other files beside a model, such as metrics.json, are results.
+_MODEL_FILES = ("*config.json", "*.index.json", "*token*.json", "*vocab*", "*.safetensors", "*.bin", "*.py", "*.model")
+_MODEL_FILES += ("*.spm", "*.jinja", "*.codes", "merges.txt", "dict.txt", VOCABULARY_MAP_NAME)
 # Scores have six decimals. Another number of threads may change the last ones.
 _SCORE_TOLERANCE = 1e-4
 
@@ -41,13 +46,19 @@ def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS)
         yield line.content
 
 
-def check_files(inputs: Mapping[str, str | None], output: str | os.PathLike | None, name: str = "output") -> None:
+def check_files(
+    inputs: Mapping[str, str | None],
+    output: str | os.PathLike | None,
+    name: str = "output",
+    models: Sequence[str] = (),
+) -> None:
     """Check the files of a command before any work.
 
     Args:
         inputs: Files to read, by the names of their options; `None` is standard input.
         output: File to write; `None` is standard output.
         name: Option of the output, for messages.
+        models: Folders or Hub ids of the models to read.
 
     Raises:
         ValueError: If the output is a file that is read, by whatever name, or ends in `.gz`.
@@ -62,6 +73,12 @@ def check_files(inputs: Mapping[str, str | None], output: str | os.PathLike | No
             pass
         if output is not None and os.path.isfile(output) and os.path.samefile(path, output):
             raise ValueError(f"`{name}` must be another file than `{option}`, got {os.fspath(output)!r} for both.")
+    if output is None or not os.path.isfile(output):
+        return
+    folders = [folder for model in models for folder in (Path(model), Path(model, TARGET_SUBFOLDER))]
+    for path in (path for folder in folders for pattern in _MODEL_FILES for path in folder.glob(pattern)):
+        if path.is_file() and path.samefile(output):
+            raise ValueError(f"`{name}` must be no file of the model, got {os.fspath(output)!r}, which is {path}.")
 
 
 def num_lines(path: str | None) -> int | None:

@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
     inputs = given_options(arguments, ("input", "target_input"))
     if not arguments.source:
         inputs["input"] = arguments.input
-    check_files(inputs, output)
+    check_files(inputs, output, models=[arguments.model])
     sources, targets = read_pairs(arguments)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:

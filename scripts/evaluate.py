@@ -31,8 +31,6 @@ from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
 
-# Files of a model that scores must not replace.
-MODEL_FILES = ("*config.json", "*.index.json", "*token*.json", "*vocab*", "*.safetensors")
 PAIR_OPTIONS = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
 
 
@@ -45,10 +43,8 @@ def main(arguments: argparse.Namespace) -> None:
     # Pairs with an empty side stay: they are legitimate test cases.
     pairs = load_pairs(**files, **options, report=report)
     inputs = given_options(arguments, ("source", "target", "file"))
-    folders = [Path(model) for model in chosen_models(arguments)]
-    inputs |= {str(path): str(path) for folder in folders for name in MODEL_FILES for path in folder.glob(name)}
     for name, path in given_options(arguments, ("output", "predictions")).items():
-        check_files(inputs, path, name)
+        check_files(inputs, path, name, chosen_models(arguments))
     set_seed(arguments.seed)
     # `load_pairs` has added the prefix.
     loading = chosen_loading_options(arguments) | {"source_prefix": ""}

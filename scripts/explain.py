@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`source` and `target` must be equally many, got {len(arguments.source)} and {len(targets)}.")
     check_pairs(len(targets))
     output = arguments.output or (None if arguments.text else DEFAULT_OUTPUT)
-    check_files({}, output)
+    check_files({}, output, models=[arguments.model])
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = chosen_generation_options(arguments) | {"seed": arguments.seed}

@@ -109,7 +109,8 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     if arguments.chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
     check_dependents(arguments, resume="output")
-    check_files(inputs, arguments.output)
+    drafts = given_options(arguments, ("assistant_model",)).values()
+    check_files(inputs, arguments.output, models=[*chosen_models(arguments), *drafts])
     if arguments.resume:
         check_regular(arguments.output)
     set_seed(arguments.seed)

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import sys
 
@@ -11,8 +12,15 @@ from tiny_generator import SOURCES, save_generator, tiny_generator
 from verbs import execute
 
 from metaphrase.inference import ScoredText
-from metaphrase.inference.line_files import NewFile, OutputStream, ResumedFile, format_targets, standard_output
-from metaphrase.scripts import generate
+from metaphrase.inference.line_files import (
+    NewFile,
+    OutputStream,
+    ResumedFile,
+    check_files,
+    format_targets,
+    standard_output,
+)
+from metaphrase.scripts import attention, explain, generate
 
 NUM_LINES = 23
 LINES = [f"{SOURCES[index % 5]} {SOURCES[index % 3]}" if index % 7 != 3 else "" for index in range(NUM_LINES)]
@@ -224,3 +232,42 @@ def test_an_output_is_no_input(words, tmp_path, option):
         execute(
             generate, [*words, "--glossary", str(tmp_path / "terms"), "--output", str(tmp_path / "link"), "--overwrite"]
         )
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        (attention, ["--source", "a", "--format", "pharaoh"]),
+        (explain, ["--source", "a"]),
+        (generate, ["--overwrite"]),
+        (generate, ["--overwrite", "--ensemble", "MODEL"]),
+        (generate, ["--overwrite", "--assistant_model", "MODEL"]),
+    ],
+    ids=["attention", "explain", "generate", "ensemble", "draft"],
+)
+def test_no_verb_writes_over_a_file_of_a_model(model, tmp_path, verb, words):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "in").write_text("a\n", encoding="utf-8")
+    before = (folder / "config.json").read_bytes()
+    words = [str(folder) if word == "MODEL" else word for word in words]
+    first = model if str(folder) in words else str(folder)
+    words += ["--input", str(tmp_path / "in")] * (verb is generate)
+    with pytest.raises(ValueError, match="`output` must be no file of the model, got "):
+        execute(verb, [first, "--device", "cpu", *words, "--output", str(folder / "config.json")])
+    assert (folder / "config.json").read_bytes() == before
+
+
+def test_results_beside_a_model_may_be_written_again_but_no_link_to_its_files(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "target_tokenizer").mkdir(parents=True)
+    (folder / "gone.safetensors").symlink_to(tmp_path / "gone")
+    for name in ("metrics.json", "test_predictions.txt", "explanation.html"):
+        (folder / name).touch()
+        check_files({}, folder / name, models=[str(folder), "a-name/on-the-hub"])
+    for name in ("model.safetensors", "vmap.txt", "target_tokenizer/tokenizer.json"):
+        (folder / name).touch()
+        (tmp_path / "link").hardlink_to(folder / name)
+        for output in (folder / name, tmp_path / "link"):
+            with pytest.raises(ValueError, match=f"`output` must be no file of the model, .*{name}"):
+                check_files({}, output, models=[str(folder)])
+        (tmp_path / "link").unlink()

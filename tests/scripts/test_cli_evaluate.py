@@ -191,7 +191,7 @@ def refuse(*args, **kwargs):
         (["--source_column", "zz"], "`file` must be given with `source_column`, got None and 'zz'"),
         (["--predictions", "test.de"], "`predictions` must be another file than `target`, got 'test.de' for both"),
         (["--output", "link"], "`output` must be another file than `target`, got 'link' for both"),
-        (["--output", "MODEL/config.json"], "`output` must be another file than `.*config.json`"),
+        (["--output", "MODEL/config.json"], "`output` must be no file of the model, got .*config.json"),
         (["--output", "m.json", "--predictions", "./m.json"], "`predictions` must be another file than `output`"),
         (["--output", "./", "--predictions", "metrics.json"], "`predictions` must be another file than `output`"),
         (["--output", "test.en/m.json"], "`output` must be in a folder that can be written to, got test.en"),
