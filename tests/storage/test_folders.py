@@ -146,7 +146,7 @@ def test_only_what_was_written_here_is_replaced(tmp_path):
     assert names(output) == ["made.json", "model.safetensors"]
     for name in ("notes.txt", "checkpoint-9/model.safetensors"):
         (output / name).parent.mkdir(exist_ok=True)
-        # What the user adds meanwhile is kept too.
+        # A file that the user adds during the run is kept, too.
         for before in (False, True):
             during = (lambda: None) if before else (output / name).touch
             with pytest.raises(
@@ -198,7 +198,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, t
         lock.release()
         assert is_free(path)
     with WriteLock(path, "output"):
-        # What was released does not let go of what others took since.
+        # A second release must not free the lock that another run has taken since.
         lock.release()
         assert not is_free(path)
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as process:
@@ -230,7 +230,7 @@ def test_devices_may_be_written_by_many():
     with NewFile(os.devnull) as first, NewFile(os.devnull) as second:
         first.write("one\n")
         second.write("two\n")
-    # What is written elsewhere first and then put in place would have made a file of it.
+    # A temporary file that replaces its target would have turned the device into a file.
     assert Path(os.devnull).is_char_device() and Path(os.devnull).read_bytes() == b""
 
 
