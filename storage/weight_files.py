@@ -53,7 +53,7 @@ def weight_names(folder: Path) -> list[str]:
     if not index.is_file():
         return []
     weight_map = (read_fields(index) or {}).get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     # transformers would open a pickle, or a file of another folder.
     if not names or any(Path(name).name != name or Path(name).suffix != ".safetensors" for name in names):
         raise ValueError(

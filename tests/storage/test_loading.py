@@ -86,6 +86,10 @@ DAMAGES = {
     ),
     "cut": (cut, r"must hold whole weights, got \S+model: "),
     "empty index": (damage_index, r"index\.json must name files in safetensors beside it, got none"),
+    "numbers": (
+        lambda folder: damage_index(folder, '{"weight_map": {"a": 1, "b": []}}'),
+        r"index\.json must name files in safetensors beside it, got 1, \[\]",
+    ),
     "brackets": (lambda folder: damage_index(folder, "[" * 100_000), r"index\.json` must be readable"),
 }
 
