@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from metaphrase.decoding.searches.constrained_beam_search import add_beams, cons
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, length_limits, resolve_settings
+from metaphrase.tokenization import TextFrame
 from metaphrase.tokenization.batches import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
@@ -106,6 +108,27 @@ def check_sources(sources: Sequence[Sequence[int]], positions: int | None, max_t
     for number, source in enumerate(sources, start=1):
         if len(source) > limit:
             raise TooLongError(number, len(source), limit, has_positions=positions is not None)
+
+
+def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
+    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix.
+
+    Args:
+        length: The value to check.
+        encode: Encodes source texts.
+        prefix: Text before every source.
+    """
+    # White space at the end of the prefix may be part of the next token, or a token that different texts share.
+    [ids], texts = encode([prefix.rstrip()]), encode([prefix + text for text in ("a", "1", ".")])
+    columns, end = zip(*texts, strict=False), TextFrame.of(encode).end
+    num_shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
+    num_tokens = len(ids)
+    if prefix and num_shared < min(map(len, texts)) - len(end):
+        num_tokens = max(num_tokens, num_shared + len(end))
+    if length <= num_tokens:
+        raise ValueError(
+            f"`max_source_length` must be above {num_tokens}, the special tokens and those of `source_prefix`, got {length}."
+        )
 
 
 def longest_source(model: Any) -> int | None:

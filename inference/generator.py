@@ -30,6 +30,7 @@ from metaphrase.inference.batches import (
     DEFAULT_MAX_TOKENS_PER_BATCH,
     Engine,
     Hypothesis,
+    check_source_length,
     check_sources,
     decode_batches,
     longest_source,
@@ -744,27 +745,6 @@ def check_single(generator: "Generator", name: str) -> None:
         raise ValueError(f"`{name}` must have a torch model here, got a {type(generator.model).__name__}.")
     if generator.members:
         raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")
-
-
-def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
-    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix.
-
-    Args:
-        length: The value to check.
-        encode: Encodes source texts.
-        prefix: Text before every source.
-    """
-    # White space at the end of the prefix may be part of the next token, or a token that different texts share.
-    [ids], texts = encode([prefix.rstrip()]), encode([prefix + text for text in ("a", "1", ".")])
-    columns, end = zip(*texts, strict=False), TextFrame.of(encode).end
-    num_shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
-    num_tokens = len(ids)
-    if prefix and num_shared < min(map(len, texts)) - len(end):
-        num_tokens = max(num_tokens, num_shared + len(end))
-    if length <= num_tokens:
-        raise ValueError(
-            f"`max_source_length` must be above {num_tokens}, the special tokens and those of `source_prefix`, got {length}."
-        )
 
 
 def _check_partner(generator: "Generator", partner: "Generator", name: str) -> None:

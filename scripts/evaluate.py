@@ -16,7 +16,7 @@ from metaphrase.evaluation.evaluate import evaluate_generator, generation_settin
 from metaphrase.evaluation.metrics import metric_options, metrics_path, write_metrics
 from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
-from metaphrase.inference.generator import check_source_length
+from metaphrase.inference.batches import check_source_length
 from metaphrase.inference.line_files import NewFile, as_lines, check_files
 from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import (

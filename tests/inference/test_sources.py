@@ -11,8 +11,7 @@ from verbs import execute, name_of
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, batches, cross_attentions
-from metaphrase.inference.batches import TooLongError, decode, longest_source, longest_target
-from metaphrase.inference.generator import check_source_length
+from metaphrase.inference.batches import TooLongError, check_source_length, decode, longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair, shorten
