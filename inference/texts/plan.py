@@ -122,9 +122,8 @@ class Sentence:
                 before, after = target[:offset][-1:].strip(), target[offset : offset + 1].isalnum()
                 atom.output = " " * bool(before) + atom.output + " " * after
             spans[atom] = span
-        for atom in self.atoms:
-            if atom not in spans:
-                spans[atom] = (_snap(links.find_gap(atom.start), spans.values()),) * 2
+        filled = list(spans.values())
+        spans |= {atom: (_snap(links.find_gap(atom.start), filled),) * 2 for atom in self.atoms if atom not in spans}
         return "".join(_Renderer(self, target, links, escape, spans).render_part(None, 0, len(target))), len(missing)
 
 
@@ -144,7 +143,7 @@ class _Renderer:
         self.target, self.links, self.escape, self.spans = target, links, escape, spans
         self.atoms = [atom for atom in sentence.atoms if spans[atom][0] < spans[atom][1]]
         self.inner: dict[Element | None, list[Element | Atom]] = {}
-        for part in (*sentence.elements, *(atom for atom in sentence.atoms if atom not in self.atoms)):
+        for part in (*sentence.elements, *(atom for atom in sentence.atoms if spans[atom][0] == spans[atom][1])):
             self.inner.setdefault(part.parent, []).append(part)
 
     def render_part(self, parent: Element | None, start: int, end: int) -> Iterator[str]:
@@ -241,8 +240,8 @@ class Terms:
         except re.error as error:
             raise ValueError(f"`keep` must have names of {', '.join(PATTERNS)}, or expressions: {error}.") from error
         self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
-        if not all(self._terms) or not all(self._terms.values()):
-            raise ValueError(f"`glossary` must have a source and a target in each entry, got {glossary!r}.")
+        if wrong := [entry for entry in self._terms.items() if not all(entry)]:
+            raise ValueError(f"`glossary` must have a source and a target in each entry, got {wrong[0]}.")
         self._folded = {source: target for source, target in self._terms.items() if source == source.lower()}
         # A longer term wins.
         terms = "|".join(re.escape(source) for source in sorted(self._terms, key=len, reverse=True))

@@ -40,9 +40,15 @@ def test_patterns_come_before_terms():
     assert [p.expected for p in Terms(["url"], {"cat": "Katze"}).find("www.cat.org cat")] == ["www.cat.org", "Katze"]
 
 
-@pytest.mark.parametrize("options", [{"keep": ["("]}, {"glossary": {"a": " "}}])
-def test_wrong_terms_are_refused(options):
-    with pytest.raises(ValueError, match=r"`(keep|glossary)` must"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": ["("]}, "`keep` must have names of .*, or expressions: missing"),
+        ({"glossary": {"cat": "Katze", "a": " "}}, r"`glossary` must .* in each entry, got \('a', ''\)\.$"),
+    ],
+)
+def test_wrong_terms_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         Terms(**options)
 
 
