@@ -60,6 +60,12 @@ def test_what_looks_at_a_source_sees_no_padding(options, seed):
     assert alone != [best.ids for [best] in decode(generator.model, sources, num_beams=4)]
 
 
+@pytest.mark.parametrize("name", ["decoder_input_ids", "prefix_allowed_tokens_fn"])
+def test_options_with_rows_of_a_batch_are_refused(generator, sources, name):
+    with pytest.raises(ValueError, match=f"`{name}` has rows of a batch, which are no texts"):
+        decode(generator.model, sources, **{name: torch.tensor([[0, 5]])})
+
+
 def test_scores_only_where_asked_for(generator, sources):
     for options in ({}, BEAM):
         assert all(h.score is None for hypotheses in decode(generator.model, sources, **options) for h in hypotheses)
