@@ -1,4 +1,4 @@
-"""Callbacks of a run: ends before its last update, by time, by score or by Ctrl-C, and its progress in plain lines."""
+"""Callbacks of a run: early ends by time, score or Ctrl-C, progress in plain lines, and the values of a resumed run."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -19,7 +19,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.progress import ProgressLines, has_bar, short_duration
@@ -268,3 +268,26 @@ def without_weight_bars() -> Iterator[None]:
     finally:
         if is_enabled:
             transformers_logging.enable_progress_bar()
+
+
+def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback], control: TrainerControl) -> None:
+    """Restore the values of callbacks that a checkpoint stores. Later checkpoints store the values of all callbacks.
+
+    transformers' `restore_callback_states_from_checkpoint` would restore the arguments of the callbacks too.
+
+    Args:
+        state: The trainer's state, read from the checkpoint.
+        callbacks: The callbacks of the resumed run.
+        control: The trainer's control, which is stored with the callbacks.
+    """
+    for name, values in state.stateful_callbacks.items():
+        values = values if isinstance(values, list) else [values]
+        namesakes = [callback for callback in callbacks if type(callback).__name__ == name]
+        # If a class has several callbacks, transformers appends to the states of earlier checkpoints. The last ones count.
+        for callback, value in zip(namesakes, values[-len(namesakes) :], strict=False):
+            for attribute, content in value["attributes"].items():
+                setattr(callback, attribute, content)
+    # transformers stores the states of callbacks that the checkpoint knows, and of those alone.
+    present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
+    single = {name: value for name, value in state.stateful_callbacks.items() if not isinstance(value, list)}
+    state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks | single

@@ -61,6 +61,7 @@ from metaphrase.training.model_setup import (
     settle_decoding,
 )
 from metaphrase.training.optimizer import check_optimizer, freeze
+from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import (
@@ -68,7 +69,7 @@ from metaphrase.training.run_folder import (
     checkpoint_to_resume,
     only_writer,
 )
-from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
+from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
 """`MetaphraseTrainer`: transformers' `Seq2SeqTrainer` for encoder-decoders, with all that this package adds to training."""
 
 import contextlib
-import inspect
 import json
 import logging
 import os
@@ -26,7 +25,6 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import seed_worker
 
 from metaphrase.data.augmentation import announce_epoch
@@ -47,6 +45,7 @@ from metaphrase.storage.folders import set_modes_of_weights
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted
+from metaphrase.training.callbacks import restore_callbacks
 from metaphrase.training.checkpointing import folders
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, is_better_lower, scores_in
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoint_of_step, checkpoints_in, step_of
@@ -59,6 +58,7 @@ from metaphrase.training.checkpointing.sharding import (
 )
 from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel, sum_over_processes
 from metaphrase.training.optimizer import optimizer_class_and_options
+from metaphrase.training.r_drop import check_r_drop, repeat_batch, smooths_labels
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ _MOST_UPDATES, _MOST_UPDATES_IN_FLOAT16 = 2, 30
 TOKENS_MULTIPLE = 32
 # Collators that only pad, which a packed row does not need. A subclass may do more.
 _PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
-_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 
 
 class MetaphraseTrainer(Seq2SeqTrainer):
@@ -108,7 +107,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     _is_epoch_end_due = False
     _steps_per_epoch = 0
     _is_saving = False
-    # What the last report, after a step or an epoch, adds to `progress.json`
+    # A report follows each step, and the end of an epoch. `progress.json` stores the last one.
     _reported_step = -1
     _report: dict[str, Any] = {"is_epoch_end_reported": False, "grad_norm": None, "learning_rate": None}
     _has_finite_losses: torch.Tensor | bool = True
@@ -161,7 +160,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.label_smoother = None
         self.has_custom_loss = self.compute_loss_func is not None
         self._check_arguments()
-        if not self.has_custom_loss and not _smooths_labels(self.model):
+        if not self.has_custom_loss and not smooths_labels(self.model):
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
         self.add_callback(ProcessSeeds(self.accelerator))
@@ -509,7 +508,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self._steps_per_epoch = num_update_steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
         if resume_from_checkpoint is None:
             return epoch, batches
-        self._restore_callbacks()
+        restore_callbacks(self.state, self.callback_handler.callbacks, self.control)
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
         self._set_best_folder(Path(resume_from_checkpoint).parent)
@@ -522,21 +521,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
         return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
-
-    def _restore_callbacks(self) -> None:
-        # `restore_callback_states_from_checkpoint` would replace callbacks by those with the settings of the checkpoint.
-        for name, states in self.state.stateful_callbacks.items():
-            states = states if isinstance(states, list) else [states]
-            callbacks = [callback for callback in self.callback_handler.callbacks if type(callback).__name__ == name]
-            # Of several callbacks of a class, transformers adds the states to those before.
-            for callback, state in zip(callbacks, states[-len(callbacks) :], strict=False):
-                for attribute, value in state["attributes"].items():
-                    setattr(callback, attribute, value)
-        # transformers stores the states of callbacks that the checkpoint knows, and of those alone.
-        present = [*self.callback_handler.callbacks, self.control]
-        present = [callback for callback in present if isinstance(callback, ExportableState)]
-        states = {name: state for name, state in self.state.stateful_callbacks.items() if not isinstance(state, list)}
-        self.state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks | states
 
     # transformers 5.24.0: would begin an epoch without the totals, and make a step in a run that is done.
     def _run_epoch(self, **parts):
@@ -812,45 +796,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 self.model.generation_config.save_pretrained(folder)
             if self.tokenizers is not None:
                 self.tokenizers.save_pretrained(folder)
-
-
-def _smooths_labels(model: PreTrainedModel) -> bool:
-    """True if the model's own loss smooths labels, as the loss of Metaphrase models does."""
-    base = model.get_base_model() if is_adapted(model) else model
-    return "smoothing" in inspect.signature(base.forward).parameters
-
-
-def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
-    """Check that R-Drop can train a model.
-
-    Args:
-        model: The model to train.
-        other_dropout: Dropout of an adapter beside the model.
-
-    Raises:
-        ValueError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
-    """
-    if not _smooths_labels(model):
-        raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
-    if not other_dropout and not any(getattr(model.config, name) for name in _DROPOUTS):
-        raise ValueError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
-
-
-def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with all its rows twice.
-
-    Args:
-        inputs: Tensors (B, ...), with `labels` among them. Plain values, and tensors without a row for each pair such as
-            positions (1, T), are not repeated. A packed batch, which has `source_lengths`, is a row (1, tokens) and gets longer.
-    """
-    num_rows, is_packed = len(inputs["labels"]), inputs.get("source_lengths") is not None
-    repeated = {}
-    for name, value in inputs.items():
-        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0
-        if is_batch and (is_packed or len(value) == num_rows):
-            value = torch.cat([value, value], dim=min(value.ndim - 1, 1) if is_packed else 0)
-        repeated[name] = value
-    return repeated
 
 
 def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:

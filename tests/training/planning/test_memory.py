@@ -17,7 +17,7 @@ from metaphrase.training.planning.memory import (
     estimate_states,
     optimizer_bytes,
 )
-from metaphrase.training.trainer import repeat_batch
+from metaphrase.training.r_drop import repeat_batch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
