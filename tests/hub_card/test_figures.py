@@ -43,7 +43,7 @@ def test_best_entry_follows_the_score_and_its_direction():
     assert best_entry([{"step": 1, "eval_wer": 9.0}, {"step": 2, "eval_wer": 4.0}]) == ("eval_wer", 2, 4)
     assert best_entry([{"step": 1, "eval_loss": 2.0}, {"step": 2, "eval_loss": 3.0}]) == ("eval_loss", 1, 2)
     assert best_entry([{"step": 1, "eval_bleu": float("nan")}, {"step": 1, "loss": 2.0}]) is None
-    # What a resumed run logs twice counts once.
+    # A resumed run may log a step twice. Only its last entry counts.
     assert best_entry([{"step": 1, "eval_loss": value} for value in (2.0, 3.0)]) == ("eval_loss", 1, 3)
 
 

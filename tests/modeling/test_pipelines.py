@@ -19,7 +19,7 @@ from metaphrase.conversion import convert
 from metaphrase.inference import Generator, TranslationPipeline
 from metaphrase.tokenization import TokenizerPair
 
-# As T5's own.
+# Settings of tasks, in the form of T5's own configuration.
 T5_TASKS = {
     "summarization": {"prefix": "cat ", "num_beams": 2, "max_length": 6, "early_stopping": True},
     "translation_en_to_de": {"prefix": "the dog ", "num_beams": 3, "max_length": 7},

@@ -120,7 +120,7 @@ def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(obje
     assert is_own_card(folder / "README.md") and (folder / FIGURE_NAME).is_file()
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "No scores are known" in card and f"({FIGURE_NAME})" in card
-    # What was scored before belongs to other weights.
+    # Earlier scores belong to other weights.
     assert not (folder / "metrics.json").exists() and (folder / "metrics_of_earlier_weights.json").is_file()
 
 

@@ -83,7 +83,7 @@ def test_saved_pair_loads_equal(tmp_path, joint):
         assert target.get_vocab() == pair.target.get_vocab() != pair.source.get_vocab()
     if joint:
         assert TokenizerPair.from_pretrained(tmp_path, str(tmp_path)).is_joint
-    # What was loaded can be saved and loaded again.
+    # A loaded pair can be saved and loaded again.
     loaded.save_pretrained(tmp_path / "again")
     assert TokenizerPair.from_pretrained(tmp_path / "again").is_joint == joint
 

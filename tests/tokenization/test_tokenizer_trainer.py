@@ -48,7 +48,7 @@ STRANGE_TEXTS += [
     "\u2581 Ġ ## @@",
 ]
 STRANGE_TEXTS += ["\U0010ffff\ue000"]
-# What text of seen characters each kind gives back, as its docstring promises.
+# Texts of seen characters that each kind decodes unchanged, as the docstring of `train_tokenizer` promises.
 SEEN_TEXTS = {
     "bpe": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
     "unigram": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],

@@ -55,7 +55,7 @@ def assert_equal(first, second):
         assert torch.equal(first[name], second[name]), name
 
 
-# What is adapted
+# Adapted weights
 
 
 def test_adapter_says_nothing_at_first_and_is_all_that_is_trained():

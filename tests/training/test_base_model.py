@@ -62,7 +62,7 @@ def test_each_special_token_keeps_its_part(family):
     model = tiny_generator().model if family == "metaphrase" else other_model(family)
     config = model.config
     before = {"pad": config.pad_token_id, "eos": config.eos_token_id, "bos": config.bos_token_id}
-    # As BART has it.
+    # BART sets these ids.
     for owner in (config, model.generation_config):
         owner.decoder_start_token_id, owner.forced_eos_token_id = before["eos"], before["eos"]
     if family == "bart":

@@ -36,7 +36,7 @@ def assert_same_sums(sums, expected):
     torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
 
 
-# Of batches of 5, the last one lacks rows, or processes lack a batch, or there are fewer pairs than processes, or all is even.
+# With batches of 5, the last batch lacks rows, or there are fewer pairs than processes.
 @pytest.mark.parametrize(
     ("family", "processes", "count"),
     [("ours", 2, 12), ("other", 2, 12), ("ours", 3, 2)],

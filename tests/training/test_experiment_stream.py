@@ -22,7 +22,7 @@ def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data,
     assert 0 < account["train"]["read"] <= 60
     expected = weights(tmp_path / "whole")
     Experiment(make_recipe(data, tmp_path / "cut", **fields | {"max_train_samples": None})).train()
-    # As if it had been stopped after step 20, in the second or third pass over the pairs.
+    # Without this checkpoint, the run has stopped after step 20, in the second or third pass over the pairs.
     for checkpoint in (tmp_path / "cut").glob("checkpoint-30"):
         shutil.rmtree(checkpoint)
     Experiment(make_recipe(data, tmp_path / "cut", **fields, resume_from_checkpoint="true")).train()

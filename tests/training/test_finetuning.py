@@ -43,6 +43,6 @@ def test_converted_model_is_fine_tuned_by_its_recipe(name, rank, data, tmp_path)
     assert "model.decoder.layers.0.cross_attn.v_proj.weight" in moved
     assert (run / "adapter").is_dir() is (rank is not None)
     assert len(Generator.from_pretrained(run).generate(["The cat is black."])) == 1
-    # What was fine-tuned goes out again as the family's own class.
+    # A fine-tuned model can be converted back to the class of its family.
     convert(run, tmp_path / "again", to=name)
     assert type(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")) is type(theirs)

@@ -67,7 +67,7 @@ def test_what_the_model_cannot_read_is_truncated_counted_and_scored_against_the_
     assert (report["kept"], report["source_truncated"], report["target_truncated"]) == (3, 1, 1)
     assert result["num_examples"] == 3
     assert (result["num_truncated"], result["num_truncated_references"]) == (1, 1)
-    # Of 20 labels of the long pair, and of all of the others with their ends.
+    # The long pair has 20 labels. All labels of the others count, with their ends.
     assert result["num_target_tokens"] == 20 + len(SHORT[0][1]) + len(SHORT[1][1]) + 2
     assert last_evaluation(make)["eval_loss"] == pytest.approx(result["loss"], rel=1e-4)
     assert last_evaluation(make)["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])

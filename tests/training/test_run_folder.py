@@ -23,7 +23,7 @@ def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
     before = contents(run)
     with pytest.raises(ValueError, match=r"not hold a model, .* got .*run with model.safetensors.*--resume"):
         Experiment(make_recipe(data, run, **fields, joint_vocabulary="false"))
-    # What no run has written is not repeated either, nor does a checkpoint of elsewhere lead there.
+    # A model without a recipe is kept too, even if the run resumes from a checkpoint of another folder.
     train(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})
     (run / "recipe.yaml").rename(tmp_path / "recipe.yaml")
     for resume in ("false", "true", str(other / "checkpoint-1")):
@@ -72,7 +72,7 @@ def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
     fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
     train(data, tmp_path / "run", **fields)
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    # As if it had been killed while it wrote its model.
+    # A run that is killed while it writes its model leaves no weights.
     (tmp_path / "run" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"must not hold a model, .* got .*run with config.json"):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
@@ -144,7 +144,7 @@ def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_pa
 def test_a_checkpoint_of_elsewhere_leads_to_no_folder_with_checkpoints(data, tmp_path):
     train(data, tmp_path / "first", **ONE_STEP)
     train(data, tmp_path / "other", **ONE_STEP)
-    # As if it had been stopped before its end.
+    # A run that is stopped before its end leaves no model.
     for name in ("model.safetensors", "config.json"):
         (tmp_path / "other" / name).unlink()
     before = contents(tmp_path / "other")

@@ -90,7 +90,7 @@ def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
     assert f"Whole numbers that differ are those of {second}: steps." in caplog.text
 
 
-# What must agree
+# Refused folders
 
 
 def test_first_difference_is_named(tmp_path):
@@ -152,7 +152,7 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
     refused(short, "must hold whole weights, got .*short")
 
 
-# What comes along
+# Other files of the model
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -218,7 +218,7 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
         average_checkpoints(folders, tmp_path / "mean")
 
 
-# Which checkpoints
+# Selected checkpoints
 
 
 def make_run(folder, scores, steps=None, **entry):

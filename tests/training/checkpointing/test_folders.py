@@ -46,7 +46,7 @@ def test_files_of_another_size_or_without_a_list_are_named(run):
     extended = run / "checkpoint-3" / "rng_state.pth"
     shutil.copy(run / "checkpoint-3" / "optimizer.pt", extended)
     assert any(problem.startswith("rng_state.pth has") for problem in what_is_missing(extended.parent))
-    # Of a tokenizer, for instance: its own loader would tell much later, or not at all.
+    # A file that loses bytes, such as one of a tokenizer, fails much later, or never.
     listed = read(run / "checkpoint-1" / "progress.json")
     (run / "checkpoint-1" / "spiece.model").write_bytes(b"1234")
     listed["files"]["spiece.model"] = 5

@@ -27,7 +27,7 @@ def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
     trainer = make_trainer(run)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3 and is_whole(run / "checkpoint-3")
-    # Of another run
+    # A checkpoint of another run may be of an earlier step.
     shutil.copytree(run / "checkpoint-1", tmp_path / "other" / "checkpoint-1")
     make_trainer(run, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1"))
     assert names(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
