@@ -280,8 +280,7 @@ def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
                 f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {longest}, got {value}."
             )
         logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
-    reasons = dict.fromkeys([*lowered][:1], "the model reads no more")
-    return recipe.replace(**lowered, reasons={**recipe.reasons, **reasons})
+    return recipe.choose("the model reads no more", **lowered)
 
 
 class _PartedCorpus(PairCorpus):

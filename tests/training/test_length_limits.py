@@ -97,7 +97,8 @@ def test_limits_that_were_not_given_are_what_the_model_can_read(make):
     make(LEARNED, max_source_length=None, max_target_length=None, eval_strategy="no").train()
     report = report_of(make, "train")
     assert (report["read"], report["source_too_long"]) == (5, 1)
-    assert "max_source_length: 20\nmax_target_length: 20\n" in (make.folder / "run" / "recipe.yaml").read_text()
+    expected = "# the model reads no more\nmax_source_length: 20\nmax_target_length: 20\n"
+    assert expected in (make.folder / "run" / "recipe.yaml").read_text()
 
 
 @pytest.mark.parametrize(
