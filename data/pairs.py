@@ -214,7 +214,7 @@ def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) 
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct.
 
     Raises:
-        ValueError: If the file is broken, or a column is missing.
+        ValueError: If the file is broken or holds text that is not UTF-8, or a column is missing or occurs twice.
     """
     row, names = 0, column_names(columns)
     try:
@@ -383,7 +383,7 @@ class PairSource:
         target_column: The same for the target.
         source_prefix: Text before each source that is not empty, such as `summarize: `.
         max_samples: Number of good pairs to take from the beginning.
-        invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8.
+        invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8. In a Parquet file it is always an error.
         malformed: "error", or "skip" to drop and count lines with a wrong number of columns or a missing value.
         line_too_long: "error", or "skip" to drop and count pairs over `max_line_characters`.
         max_line_characters: Maximum characters of a line, or of a text where a pair has no line of its own.

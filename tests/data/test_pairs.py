@@ -131,14 +131,17 @@ def test_parquet_with_nulls_and_columns_that_occur_twice(tmp_path, load):
             assert as_tuples(load(file="a.parquet")) == [("source 2", "target 1")]
 
 
-@pytest.mark.parametrize("fault", ["cut", "damaged"])
+@pytest.mark.parametrize("fault", ["cut", "damaged", "not UTF-8"])
 def test_a_broken_parquet_file_is_named(tmp_path, load, fault):
-    pq.write_table(pa.table({"source": ["a", "b"], "target": ["1", "2"]}), tmp_path / "a.parquet", compression="none")
+    pq.write_table(
+        pa.table({"source": ["a", "bird"], "target": ["1", "2"]}), tmp_path / "a.parquet", compression="none"
+    )
     whole = (tmp_path / "a.parquet").read_bytes()
     broken = {"cut": whole[:-20], "damaged": whole[:20] + b"\xff" * 60 + whole[80:]}
+    broken["not UTF-8"] = whole.replace(b"bird", b"b\xffrd")
     write(tmp_path, "a.parquet", broken[fault])
     with pytest.raises(ValueError, match=r"a\.parquet must be a whole Parquet file, got: "):
-        load(file="a.parquet", malformed="skip")
+        load(file="a.parquet", malformed="skip", invalid_utf8="skip")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
