@@ -1,6 +1,7 @@
 """Progress: bars on a terminal, lines of the log elsewhere."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,8 @@ from metaphrase.inference.progress import ProgressLines, has_bar, progress_bar
 def clock(monkeypatch):
     """A clock that the test moves on."""
     times = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: times[0])
+    # The clock of this module alone: a server of other tests may sleep by the real one.
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: times[0]))
     return times
 
 
