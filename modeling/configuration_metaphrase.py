@@ -6,6 +6,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .presets import PRESETS
 
@@ -173,6 +174,8 @@ class MetaphraseConfig(PreTrainedConfig):
         if self.encoder_attention_heads == self.decoder_attention_heads:
             self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
             self.head_dim = self.get_head_dim(self.decoder_attention_heads)
+        if self.position_embedding_type == "rotary":
+            self._check_rope()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
@@ -239,9 +242,22 @@ class MetaphraseConfig(PreTrainedConfig):
             if value is not None and not 0 <= value < size:
                 raise ValueError(f"`{field}` must be an id of the vocabulary, from 0 to {size - 1}, got {value}.")
 
-    def validate_rope(self) -> None:
-        if self.position_embedding_type == "rotary":
+    def _check_rope(self) -> None:
+        rope_type, theta = self.rope_parameters["rope_type"], self.rope_parameters["rope_theta"]
+        choices = ("default", *ROPE_INIT_FUNCTIONS)
+        if rope_type not in choices:
+            raise ValueError(f"`rope_parameters` must have a `rope_type` of {', '.join(choices)}, got {rope_type!r}.")
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise ValueError(f"`rope_parameters` must have a `rope_theta` above 0, got {theta!r}.")
+        try:
             super().validate_rope()
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"`rope_parameters` must fit its `rope_type`, got {self.rope_parameters}: {error.args[0]}."
+            ) from error
+
+    def validate_rope(self) -> None:
+        """Do nothing: `_check_rope` has validated rotary positions, and other positions ignore `rope_parameters`."""
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """Return the configuration of a stack, or of the logits if neither stack is named.

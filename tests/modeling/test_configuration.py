@@ -161,6 +161,9 @@ RULES = [
     {"num_key_value_heads": 4, "decoder_attention_heads": 2},
     {"head_dim": 7},
     {"decoder_attention_heads": 32},
+    *({"rope_parameters": {"rope_type": rope_type}} for rope_type in ("swoosh", None, ["linear"], "linear", "llama3")),
+    *({"rope_parameters": {"rope_theta": theta}} for theta in (None, 0, "large")),
+    {"rope_parameters": {"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0] * 4}},
     {"pad_token_id": None, "train_padding_embedding": False},
     {"relative_attention_num_buckets": 2, "position_embedding_type": "relative"},
     {"relative_attention_num_buckets": 7, "position_embedding_type": "relative"},
@@ -185,14 +188,18 @@ def test_a_broken_rule_names_its_field(fields):
     "fields",
     [
         *({field: "other"} for field in ("position_embedding_type", "sinusoidal_layout", "norm_type", "norm_position")),
-        {"rope_parameters": {"rope_type": "linear"}},
         *({"hidden_size": "32"}, {"dropout": "0.1"}, {"gated_mlp": 1}, {"norm_type": None}),
     ],
     ids=str,
 )
 def test_types_and_choices_are_checked_by_transformers(fields):
-    with pytest.raises((StrictDataclassError, KeyError)):
+    with pytest.raises(StrictDataclassError):
         tiny_config(**fields)
+
+
+# With every field that transformers' checks read or add.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 @pytest.mark.parametrize(
@@ -201,9 +208,11 @@ def test_types_and_choices_are_checked_by_transformers(fields):
         {"relative_attention_num_buckets": 7},
         {"relative_attention_max_distance": 1},
         {"head_dim": 7, "position_embedding_type": "alibi"},
+        {"rope_parameters": {"rope_type": "swoosh"}, "position_embedding_type": "alibi"},
         {"hidden_size": 33, "head_dim": 8, "position_embedding_type": "learned"},
         {"pad_token_id": None, "bos_token_id": None, "decoder_start_token_id": None, "eos_token_id": None},
         {"dropout": 0},
+        {"rope_parameters": LONGROPE},
         {"vocab_size": 20, "decoder_vocab_size": 30, "share_embeddings": False, "decoder_start_token_id": 25},
     ],
 )
