@@ -1,6 +1,7 @@
 """Tests of batches across requests: equal results, turns, errors of one request, deadlines, random numbers."""
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -82,6 +83,15 @@ def test_requests_share_a_batch_and_get_their_own_targets(queued, facts, submit)
     futures = submit([(queued(generator).generate, [source]) for source in SOURCES], [1] * len(SOURCES))
     assert [future.result() for future in futures] == [generator.generate([source]) for source in SOURCES]
     assert [fact.num_sentences for fact in facts] == [len(SOURCES)]
+
+
+def test_requests_with_and_without_scores_get_what_they_asked_for(queued, submit):
+    generator = tiny_generator()
+    one_best = functools.partial(queued(generator).generate_n_best, num_return_sequences=1)
+    calls = [(queued(generator).generate, SOURCES[:2]), (one_best, SOURCES[:2])]
+    texts, candidates = (future.result() for future in submit(calls, [2, 2]))
+    assert texts == generator.generate(SOURCES[:2])
+    assert all(scored.score < 0 for [scored] in candidates)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2, "num_return_sequences": 2}, {"max_new_tokens": 3}])

@@ -1,5 +1,6 @@
 """Tests of loading: damaged weights and settings are an error of one line that names the file, in every verb."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from metaphrase.inference import Generator
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage.loading import load_whole
 from metaphrase.storage.model_files import check_model_folder
-from metaphrase.storage.weight_files import is_finite
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, is_finite, write_weights
 from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -149,6 +150,15 @@ def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
                 assert not is_finite(changed) and not is_finite(changed.expand(2, size).T)
 
 
+def test_a_weight_may_be_written_under_two_names(folder, tmp_path):
+    with contextlib.ExitStack() as files:
+        weights = WeightFiles(folder, files)
+        tensor = PlannedTensor(weights.kinds[LOST].nbytes, lambda: weights.read(LOST))
+        write_weights(tmp_path, {"first": tensor, "second": tensor}, 10**9)
+        written = load_file(tmp_path / "model.safetensors")
+        assert torch.equal(written["first"], weights.read(LOST)) and torch.equal(written["second"], written["first"])
+
+
 @pytest.mark.parametrize("is_in_index", [False, True])
 def test_no_pickle_is_ever_opened(folder, is_in_index, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("A pickle was opened."))
@@ -235,8 +245,11 @@ def test_field_with_a_wrong_value_is_named(family, file, field, value, folder, o
 def test_ids_that_index_the_embedding_must_be_its_rows(others, tmp_path):
     folder = shutil.copytree(others / "marian", tmp_path / "marian")
     rule = r"in '\S+config.json' must be an id of the vocabulary, from 0 to \d+, got"
-    change(folder, "config.json", eos_token_id=[0, 10**6])
-    with pytest.raises(ValueError, match=rf"^`eos_token_id` {rule} \[0, 1000000\]"):
+    size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    change(folder, "config.json", eos_token_id=[0, size - 1])
+    check_model_folder(folder)
+    change(folder, "config.json", eos_token_id=[0, size])
+    with pytest.raises(ValueError, match=rf"^`eos_token_id` {rule} \[0, {size}\]"):
         check_model_folder(folder)
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": 0}
     del fields["decoder_start_token_id"]
