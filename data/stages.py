@@ -18,7 +18,7 @@ from metaphrase.storage.hints import did_you_mean
 logger = logging.getLogger(__name__)
 
 # Batches of a sorted chunk of pairs.
-_BATCHES_PER_WINDOW = 200
+_BATCHES_PER_CHUNK = 200
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class StagedSampler(Sampler[list[int]]):
         self.sizes, self.seed, self.max_tokens_per_batch = dict(sizes), seed, max_tokens_per_batch
         self.num_processes, self.process_index = num_processes, process_index
         mean = self.lengths.sum(axis=1).mean()
-        self._pairs_per_window = max(1, int(_BATCHES_PER_WINDOW * max_tokens_per_batch / mean))
+        self._pairs_per_chunk = max(1, int(_BATCHES_PER_CHUNK * max_tokens_per_batch / mean))
         self._rounds: list[dict[str, tuple[int, int]]] = []
         num_steps, position = [], dict.fromkeys(sizes, 0)
         for stage in stages:
@@ -146,7 +146,7 @@ class StagedSampler(Sampler[list[int]]):
             return []
         generator = seeded_generator((self.seed * 1_000_003 + number) * 1_000_003 + 1)
         lengths = self.lengths[indices % len(self.lengths)]
-        batches = form_batches(lengths, self.max_tokens_per_batch, generator, self._pairs_per_window)
+        batches = form_batches(lengths, self.max_tokens_per_batch, generator, self._pairs_per_chunk)
         count = math.ceil(len(batches) / self.num_processes) * self.num_processes
         is_enough = count <= len(indices)
         batches = split_to_count(batches, count) if is_enough else [[row % len(indices)] for row in range(count)]

@@ -173,7 +173,7 @@ def seeded_generator(seed: int) -> torch.Generator:
 
 
 def form_batches(
-    lengths: np.ndarray, max_tokens_per_batch: int, generator: torch.Generator, pairs_per_window: int | None = None
+    lengths: np.ndarray, max_tokens_per_batch: int, generator: torch.Generator, pairs_per_chunk: int | None = None
 ) -> list[list[int]]:
     """Shuffle pairs, sort them in chunks by both lengths, and cut each chunk into batches.
 
@@ -181,13 +181,13 @@ def form_batches(
         lengths: Tokens of source and target of each pair, `(pairs, 2)`.
         max_tokens_per_batch: Bound of `padded_cost`.
         generator: Randomness of the shuffling.
-        pairs_per_window: Pairs of a chunk; None sorts all pairs together.
+        pairs_per_chunk: Pairs of a chunk; None sorts all pairs together.
     """
     shuffled = torch.randperm(len(lengths), generator=generator).numpy()
-    chunk = pairs_per_window or len(shuffled)
+    size = pairs_per_chunk or len(shuffled)
     batches: list[list[int]] = []
-    for start in range(0, len(shuffled), chunk):
-        indices = shuffled[start : start + chunk]
+    for start in range(0, len(shuffled), size):
+        indices = shuffled[start : start + size]
         expected = math.ceil(lengths[indices].sum() / max_tokens_per_batch)
         order = sort_by_both_lengths(indices, lengths, expected)
         batches += cut_into_batches(order.tolist(), lengths[order].tolist(), max_tokens_per_batch)
@@ -217,7 +217,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         seed: int,
         num_processes: int = 1,
         process_index: int = 0,
-        batches_per_window: int = 200,
+        batches_per_chunk: int = 200,
         length_multiple: int = 1,
     ):
         """Args:
@@ -226,7 +226,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         seed: Seed of the order.
         num_processes: Number of processes that share an epoch.
         process_index: Index of this process.
-        batches_per_window: Batches of a sorted chunk. More of them means less padding and less mixing.
+        batches_per_chunk: Batches of a sorted chunk. More of them means less padding and less mixing.
         length_multiple: Multiple to which the collator rounds up widths.
 
         Raises:
@@ -239,7 +239,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.seed = seed
         self.num_processes, self.process_index = num_processes, process_index
         mean = self.lengths.sum(axis=1).mean()
-        self.pairs_per_window = max(1, int(batches_per_window * max_tokens_per_batch / mean))
+        self.pairs_per_chunk = max(1, int(batches_per_chunk * max_tokens_per_batch / mean))
         self.epoch = 0
         most = max(len(self._form(epoch)) for epoch in range(self._PROBED_EPOCHS))
         # Sorting all pairs together gives nearly the same batches for any order, which fit nearly always.
@@ -262,8 +262,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return seeded_generator(self.seed * 1_000_003 + epoch)
 
     def _form(self, epoch: int, is_whole: bool = False) -> list[list[int]]:
-        window = None if is_whole else self.pairs_per_window
-        return form_batches(self.lengths, self.max_tokens_per_batch, self._generator(epoch), window)
+        size = None if is_whole else self.pairs_per_chunk
+        return form_batches(self.lengths, self.max_tokens_per_batch, self._generator(epoch), size)
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Return the batches of all processes in an epoch."""

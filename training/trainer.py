@@ -178,7 +178,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 *(self.args.greater_is_better, metric, "lower" if is_better_lower(metric) else "higher"),
             )
 
-    # Training
+    # Sharding
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()

@@ -44,8 +44,8 @@ def test_every_pair_occurs_once_within_the_budget_and_all_processes_have_equally
 
 def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs():
     lengths = random_lengths()
-    sampler = TokenBudgetSampler(lengths, 600, 7, batches_per_window=2)
-    whole = TokenBudgetSampler(lengths, 600, 7, batches_per_window=10**6)
+    sampler = TokenBudgetSampler(lengths, 600, 7, batches_per_chunk=2)
+    whole = TokenBudgetSampler(lengths, 600, 7, batches_per_chunk=10**6)
     assert len(whole) < 0.95 * len(sampler)
     sampler.batches_per_process = len(whole)
     batches = list(sampler)

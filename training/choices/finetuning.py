@@ -18,6 +18,7 @@ from metaphrase.training.choices.rules import (
     duration,
     side_kind,
     tokens_per_update,
+    with_margin,
 )
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -95,7 +96,7 @@ def choose_limits(
     """
     most = longest or _MAX_LENGTH
     for side, tokens in lengths.items():
-        limit = min(most, 16 * math.ceil((1.2 * np.quantile(tokens, 0.999) + 8) / 16))
+        limit = min(most, with_margin(np.quantile(tokens, 0.999)))
         reason = "the model reads no more" if limit == most else f"nearly all {side}s are shorter (99.9 %)"
         recipe = recipe.choose(reason, **{f"max_{side}_length": limit})
     if share := np.mean(np.concatenate([*lengths.values()]) > most):

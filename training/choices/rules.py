@@ -444,7 +444,12 @@ def vocabulary_size(profile: CorpusProfile) -> int:
 
 
 def max_length(side: SideProfile, kind: str | None) -> int:
-    """Return a limit in tokens that hardly any text exceeds, a multiple of 16."""
+    """Return a limit in tokens that hardly any text exceeds."""
     pieces = side.long_bytes / _BYTES_PER_PIECE
     tokens = {"word": side.long_words, "char": side.long_letters, "byte": side.long_bytes}.get(kind, pieces)
+    return with_margin(tokens)
+
+
+def with_margin(tokens: float) -> int:
+    """Return a limit above a number of tokens: a fifth and 8 tokens more, rounded up to a multiple of 16."""
     return 16 * math.ceil((1.2 * tokens + 8) / 16)
