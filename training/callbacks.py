@@ -271,7 +271,7 @@ def without_weight_bars() -> Iterator[None]:
 
 
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback], control: TrainerControl) -> None:
-    """Restore the values of callbacks that a checkpoint stores. Later checkpoints store the values of all callbacks.
+    """Restore the values of callbacks that a checkpoint stores. Later checkpoints store those of the present callbacks.
 
     transformers' `restore_callback_states_from_checkpoint` would restore the arguments of the callbacks too.
 
@@ -287,7 +287,6 @@ def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback],
         for callback, value in zip(namesakes, values[-len(namesakes) :], strict=False):
             for attribute, content in value["attributes"].items():
                 setattr(callback, attribute, content)
-    # transformers stores the states of callbacks that the checkpoint knows, and of those alone.
+    # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
     present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
-    single = {name: value for name, value in state.stateful_callbacks.items() if not isinstance(value, list)}
-    state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks | single
+    state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks

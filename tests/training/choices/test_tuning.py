@@ -10,6 +10,7 @@ from small_experiments import make_recipe
 from verbs import execute
 
 from metaphrase.scripts import tune
+from metaphrase.training.callbacks import TimeBudget
 from metaphrase.training.choices import tuning
 from metaphrase.training.choices.tuning import Tuning, search_space
 from metaphrase.training.experiment import Experiment
@@ -189,6 +190,20 @@ def test_a_slow_trial_ends_by_the_clock_and_leaves_no_checkpoint(data, tmp_path,
     monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 0.0})
     [trial] = search(data, tmp_path / "run", 1).study.trials
     assert list(trial.intermediate_values) == [1] and not list((tmp_path / "run").rglob("checkpoint-*"))
+
+
+def test_no_trial_outlives_the_time_of_the_search(data, tmp_path, monkeypatch):
+    deadlines = []
+
+    def time_budget(deadline, **options):
+        deadlines.append(deadline)
+        return TimeBudget(deadline, **options)
+
+    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 7200.0})
+    monkeypatch.setattr(Tuning, "_has_time", lambda self: not self.rows)
+    monkeypatch.setattr(tuning, "TimeBudget", time_budget)
+    result = search(data, tmp_path / "run", 1, time_budget="1h")
+    assert deadlines == [result.deadline]
 
 
 def test_the_recipe_is_tried_although_its_trial_was_killed(data, tmp_path, monkeypatch):
