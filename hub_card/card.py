@@ -1,6 +1,7 @@
 """Model card: the README.md of a trained folder, with metadata for the Hub. What the folder does not tell is called unknown."""
 
 import contextlib
+import html
 import json
 import logging
 import math
@@ -54,6 +55,15 @@ TASKS = ("translation", "summarization", "text2text-generation")
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
 # Facts that the Hub's metadata have no field for. They stand under this key.
 _FACTS_KEY, _OTHER_FACTS = "metaphrase", ("summary", "task", "source_language", "target_language")
+# Summary and languages in the text of a card by an earlier version. Only such a card has a section of files.
+_EARLIER_CARD = re.compile(
+    re.escape(MARKER)
+    + r"\s*(?:An encoder-decoder Transformer [^\n]*|(?P<summary>.*?))\n\n"
+    + r"- Source language: (?:unknown|(?P<source_language>[^\n]*?))(?: \(no ISO[^\n]*)?\n"
+    + r"- Target language: (?:unknown|(?P<target_language>[^\n]*?))(?: \(no ISO[^\n]*)?\n"
+    + r"- Parameters: .*\n## Files\n",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -230,6 +240,11 @@ def plain(value: Any) -> str:
     return re.sub(r"([\\`*_\[\]{}#|~!$])", r"\\\1", text)
 
 
+def from_plain(text: str) -> str:
+    """Undo `plain`."""
+    return html.unescape(re.sub(r"\\(.)", r"\1", text))
+
+
 def code(value: Any) -> str:
     """Return a value as a span of code that may stand in a table."""
     text = " ".join(str(value).split()).replace("|", "\\|")
@@ -385,7 +400,11 @@ def read_facts(path: str | os.PathLike) -> Facts:
         ) from error
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]
     named = {"license": data.get("license"), "base_model": data.get("base_model"), "tags": tags}
-    return Facts(**named, datasets=data.get("datasets") or (), **(data.get(_FACTS_KEY) or {}))
+    facts = data.get(_FACTS_KEY) or {}
+    if match := _EARLIER_CARD.search(path.read_text(encoding="utf-8")):
+        facts = {name: match[name] and from_plain(match[name]) for name in LANGUAGE_FIELDS}
+        facts |= {"summary": match["summary"], "task": data.get("pipeline_tag")}
+    return Facts(**named, datasets=data.get("datasets") or (), **facts)
 
 
 def complete_facts(facts: Facts, trained: TrainedFolder, repo_id: str | None) -> Facts:

@@ -1,6 +1,7 @@
 """Tests of `metaphrase.hub_card`: the card and its metadata, and what it says of missing pieces."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from metaphrase.hub_card.card import (
     count_parameters,
     number,
     plain,
+    read_facts,
     redact,
     renew_model_card,
     write_model_card,
@@ -307,6 +309,20 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
     assert renew_model_card(full_folder) == path and path.read_text(encoding="utf-8") == claimed
     assert "README.md was made or changed by somebody and is kept." in caplog.text
     assert (full_folder / FIGURE_NAME).is_file()
+
+
+@pytest.mark.parametrize("summary", ["My *own*.\n\n- Source language: see below", None])
+@pytest.mark.parametrize("language", ["Old_Norse & <Danish>", "no", None])
+def test_facts_of_an_earlier_version_are_read_from_the_text(empty_folder, summary, language):
+    facts = Facts(summary=summary, source_language=language, target_language="en", task="summarization")
+    path = write_model_card(empty_folder, facts)
+    card = ModelCard.load(path)
+    # Such a card listed files, and had these facts in its text alone.
+    del card.data.metaphrase
+    card.text += "\n## Files\n\nUnknown.\n"
+    card.save(path)
+    assert "metaphrase:" not in path.read_text(encoding="utf-8")
+    assert read_facts(path) == replace(facts, tags=[])
 
 
 @pytest.mark.parametrize(
