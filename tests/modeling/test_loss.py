@@ -343,6 +343,16 @@ def test_a_hook_of_the_head_is_called_in_training_too():
     assert not torch.allclose(plain[0][0][1], plain[1][0][1])
 
 
+def test_logits_of_float16_are_clamped_in_training_too():
+    model = tiny_model(tie_word_embeddings=False).half().train()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5e4)
+    batch = random_batch(model.config, with_labels=True)
+    output = model(**batch, return_logits=True)
+    assert output.logits.abs().max() == torch.finfo(torch.float16).max
+    assert torch.equal(model(**batch).loss, output.loss)
+
+
 def test_a_head_that_accelerate_brings_from_elsewhere_is_called():
     model = tiny_model().train()
     called = []

@@ -81,10 +81,11 @@ def test_position_offset_is_the_number_of_the_first_position(kind):
         torch.testing.assert_close(embedding(torch.tensor([[5]]), 6)[0], table[[8]])
 
 
-def test_sinusoids_go_on_past_max_position_embeddings():
+@pytest.mark.parametrize("offset", [0, 3])
+def test_sinusoids_go_on_past_max_position_embeddings(offset):
     fields = {"position_embedding_type": "sinusoidal", "sinusoidal_layout": "half_split", "max_position_embeddings": 4}
-    embedding = SinusoidalPositionEmbedding(make_config(**fields))
-    expected = sinusoids(torch.arange(91), 16, "half_split")
+    embedding = SinusoidalPositionEmbedding(make_config(**fields, position_offset=offset))
+    expected = sinusoids(torch.arange(91) + offset, 16, "half_split")
     # With fewer tokens than positions, with more, and without a known length.
     for positions, length in (([[0, 3, 4, 5, 90]], 91), ([[3, 1, 2], [0, 0, 2]], 4), ([[3, 90]], None)):
         torch.testing.assert_close(
