@@ -281,10 +281,7 @@ def write_graphs(model: PreTrainedModel, folder: Path, names: Sequence[str] = GR
     mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
     ids, encoder_output = torch.zeros_like(mask), torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, config.hidden_size)
     axes, target_axes = {0: _BATCH, 1: _SOURCE}, {0: _BATCH, 1: _TARGET}
-    past, past_shape = (
-        past_names(config.decoder_layers),
-        (config.num_key_value_heads or config.decoder_attention_heads,),
-    )
+    past, heads = past_names(config.decoder_layers), config.num_key_value_heads or config.decoder_attention_heads
     head_dim = config.get_head_dim(config.decoder_attention_heads)
     first_inputs = {
         "encoder_attention_mask": (mask, axes),
@@ -294,16 +291,12 @@ def write_graphs(model: PreTrainedModel, folder: Path, names: Sequence[str] = GR
     later_inputs = {"encoder_attention_mask": (mask, axes), "input_ids": (ids[:, :1], {0: _BATCH})}
     for name in past:
         length, axis = (_TRACED_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_TARGET, f"past_{_TARGET}")
-        later_inputs[name] = (torch.zeros(_TRACED_BATCH, *past_shape, length, head_dim), {0: _BATCH, 2: axis})
+        later_inputs[name] = (torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: axis})
     present = [name.replace("past_key_values", "present", 1) for name in past]
     graphs = {
         ENCODER_NAME: (EncoderGraph, {"input_ids": (ids, axes), "attention_mask": (mask, axes)}, ["last_hidden_state"]),
         DECODER_NAME: (DecoderGraph, first_inputs, ["logits", *present]),
-        DECODER_WITH_PAST_NAME: (
-            DecoderGraph,
-            later_inputs,
-            ["logits", *(name for name in present if ".decoder." in name)],
-        ),
+        DECODER_WITH_PAST_NAME: (DecoderGraph, later_inputs, ["logits", *(n for n in present if ".decoder." in n)]),
     }
     with with_tables(model), torch.no_grad():
         for name in names:
