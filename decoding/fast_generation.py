@@ -246,7 +246,7 @@ class SequenceScores(StoppingCriteria):
     """
 
     def __init__(self, empties: bool = True):
-        """False leaves the scores in place, for other criteria that may read earlier steps."""
+        """Leave the scores in place if `empties` is False, for other criteria that may read earlier steps."""
         self._empties, self._num_read = empties, 0
         # One tensor (rows,) per step.
         self._log_probs: list[torch.Tensor] = []

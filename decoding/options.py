@@ -10,19 +10,19 @@ from transformers.generation import logits_process, stopping_criteria
 from metaphrase.storage.generation_options import override_lengths, use_floats
 
 
-def _named(*names: str) -> set[type | None]:
+def _classes_of(*names: str) -> set[type | None]:
     # An older or newer transformers may lack a class.
     return {getattr(logits_process, name, None) for name in names}
 
 
 # Processors that only remove tokens.
-_REMOVERS = _named(
+_REMOVERS = _classes_of(
     *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor"),
     *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
     *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
 )
 # Processors that look at each row by itself, so that rows may leave the batch.
-_ROW_PROCESSORS = _REMOVERS | _named(
+_ROW_PROCESSORS = _REMOVERS | _classes_of(
     *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
     *("LogitNormalization", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
     *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),

@@ -97,12 +97,12 @@ def sample(
 
 
 def _draw(scores: torch.Tensor) -> torch.Tensor:
-    """Draw one token of each row of logits (rows, V), shape (rows,). `ValueError` on a CPU if a row has no probabilities."""
+    """Draw a token of each row of logits (rows, V), shape (rows,). Raise ValueError on a CPU for a row without probabilities."""
     try:
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
     except RuntimeError as error:
         if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
-            # Such as too little memory.
+            # The rows are not the reason, but for example too little memory.
             raise
         raise ValueError(
             "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "

@@ -133,7 +133,7 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
         translated["sampling_temperature"] = float(settings["temperature"])
         translated |= {"sampling_topk": min(settings["top_k"], vocab_size), "sampling_topp": float(settings["top_p"])}
     forced = [] if settings["forced_bos_token_id"] is None else [settings["forced_bos_token_id"]]
-    # As in transformers, a bad word that is an end of sequence is ignored.
+    # transformers, too, ignores a bad word that is an end of sequence.
     suppressed = [list(word) for word in settings["bad_words_ids"] or () if list(word) not in [[end] for end in ends]]
     suppressed += [[token] for token in settings["suppress_tokens"] or ()]
     return Search(translated, settings["decoder_start_token_id"], forced, ends, suppressed, forced_end, is_sampling)

@@ -149,7 +149,7 @@ def make_spec(model: PreTrainedModel) -> TransformerSpec:
     """Return the specification of a `MetaphraseForConditionalGeneration` with all weights, without vocabularies.
 
     Raises:
-        ValueError: Naming all options that CTranslate2 cannot express.
+        ValueError: If CTranslate2 cannot express some options. The message names all of them.
     """
     config = model.config
     if obstacles := find_obstacles(config):

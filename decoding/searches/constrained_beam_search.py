@@ -46,7 +46,7 @@ def constrained_beam_search(
     special_ids: Sequence[int] = (),
     **model_kwargs,
 ) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
-    """For `generate(custom_generate=constrained_beam_search, num_beams=..., force_words_ids=...)` of a Metaphrase model.
+    """Search for targets with given phrases, as `custom_generate` of `generate(num_beams=..., force_words_ids=...)`.
 
     Phrases may overlap, and a phrase in the prompt counts. Use `bad_words_ids` for tokens that must not occur. The logits
     processors come before the constraints: a forbidden token is never forced.

@@ -149,16 +149,15 @@ def walk(setup, turns, seed=3, leaving=None):
 @pytest.mark.parametrize("design", CROSSED)
 def test_targets_are_as_if_alone(design, groups):
     state, kept = walk(setting(**CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=6, leaving=3)
-    assert (
-        state._target_cache.rows == 2 and state.groups == groups and kept[0] == 2 + COPIES
-    )  # the prompt is stored once
+    # The prompt is stored once.
+    assert state._target_cache.rows == 2 and state.groups == groups and kept[0] == 2 + COPIES
 
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_unused_tokens_are_dropped(design):
     """More steps than there is room for at first, and than tokens are left alone."""
     state, kept = walk(setting("right", **DESIGNS[design])[:3], turns=30)
-    # Each step adds a token for each target: of these, what few have is soon what none has.
+    # Each step adds a token for each target. A token that few targets hold is soon held by none.
     assert max(kept) < 2 * state.length and state._target_cache.capacity < 4 * state.length
     assert any(later < earlier for earlier, later in itertools.pairwise(kept))
 

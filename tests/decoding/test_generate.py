@@ -107,7 +107,7 @@ def test_half_precision_generates_alike_with_every_cache(design, dtype):
 
 @pytest.fixture
 def prepare(monkeypatch):
-    """Makes a change that a large model has by itself."""
+    """Return a function that makes a tiny model compute as only large models do by default."""
 
     def change(variant, model):
         if variant == "prepacked":
@@ -168,7 +168,7 @@ def test_samples_that_have_ended_leave_the_batch(step_rows):
 
 
 def test_draws_follow_the_distribution_of_the_model_where_rows_leave():
-    """Of many draws after one that may end, each token comes as often as its probability says, give or take five deviations."""
+    """Draw many second tokens: the share of each token is its probability, within five standard deviations."""
     model = tiny_model(decoder_layers=1, vocab_size=12, initializer_range=0.15)
     inputs, copies, ends = sources(model, batch=2), 4000, [3, 4]
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "num_return_sequences": copies, "eos_token_id": ends}

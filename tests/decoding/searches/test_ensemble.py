@@ -77,7 +77,7 @@ def test_tokens_are_those_of_whole_passes(models, options, monkeypatch):
     assert [h.ids for h in found] == [cut(row) for row in expected.sequences[:, 1:].tolist()]
     if "num_beams" in options:
         assert [h.score for h in found] == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
-    # None of the two says it by itself.
+    # Neither model writes these targets by itself.
     alone = [h.ids for row in decode(models[0], TEXTS, max_new_tokens=9, eos_token_id=ENDS, **options) for h in row]
     assert alone != [h.ids for h in found]
 
