@@ -152,6 +152,8 @@ def check_folder(folder: Path) -> None:
         ValueError: If `config.json`, weights in safetensors or a tokenizer are missing or damaged, or the recipe cannot be read
             or holds a secret.
     """
+    if not folder.is_dir():
+        raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
