@@ -336,6 +336,9 @@ def write_model_card(
             for task, part in ((metrics or {}).get("tasks") or {}).items()
             for _, label, value, _ in score_values(part["scores"])
         ],
+        settings=", ".join(
+            f"{code(name)} {code(value)}" for name, value in ((metrics or {}).get("generation") or {}).items()
+        ),
         scored_pairs=trained.scored_pairs(),
         data_rows=data_rows,
         hyperparameters=trained.recipe_rows(of_data=False),
