@@ -129,8 +129,8 @@ def _code_files(folder: Path) -> list[str]:
         for entry in (*(fields.get("auto_map") or {}).values(), *(fields.get("custom_pipelines") or {}).values()):
             classes = entry.get("impl") if isinstance(entry, dict) else entry
             for class_name in classes if isinstance(classes, list) else [classes]:
-                # A name with two hyphens is in another repository.
-                if class_name and "--" not in class_name:
+                # A name with two hyphens is in another repository, and so is its file.
+                if class_name:
                     modules.add(class_name.partition(".")[0])
     paths = [folder / f"{module}.py" for module in modules if (folder / f"{module}.py").is_file()]
     imported = [Path(path) for module in paths for path in get_relative_import_files(module)]

@@ -4,12 +4,20 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 from other_families import other_model
 from sacrebleu.metrics import BLEU, CHRF
 from tiny_generator import PIECES, SOURCES, TARGETS, tiny_generator, tiny_pair
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from metaphrase.evaluation.evaluate import corpus_loss, evaluate_generator, generation_settings
+from metaphrase.data.pairs import TASK_COLUMN
+from metaphrase.evaluation.evaluate import (
+    TaskScores,
+    ValidationSample,
+    corpus_loss,
+    evaluate_generator,
+    generation_settings,
+)
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 
@@ -28,6 +36,13 @@ def loss_one_by_one(model, sources, targets):
             logits = model(**inputs, use_cache=False).logits[0]
         total -= sum(logits.log_softmax(-1)[place, token].item() for place, token in enumerate(target))
     return total / sum(map(len, targets))
+
+
+def test_validation_sample_has_a_pair_of_each_task_and_none_twice():
+    texts = [f"a{number}" for number in range(6)]
+    pairs = Dataset.from_dict({"source": texts, "target": texts, TASK_COLUMN: list("xxxyyz")})
+    sample = ValidationSample(pairs, 2, True, tiny_pair(), TaskScores(["exact_match"]))
+    assert (sample.rows, sample.tasks) == ([0, 3, 5], ["x", "y", "z"])
 
 
 @pytest.mark.parametrize("limits", [{"batch_size": 2}, {"max_tokens_per_batch": 50}])

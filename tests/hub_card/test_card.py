@@ -55,6 +55,7 @@ note: "pipe | and `tick`"
 CONFIG = {
     "model_type": "metaphrase",
     "auto_map": {"AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration"},
+    "eos_token_id": 2,
     "encoder_layers": 4,
     "decoder_layers": 3,
     "hidden_size": 128,
@@ -130,6 +131,7 @@ def test_sections_of_a_full_folder(full_folder):
     assert f"| BLEU | 41.02 | `{escaped}` |" in scores
     assert "| WER (lower is better) | 33.30 | unknown |" in scores
     assert "precisions 71.0/47.5/34.3/24.5, brevity penalty 0.999" in scores
+    assert "lengths 12 and 13 (output, reference)" in scores
     assert "must not be compared with BLEU on plain text" in scores
     assert "Measured on: Multi30k \\| &lt;test&gt;" in scores
     assert "Examples: 1,000" in scores and "Perplexity: 4.482" in scores and "`num_beams` `5`" in scores
@@ -142,7 +144,9 @@ def test_sections_of_a_full_folder(full_folder):
     assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
     assert "train_file" not in procedure and "source_language" not in procedure
     architecture = section(card, "Architecture")
-    assert "| `decoder_layers` | 3 |" in architecture and "auto_map" not in architecture
+    assert (
+        "| `decoder_layers` | 3 |" in architecture and "auto_map" not in architecture and "token_id" not in architecture
+    )
     assert "- Parameters: 804\n" in card.text
     assert "inputs and outputs end at 512 tokens" in section(card, "Limits")
 
