@@ -53,6 +53,12 @@ def summaries():
     return make_demo_summaries(num_train=200, num_validation=60, num_test=200)
 
 
+def test_texts_of_two_and_of_three_sentences_alternate(summaries):
+    for pairs in summaries.values():
+        counts = [len(re.findall("[.?]", text)) for text, _ in pairs]
+        assert counts == [2, 3] * (len(pairs) // 2)
+
+
 def test_one_combination_in_eight_is_held_out(drawn):
     distinct = {pair for sentence in list(drawn.values())[:8000] for pair in combinations(sentence)}
     shares = Counter((type(first), split_of_combination((first, second))) for first, second in distinct)
