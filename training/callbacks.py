@@ -280,13 +280,17 @@ def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback],
         callbacks: The callbacks of the resumed run.
         control: The trainer's control, which is stored with the callbacks.
     """
+    # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
+    present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
+    now = TrainerState(stateful_callbacks=present).stateful_callbacks
     for name, values in state.stateful_callbacks.items():
+        # A run that saves no further checkpoint ends with the values of this one.
+        if isinstance(now.get(name), dict):
+            now[name] = values
         values = values if isinstance(values, list) else [values]
         namesakes = [callback for callback in callbacks if type(callback).__name__ == name]
         # If a class has several callbacks, transformers appends to the states of earlier checkpoints. The last ones count.
         for callback, value in zip(namesakes, values[-len(namesakes) :], strict=False):
             for attribute, content in value["attributes"].items():
                 setattr(callback, attribute, content)
-    # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
-    present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
-    state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks
+    state.stateful_callbacks = now
