@@ -43,7 +43,7 @@ from metaphrase.storage.folders import (
     write_json,
     write_provenance,
 )
-from metaphrase.storage.model_files import check_model_folder
+from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 

@@ -1,7 +1,6 @@
 """Model card: the README.md of a trained folder, with metadata for the Hub. What the folder does not tell is called unknown."""
 
 import contextlib
-import html
 import json
 import logging
 import math
@@ -16,13 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
-from metaphrase.hub_card.figures import (
-    LOWER_IS_BETTER,
-    SCORE_LABELS,
-    draw_training_curve,
-    has_training_curve,
-    is_finite,
-)
+from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS, draw_training_curve, is_finite
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
@@ -55,15 +48,6 @@ TASKS = ("translation", "summarization", "text2text-generation")
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
 # Facts that the Hub's metadata have no field for. They stand under this key.
 _FACTS_KEY, _OTHER_FACTS = "metaphrase", ("summary", "task", "source_language", "target_language")
-# Summary and languages in the text of a card by an earlier version. Only such a card has a section of files.
-_EARLIER_CARD = re.compile(
-    re.escape(MARKER)
-    + r"\s*(?:An encoder-decoder Transformer [^\n]*|(?P<summary>.*?))\n\n"
-    + r"- Source language: (?:unknown|(?P<source_language>[^\n]*?))(?: \(no ISO[^\n]*)?\n"
-    + r"- Target language: (?:unknown|(?P<target_language>[^\n]*?))(?: \(no ISO[^\n]*)?\n"
-    + r"- Parameters: .*\n## Files\n",
-    re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -103,8 +87,9 @@ class TrainedFolder:
         state: `trainer_state.json`.
         config: `config.json`.
         num_parameters: Number of weights.
-        has_target_tokenizer: True if the decoder has a separate tokenizer.
         scores: Results by name of the score, possibly none.
+        data_name: Name of the data that the scores were measured on.
+        scored_pairs: Description of these data in Markdown.
     """
 
     def __init__(self, folder: str | Path):
@@ -121,60 +106,36 @@ class TrainedFolder:
         )
         self.recipe = read_recipe(self.path)
         self.num_parameters = count_parameters(self.path)
-        self.has_target_tokenizer = (self.path / TARGET_SUBFOLDER).is_dir()
-        self.scores = (self.metrics or {}).get("scores") or {}
+        metrics = self.metrics or {}
+        self.scores, data = metrics.get("scores") or {}, metrics.get("data") or {}
         for name, result in self.scores.items():
             if not (isinstance(result, Mapping) and is_finite(result.get("score"))):
                 raise ValueError(
                     f"`scores.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
                 )
-
-    @property
-    def data_name(self) -> str | None:
-        """Name of the data that the scores were measured on."""
-        name = ((self.metrics or {}).get("data") or {}).get("name")
-        return None if name is None else redact(str(name))
-
-    @property
-    def source_prefix(self) -> str:
-        """Text before each source in training, of the first task if there are several; often empty."""
-        fields = self.recipe or {}
-        if fields.get("tasks"):
-            fields = next(iter(fields["tasks"].values()))
-        return _without_secrets(str(fields.get("source_prefix") or ""))
-
-    def scored_pairs(self) -> str | None:
-        """Return the data that the scores were measured on, or None if its name is unknown."""
-        data, count = (self.metrics or {}).get("data") or {}, (self.metrics or {}).get("num_examples")
-        if self.data_name and (self.recipe or {}).get(f"num_{data.get('split')}") and count:
-            return f"{number(count)} pairs taken out of {plain(self.data_name)} before training"
-        return plain(self.data_name) if self.data_name else None
+        self.data_name = redact(str(data["name"])) if data.get("name") else None
+        self.scored_pairs = self.data_name and plain(self.data_name)
+        if self.data_name and (self.recipe or {}).get(f"num_{data.get('split')}") and metrics.get("num_examples"):
+            count = number(metrics["num_examples"])
+            self.scored_pairs = f"{count} pairs taken out of {self.scored_pairs} before training"
 
     def recipe_rows(self, of_data: bool) -> list[tuple[str, str]]:
         """Return the rows of a table of recipe fields, those that name the data or the others, without machine paths."""
-        rows = []
-        for name, value in redact(self.recipe or {}).items():
-            if (name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS)) == of_data and name not in LANGUAGE_FIELDS:
-                rows.append((code(name), ", ".join(map(code, value)) if isinstance(value, list) else code(value)))
-        return rows
+        return [
+            (code(name), ", ".join(map(code, value)) if isinstance(value, list) else code(value))
+            for name, value in redact(self.recipe or {}).items()
+            if (name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS)) == of_data and name not in LANGUAGE_FIELDS
+        ]
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
-    """Return the fields of a folder's recipe as a run reads them, or None if it is missing.
-
-    Raises:
-        ValueError: If the file cannot be read.
-    """
+    """Return the fields of a folder's recipe as a run reads them, or None if it is missing."""
     # An empty file is a recipe without fields.
     return read_fields(folder / RECIPE_NAME, lambda text: {} if (fields := load_yaml(text, "it")) is None else fields)
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Return the number of weights in the files of a model, from their headers; None without such files.
-
-    Raises:
-        ValueError: If a file is damaged, or a shard is missing.
-    """
+    """Return the number of weights in the files of a model, from their headers; None without such files."""
     if not weight_names(folder):
         return None
     with contextlib.ExitStack() as files:
@@ -192,6 +153,12 @@ def redact(value: Any) -> Any:
         shared = {name: item for name, item in value.items() if name not in SECRET_FIELDS}
         return {name: _without_secrets(item) if name in TEXT_FIELDS else redact(item) for name, item in shared.items()}
     return _without_machine_path(_without_secrets(value))
+
+
+def _source_prefix(recipe: Mapping[str, Any]) -> str:
+    """Return the text before each source in training, of the first task if there are several."""
+    fields = next(iter(recipe["tasks"].values())) if recipe.get("tasks") else recipe
+    return _without_secrets(str(fields.get("source_prefix") or ""))
 
 
 def _without_secrets(value: Any) -> Any:
@@ -238,11 +205,6 @@ def plain(value: Any) -> str:
     """Return a value as one line of text, with the special characters of Markdown and HTML escaped."""
     text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]{}#|~!$])", r"\\\1", text)
-
-
-def from_plain(text: str) -> str:
-    """Undo `plain`."""
-    return html.unescape(re.sub(r"\\(.)", r"\1", text))
 
 
 def code(value: Any) -> str:
@@ -324,10 +286,11 @@ def write_model_card(
         metrics=metrics,
         state=trained.state,
         own_type=MetaphraseConfig.model_type,
+        has_target_tokenizer=(trained.path / TARGET_SUBFOLDER).is_dir(),
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
         trust=", trust_remote_code=True" if config.get("auto_map") else "",
         # A JSON string is a Python string, too.
-        source=json.dumps(f"{trained.source_prefix}Your text here.", ensure_ascii=False),
+        source=json.dumps(f"{_source_prefix(trained.recipe or {})}Your text here.", ensure_ascii=False),
         scores=list(_score_rows(trained.scores)),
         resamples=[result["bs"] for result in trained.scores.values() if "bs" in result],
         bleu=trained.scores.get("bleu", {}),
@@ -339,7 +302,6 @@ def write_model_card(
         settings=", ".join(
             f"{code(name)} {code(value)}" for name, value in ((metrics or {}).get("generation") or {}).items()
         ),
-        scored_pairs=trained.scored_pairs(),
         data_rows=data_rows,
         hyperparameters=trained.recipe_rows(of_data=False),
         secrets=", ".join(code(name) for name in trained.recipe or {} if name in SECRET_FIELDS),
@@ -403,11 +365,7 @@ def read_facts(path: str | os.PathLike) -> Facts:
         ) from error
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]
     named = {"license": data.get("license"), "base_model": data.get("base_model"), "tags": tags}
-    facts = data.get(_FACTS_KEY) or {}
-    if match := _EARLIER_CARD.search(path.read_text(encoding="utf-8")):
-        facts = {name: match[name] and from_plain(match[name]) for name in LANGUAGE_FIELDS}
-        facts |= {"summary": match["summary"], "task": data.get("pipeline_tag")}
-    return Facts(**named, datasets=data.get("datasets") or (), **facts)
+    return Facts(**named, datasets=data.get("datasets") or (), **data.get(_FACTS_KEY) or {})
 
 
 def complete_facts(facts: Facts, trained: TrainedFolder, repo_id: str | None) -> Facts:
@@ -467,11 +425,9 @@ def _metadata(trained: TrainedFolder, stated: Facts, facts: Facts) -> ModelCardD
 def _draw_curves(trained: TrainedFolder, title: str) -> bool:
     """Draw the training curves. Return False if there is nothing to draw."""
     log, recipe = (trained.state or {}).get("log_history") or [], trained.recipe or {}
-    if not has_training_curve(log):
-        return False
-    smoothing, metric = recipe.get("label_smoothing_factor") or 0.0, recipe.get("metric_for_best_model")
+    metric = recipe.get("metric_for_best_model")
     if metric is None and recipe.get("load_best_model_at_end"):
         metric = "loss"  # the default of transformers
-    options = {"title": title, "label_smoothing": smoothing, "metric": metric and str(metric).removeprefix("eval_")}
-    draw_training_curve(log, trained.path / FIGURE_NAME, **options)
-    return True
+    options = {"label_smoothing": recipe.get("label_smoothing_factor") or 0.0}
+    options["metric"] = metric and str(metric).removeprefix("eval_")
+    return draw_training_curve(log, trained.path / FIGURE_NAME, title, **options) is not None

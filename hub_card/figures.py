@@ -31,11 +31,6 @@ FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "
 FALLBACK_FONTS += ("Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji")
 
 
-def _installed_fonts() -> list[str]:
-    installed = set(fontManager.get_font_names())
-    return ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in installed)]
-
-
 @contextlib.contextmanager
 def _ignoring_missing_glyphs() -> Iterator[None]:
     """A character without font becomes an empty box. matplotlib would warn for each token."""
@@ -65,74 +60,66 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def logged_score(log_history: Sequence[Mapping[str, Any]], metric: str | None = None) -> str | None:
-    """Return `metric`, or else the first name in `SCORE_LABELS`, that was logged as `eval_<name>`; None if there is none."""
-    names = [name for name in SCORE_LABELS if len(_series(log_history, f"eval_{name}")[0])]
-    return metric if metric in names else next(iter(names), None)
-
-
-def has_training_curve(log_history: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the log holds a loss or a score."""
-    return any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss", *map("eval_{}".format, SCORE_LABELS)))
-
-
-def best_entry(log_history: Sequence[Mapping[str, Any]], metric: str | None = None) -> tuple[str, float, float] | None:
-    """Return (key, step, value) of the best evaluation: by `metric`, a score, or the loss; None without evaluations."""
-    name = None if metric == "loss" else logged_score(log_history, metric)
-    key = f"eval_{name}" if name else "eval_loss"
-    steps, values = _series(log_history, key)
-    if len(steps) == 0:
-        return None
-    index = int(np.argmin(values) if name is None or name in LOWER_IS_BETTER else np.argmax(values))
-    return key, float(steps[index]), float(values[index])
-
-
 def draw_training_curve(
     log_history: Sequence[Mapping[str, Any]],
     path: str | os.PathLike,
     title: str | None = None,
     label_smoothing: float = 0.0,
     metric: str | None = None,
-) -> Path:
+) -> Path | None:
     """Draw training and evaluation loss against the step, and a logged score below.
 
     Args:
-        log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like. At least
-            one must be there (`has_training_curve`).
+        log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like.
         path: The PNG file to write.
         title: A line above the picture.
         label_smoothing: Label smoothing of the training loss. The evaluation loss has none.
         metric: Score that is drawn, or `loss`. It decides which step is marked as the best. By default the first score of
             `SCORE_LABELS` in the log.
+
+    Returns:
+        The path, or None without a picture if the log holds neither a loss nor a score.
     """
-    score_name, best = logged_score(log_history, metric), best_entry(log_history, metric)
-    has_loss = any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss"))
-    ratios = [3] * has_loss + [2] * (score_name is not None)
+    keys = ("loss", "eval_loss", *(f"eval_{name}" for name in SCORE_LABELS))
+    series = {key: points for key in keys if len((points := _series(log_history, key))[0])}
+    if not series:
+        return None
+    losses = [key for key in keys[:2] if key in series]
+    scores = [key for key in keys[2:] if key in series]
+    score = f"eval_{metric}" if f"eval_{metric}" in scores else next(iter(scores), None)
+    ratios = [3] * bool(losses) + [2] * bool(scores)
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    if has_loss:
-        _draw_losses(panels[0], log_history, label_smoothing)
-    if score_name is not None:
+    if losses:
+        _draw_losses(panels[0], series, label_smoothing)
+    if score is not None:
         style = {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4}
-        panels[-1].plot(*_series(log_history, f"eval_{score_name}"), **style)
-        panels[-1].set_ylabel(f"{SCORE_LABELS[score_name]} (%)")
-    if best is not None:
-        key, step, value = best
-        unit = "loss" if key == "eval_loss" else SCORE_LABELS[score_name]
+        panels[-1].plot(*series[score], **style)
+        panels[-1].set_ylabel(f"{SCORE_LABELS[score.removeprefix('eval_')]} (%)")
+    best_key = "eval_loss" if metric == "loss" or score is None else score
+    if best_key in series:
+        steps, values = series[best_key]
+        name = best_key.removeprefix("eval_")
+        index = int(np.argmin(values) if name in ("loss", *LOWER_IS_BETTER) else np.argmax(values))
         star = {"color": BEST_COLOR, "markersize": 13, "markeredgecolor": "white", "zorder": 5}
-        label = f"best: {value:.4g} {unit} at step {step:,.0f}"
-        panels[0 if key == "eval_loss" else -1].plot([step], [value], "*", label=label, **star)
+        label = f"best: {values[index]:.4g} {SCORE_LABELS.get(name, name)} at step {steps[index]:,.0f}"
+        panels[0 if name == "loss" else -1].plot(steps[[index]], values[[index]], "*", label=label, **star)
     # Above the panel, to hide no point.
     position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
     for panel in panels:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
-        _style(panel)
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color("#999999")
+        panel.tick_params(colors=TEXT_COLOR, labelsize=9, color="#999999")
+        panel.yaxis.label.set_color(TEXT_COLOR)
         panel.yaxis.set_major_locator(MaxNLocator(nbins=6, min_n_ticks=3, steps=(1, 2, 5, 10)))
         panel.margins(x=0.02, y=0.08)
-        if best is not None:
-            panel.axvline(best[1], color=BEST_COLOR, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
+        if best_key in series:
+            panel.axvline(steps[index], color=BEST_COLOR, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
     bottom = panels[-1]
     # The panels share their steps, but training and scoring may end at different steps.
     bottom.set_xlim(0, 1.02 * max(panel.dataLim.x1 for panel in panels))
@@ -147,33 +134,22 @@ def draw_training_curve(
     return _save(figure, path)
 
 
-def _draw_losses(panel, log_history: Sequence[Mapping[str, Any]], label_smoothing: float) -> None:
+def _draw_losses(panel, series: Mapping[str, tuple[np.ndarray, np.ndarray]], label_smoothing: float) -> None:
     # Smoothing raises the loss, so that the two curves do not compare.
     smoothed, plain = (f" (label smoothing {label_smoothing:g})", " (no smoothing)") if label_smoothing else ("", "")
-    steps, values = _series(log_history, "loss")
-    width = 2 * (len(values) // 80) + 1  # odd, so that a mean is centred on a step
-    label = f"training{smoothed}"
-    if width > 1:
-        panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
-        half = width // 2
-        values = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
-        label = f"training, mean of {width} neighbouring logs{smoothed}"
-    if len(values):
+    if "loss" in series:
+        steps, values = series["loss"]
+        half, label = len(values) // 80, f"training{smoothed}"
+        if half:
+            panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
+            values = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
+            label = f"training, mean of {2 * half + 1} neighbouring logs{smoothed}"
         marker = "." if len(values) < 25 else None
         panel.plot(steps, values, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label=label)
-    steps, values = _series(log_history, "eval_loss")
-    if len(values):
-        panel.plot(steps, values, color=EVAL_COLOR, linewidth=1.6, marker="o", markersize=4, label=f"evaluation{plain}")
+    if "eval_loss" in series:
+        style = {"color": EVAL_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4}
+        panel.plot(*series["eval_loss"], **style, label=f"evaluation{plain}")
     panel.set_ylabel("loss (nats per target token)")
-
-
-def _style(panel) -> None:
-    panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.spines[["left", "bottom"]].set_color("#999999")
-    panel.tick_params(colors=TEXT_COLOR, labelsize=9, color="#999999")
-    panel.yaxis.label.set_color(TEXT_COLOR)
 
 
 def spell_out(text: str, categories: Sequence[str]) -> str:
@@ -226,7 +202,9 @@ def draw_attention_map(
     panel = figure.add_axes((0, 0, 1, 1))
     image = panel.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9), aspect="auto")
     # Without `parse_math=False` two dollar signs in a token would start a formula.
-    plain = {"parse_math": False, "family": _installed_fonts(), "color": TEXT_COLOR}
+    installed = set(fontManager.get_font_names())
+    fonts = ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in installed)]
+    plain = {"parse_math": False, "family": fonts, "color": TEXT_COLOR}
     labels = plain | {"fontsize": min(10.0, cell * 72 * 0.55)}
     panel.xaxis.tick_top()
     panel.xaxis.set_label_position("top")
@@ -254,53 +232,3 @@ def draw_attention_map(
         position = box.x0 / width, (box.y1 + 0.15) / height
         figure.text(*position, title, fontsize=12, fontweight="bold", **plain)
     return _save(figure, path, bbox_inches="tight", pad_inches=0.15)
-
-
-def draw_trials(
-    rows: Sequence[Mapping[str, Any]],
-    best: Mapping[str, Any],
-    metric: str,
-    path: str | os.PathLike,
-    log_names: Sequence[str] = (),
-) -> Path:
-    """Draw the scores of a search: by trial, and against each searched field. Trials without a score are left out.
-
-    Args:
-        rows: Trials with `trial`, `state`, `seconds`, the score under the name of the metric, and the fields.
-        best: The best of the rows.
-        metric: Name of the score.
-        path: The PNG file to write.
-        log_names: Fields with a logarithmic axis.
-    """
-    rows = [row for row in rows if is_finite(row[metric])]
-    names = ["trial", *(name for name in best if name not in ("trial", "state", "seconds", metric))]
-    columns = min(3, len(names))
-    lines = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(3.2 * columns, 2.6 * lines + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
-    styles = {"complete": {"color": TRAIN_COLOR}, "pruned": {"color": "#999999", "facecolor": "none"}}
-    for panel in grid.flat[len(names) :]:
-        panel.set_visible(False)
-    for name, panel in zip(names, grid.flat, strict=False):
-        is_number = all(is_finite(row[name]) for row in rows)
-        for state, style in styles.items():
-            points = [
-                (row[name] if is_number else str(row[name]), row[metric]) for row in rows if row["state"] == state
-            ]
-            panel.scatter(*zip(*points, strict=True) if points else ([], []), s=26, label=state, zorder=3, **style)
-        star = {"marker": "*", "s": 150, "color": BEST_COLOR, "edgecolor": "white", "label": "best", "zorder": 5}
-        panel.scatter([best[name] if is_number else str(best[name])], [best[metric]], **star)
-        panel.set_xlabel(name, color=TEXT_COLOR, fontsize=9)
-        if name in log_names:
-            panel.set_xscale("log")
-        elif is_number and len(numbers := {row[name] for row in rows}) <= 4:
-            panel.set_xticks(sorted(numbers))
-        elif is_number:
-            panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=(1, 2, 5, 10), integer=name == "trial"))
-        panel.margins(x=0.08 if is_number else 0.25)
-        _style(panel)
-    for panel in grid[:, 0]:
-        panel.set_ylabel(SCORE_LABELS.get(metric, metric), color=TEXT_COLOR, fontsize=9)
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=9, frameon=False)
-    return _save(figure, path)

@@ -244,22 +244,16 @@ def _escape(text: str) -> str:
 
 
 def _table(rows: Sequence[Row], num_texts: int) -> str:
-    """Return a table of texts, then numbers. A value in percent with its name in the header has a bar."""
-    has_bar = [text.startswith(tuple(f"{label} " for label in (*SCORE_LABELS.values(), "F1"))) for text in rows[0]]
+    """Return a table of columns with texts, then with numbers. The header comes first."""
 
-    def cell(column: int, text: str) -> str:
-        if column < num_texts:
-            return f"<td>{_escape(text)}"
-        if not has_bar[column]:
-            return f'<td class="number">{_escape(text)}'
-        share = min(max(float(text) / 100, 0), 1)
-        return f'<td class="number bar" style="--weight: {share:.3f}">{text}'
+    def cells(row: Row, name: str) -> str:
+        kinds = ("" if column < num_texts else " class=number" for column in range(len(row)))
+        return "".join(f"<{name}{kind}>{_escape(text)}" for kind, text in zip(kinds, row, strict=True))
 
-    head = "".join(
-        f"<th{' class=number' * (column >= num_texts)}>{_escape(text)}" for column, text in enumerate(rows[0])
+    body = "<tr>".join(cells(row, "td") for row in rows[1:])
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells(rows[0], "th")}</thead><tbody><tr>{body}</tbody></table></div>'
     )
-    body = ("".join(cell(column, text) for column, text in enumerate(row)) for row in rows[1:])
-    return f'<div class="scroll"><table><thead><tr>{head}</thead><tbody><tr>{"<tr>".join(body)}</tbody></table></div>'
 
 
 def _difference_sections(report: dict[str, Any], part: dict[str, Any]) -> Iterator[str]:

@@ -1,16 +1,14 @@
-"""Upload of the shared files of a trained folder in one commit, and the files of a Gradio Space and an Inference Endpoint."""
+"""Upload of the shared files of a trained folder in one commit."""
 
 import contextlib
 import glob
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-import yaml
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -20,14 +18,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from metaphrase.hub_card.card import (
     FIGURE_NAME,
     SECRET_FIELDS,
-    Facts,
     TrainedFolder,
-    complete_facts,
     read_recipe,
     redact,
 )
 from metaphrase.storage.folders import read_fields, refuse_outer_links
-from metaphrase.storage.model_files import check_model_folder
+from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
@@ -74,28 +70,19 @@ class Selection:
 
     def report(self, show: Callable[[str], object]) -> None:
         """Pass each line of a listing to `show`."""
-        sizes = {
-            name: len(content) if isinstance(content, bytes) else content.stat().st_size
-            for name, content in self.contents.items()
-        }
-        for name, size in sizes.items():
-            is_cut = name == RECIPE_NAME and isinstance(self.contents[name], bytes)
+        total = 0
+        for name, content in self.contents.items():
+            is_cut = isinstance(content, bytes)
+            size = len(content) if is_cut else content.stat().st_size
+            total += size
             show(f"  {size:>15,}  {name}" + " (without secrets and absolute paths)" * is_cut)
-        show(f"  {sum(sizes.values()):>15,}  bytes in {len(sizes)} files")
+        show(f"  {total:>15,}  bytes in {len(self.contents)} files")
         for name, reason in self.left_out.items():
             show(f"  {'left out':>15}  {name} ({reason})")
 
 
-def select_files(folder: Path, additional_files: Mapping[str, bytes] | None = None) -> Selection:
-    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`.
-
-    Args:
-        folder: Folder of the model.
-        additional_files: Contents by name that are no files of the folder, such as a handler.
-
-    Raises:
-        ValueError: If one of them is a link to a file outside of the folder.
-    """
+def select_files(folder: Path) -> Selection:
+    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`."""
     selection = Selection()
     weights = weight_names(folder)
     index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
@@ -115,51 +102,39 @@ def select_files(folder: Path, additional_files: Mapping[str, bytes] | None = No
     recipe = read_recipe(folder)
     if (shared := redact(recipe)) != recipe:
         selection.contents[RECIPE_NAME] = dump_yaml(shared).encode()
-    for name, content in (additional_files or {}).items():
-        selection.contents[name] = content
-        selection.left_out.pop(name, None)
     return selection
 
 
 def _code_files(folder: Path) -> list[str]:
     """Return the modules that the configs name, and the modules that these import from the folder."""
-    modules = set()
+    paths = set()
     for name in ("config.json", "tokenizer_config.json"):
         fields = read_fields(folder / name) or {}
         for entry in (*(fields.get("auto_map") or {}).values(), *(fields.get("custom_pipelines") or {}).values()):
-            classes = entry.get("impl") if isinstance(entry, dict) else entry
+            classes = entry["impl"] if isinstance(entry, dict) else entry
+            # A name with two hyphens is in another repository, and so is its file.
             for class_name in classes if isinstance(classes, list) else [classes]:
-                # A name with two hyphens is in another repository, and so is its file.
-                if class_name:
-                    modules.add(class_name.partition(".")[0])
-    paths = [folder / f"{module}.py" for module in modules if (folder / f"{module}.py").is_file()]
-    imported = [Path(path) for module in paths for path in get_relative_import_files(module)]
-    return sorted({path.name for path in [*paths, *imported]})
+                paths.add(folder / f"{str(class_name).partition('.')[0]}.py")
+    paths = {path for path in paths if path.is_file()}
+    imported = {Path(path) for module in paths for path in get_relative_import_files(module)}
+    return sorted(path.name for path in paths | imported)
 
 
 def _card_pictures(folder: Path) -> list[str]:
     """Return the pictures that the card shows."""
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
-    names = [path.name for path in folder.glob("*.png")]
     # `curve.png` must not match in `training_curve.png`.
-    return [name for name in names if re.search(rf"(?<![\w.%-]){re.escape(name)}(?![\w-])", card)]
+    return [path.name for path in folder.glob("*.png") if re.search(rf"(?<![\w.%-]){re.escape(path.name)}", card)]
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder holds a complete model that loads, and no secret.
-
-    Raises:
-        ValueError: If `config.json`, weights in safetensors or a tokenizer are missing or damaged, or the recipe cannot be read
-            or holds a secret.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
-    names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
+    """Check that a folder holds a complete model that loads, and no secret."""
     check_model_folder(folder)
     # Opens the files that the card is made from.
     recipe = TrainedFolder(folder).recipe or {}
+    names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
     settings = read_fields(folder / "tokenizer_config.json")
     # Code beside the model is not run here. A slow tokenizer may need a package that is not installed here.
     if settings is not None and "auto_map" not in settings:
@@ -187,21 +162,11 @@ def upload(
     repo_id: str,
     *,
     commit_message: str,
-    private: bool = False,
-    revision: str | None = None,
-    token: str | None = None,
-    is_space: bool = False,
+    private: bool,
+    revision: str | None,
+    token: str | None,
 ) -> str:
     """Create repository and branch if they are missing, and upload files in one commit.
-
-    Args:
-        contents: Path or bytes of each file by its name.
-        repo_id: Name on the Hub, user/name.
-        commit_message: Message of the commit.
-        private: True to create a private repository.
-        revision: Branch; the default is main.
-        token: Access token; the default is that of the environment.
-        is_space: True for the repository of a Gradio Space.
 
     Returns:
         The name of the repository and the id of the commit, with a space between.
@@ -211,122 +176,45 @@ def upload(
         OSError: If the Hub refuses or cannot be reached.
     """
     api = HfApi(token=token)
-    kind = {"repo_type": "space" if is_space else "model"}
-    sdk = {"space_sdk": "gradio"} if is_space else {}
-    with naming_refusals(api, repo_id):
-        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True, **kind, **sdk).repo_id
+    with _naming_refusals(api, repo_id):
+        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         # The Hub does not change the visibility of an existing repository.
-        if private and not api.repo_info(repo_id, **kind).private:
+        if private and not api.repo_info(repo_id).private:
             raise ValueError(f"`private` must be left out for a repository that is public, got {repo_id!r}.")
         if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True, **kind)
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision, **kind)
+        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
     logger.info("See %s", commit.commit_url)
-    return f"{'spaces/' * is_space}{repo_id} {commit.oid}"
+    return f"{repo_id} {commit.oid}"
 
 
-def check_access(repo_id: str, token: str | None = None) -> None:
+def check_access(repo_id: str, token: str | None) -> None:
     """Check that the Hub can be reached and knows the token, before anything is written.
-
-    Args:
-        repo_id: Name on the Hub, for messages.
-        token: Access token; the default is that of the environment.
 
     Raises:
         OSError: If the Hub refuses or cannot be reached, or there is no token.
     """
     api = HfApi(token=token)
-    try:
-        with naming_refusals(api, repo_id):
-            api.whoami()
-    except LocalTokenNotFoundError as error:
-        raise PermissionError(
-            f"A token is needed to write to {repo_id!r}: log in with `hf auth login`, or set HF_TOKEN or --token."
-        ) from error
+    with _naming_refusals(api, repo_id):
+        api.whoami()
 
 
 @contextlib.contextmanager
-def naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
+def _naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
     """Say in errors of the Hub how to mend them."""
+    hint = "log in with `hf auth login`, or set a token with write access by HF_TOKEN or --token"
     try:
         yield
+    except LocalTokenNotFoundError as error:
+        raise PermissionError(f"A token is needed to write to {repo_id!r}: {hint}.") from error
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise PermissionError(
-                f"The Hub does not let you write to {repo_id!r}: log in with `hf auth login`, or set a token with write "
-                f"access by HF_TOKEN or --token. The Hub's answer: {error}"
+                f"The Hub does not let you write to {repo_id!r}: {hint}. The Hub's answer: {error}"
             ) from error
         raise
     except HTTPError as error:
         raise ConnectionError(
             f"{api.endpoint} cannot be reached: {error or type(error).__name__}. Try again with a network."
         ) from error
-
-
-# Both programs use the code beside the weights. Some tokenizers have a SentencePiece model and no other file.
-REQUIREMENTS = "torch>=2.11\ntransformers>=5.20,<6\nsentencepiece>=0.2\n"
-
-
-def endpoint_files(folder: Path, facts: Facts) -> dict[str, bytes]:
-    """Return `handler.py` and the requirements of an Inference Endpoint, which stand beside the weights.
-
-    Args:
-        folder: Folder of the model.
-        facts: Facts of its card.
-
-    Raises:
-        ValueError: If the folder has no pipelines.
-    """
-    trained = _with_pipelines(folder, "endpoint_handler")
-    constants = {"TASK": complete_facts(facts, trained, None).task, "PREFIX": trained.source_prefix}
-    return {"handler.py": _fill("endpoint_handler.py", constants), "requirements.txt": REQUIREMENTS.encode()}
-
-
-def space_files(folder: Path, facts: Facts, repo_id: str, examples: Sequence[str] = ()) -> dict[str, bytes]:
-    """Return the files of a Gradio Space that loads a model from the Hub.
-
-    Args:
-        folder: Folder of the model.
-        facts: Facts of its card.
-        repo_id: Name of the model on the Hub.
-        examples: Sources below the text field.
-
-    Raises:
-        ValueError: If the folder has no pipelines.
-    """
-    trained = _with_pipelines(folder, "space")
-    facts = complete_facts(facts, trained, repo_id)
-    constants = {"TASK": facts.task, "PREFIX": trained.source_prefix, "MODEL_ID": repo_id, "EXAMPLES": list(examples)}
-    for name, language in (("SOURCE", facts.source_language), ("TARGET", facts.target_language)):
-        constants[f"{name}_LABEL"] = name.title() + (f" ({language})" if language else "")
-    metadata = {"title": facts.title, "emoji": "🔤", "colorFrom": "blue", "colorTo": "indigo", "sdk": "gradio"}
-    # The newest version that the app was tested with.
-    metadata |= {"sdk_version": "6.31.0", "python_version": "3.12", "app_file": "app.py", "models": [repo_id]}
-    if facts.license:
-        metadata["license"] = facts.license
-    header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    return {
-        "app.py": _fill("space_app.py", constants),
-        "requirements.txt": REQUIREMENTS.encode(),
-        "README.md": f"---\n{header}---\n\nA page to try [{repo_id}](https://huggingface.co/{repo_id}).\n".encode(),
-    }
-
-
-def _with_pipelines(folder: Path, option: str) -> TrainedFolder:
-    trained = TrainedFolder(folder)
-    if not (trained.config or {}).get("custom_pipelines"):
-        raise ValueError(
-            f"`{option}` must come with a model that carries its pipelines, got {str(folder)!r}. "
-            "Make it a Metaphrase model by `metaphrase convert`."
-        )
-    return trained
-
-
-def _fill(name: str, constants: Mapping[str, Any]) -> bytes:
-    """Return a program of this folder with other values of its constants."""
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    for constant, value in constants.items():
-        line = re.compile(rf"^({constant}(?:: [^=]+)?) = .*$", re.MULTILINE)
-        text = line.sub(lambda match, value=value: f"{match[1]} = {value!r}", text)
-    return text.encode()

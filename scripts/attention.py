@@ -56,11 +56,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | None]:
-    """Read sources, and targets if there are any, from the command line, files or standard input.
-
-    Raises:
-        ValueError: If a side is given as text and as file, or the numbers of sources and targets differ.
-    """
+    """Read sources, and targets if there are any, from the command line, files or standard input."""
     for name, text, file in (
         ("source", arguments.source, arguments.input),
         ("target", arguments.target, arguments.target_input),

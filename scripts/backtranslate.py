@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from metaphrase.data.pairs import pair_formatter
 from metaphrase.inference.generator import ScoredText
-from metaphrase.inference.line_files import num_lines, read_lines
-from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
+from metaphrase.inference.line_files import num_lines
+from metaphrase.scripts.generate import decode_records, line_records, prepare
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -21,8 +21,4 @@ def main(arguments: argparse.Namespace) -> None:
         sources = [start + candidate.text if candidate.text.strip() else "" for candidate in candidates]
         return "".join(format_pair(source, target) for source in sources)
 
-    part = chosen_part(arguments, num_lines(arguments.input))
-    with load(arguments, options) as generator:
-        lines = ((line,) for line in read_lines(arguments.input, arguments.max_line_characters))
-        num_targets = generator.num_targets(**options)
-        decode_records(generator, arguments, options, lines, part, format_pairs, num_targets=num_targets)
+    decode_records(arguments, options, line_records(arguments), num_lines(arguments.input), format_pairs)

@@ -65,11 +65,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """Check the output files before any work.
-
-    Raises:
-        ValueError: If an output has another format, cannot be written, or would replace an input.
-    """
+    """Check the output files before any work."""
     inputs = given_options(arguments, ("target", "source", "train_target_file"))
     for name in ("outputs", "scores"):
         inputs |= {f"{name}[{number}]": path for number, path in enumerate(getattr(arguments, name) or ())}
@@ -81,11 +77,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def read_test_set(arguments: argparse.Namespace) -> TestSet:
-    """Read outputs, references and sources. A system has the name of the command line, or of its file, or its path.
-
-    Raises:
-        ValueError: If there are fewer than two systems, or their names are not different, or numbers of lines differ.
-    """
+    """Read outputs, references and sources. A system has the name of the command line, or of its file, or its path."""
     paths = arguments.outputs
     names = arguments.names or [Path(path).name for path in paths]
     if arguments.names is None and len(set(names)) < len(names):
@@ -106,11 +98,7 @@ def read_test_set(arguments: argparse.Namespace) -> TestSet:
 
 
 def read_external_scores(arguments: argparse.Namespace, test_set: TestSet) -> dict[str, list[float]]:
-    """Read the external scores of each system; none without files.
-
-    Raises:
-        ValueError: If there is not a file for each system, or a line is no finite number.
-    """
+    """Read the external scores of each system; none without files."""
     paths, scores = arguments.scores or (), {}
     if paths and len(paths) != len(test_set.outputs):
         counts = f"{len(paths)} files for {len(test_set.outputs)} systems"
@@ -129,11 +117,7 @@ def read_external_scores(arguments: argparse.Namespace, test_set: TestSet) -> di
 
 
 def read_column(arguments: argparse.Namespace, name: str, path: str, references: list[str]) -> list[str]:
-    """Read a file with as many lines as there are references.
-
-    Raises:
-        ValueError: If the number of lines is another one.
-    """
+    """Read a file with as many lines as there are references."""
     lines = list(read_lines(path, arguments.max_line_characters))
     if len(lines) != len(references):
         counts = f"{len(lines)} in {path!r} and {len(references)} in {arguments.target!r}"

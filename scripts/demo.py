@@ -78,11 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def prepare(folder: Path, source: Path, fields: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Make the corpus and clear the folder. The folder changes only after all checks.
-
-    Raises:
-        ValueError: If the recipe or a number of pairs is not valid, or the folder holds data that no demo has made.
-    """
+    """Make the corpus and clear the folder. The folder changes only after all checks."""
     data, is_demo = folder / "data", (folder / MARKER_NAME).is_file()
     if not is_demo and (files := sorted(data.glob("*.tsv"))):
         raise ValueError(

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatter
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
-from metaphrase.inference.line_files import num_lines, read_lines
-from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
+from metaphrase.inference.line_files import num_lines
+from metaphrase.scripts.generate import decode_records, line_records, prepare
 from metaphrase.scripts.parsers import check_dependents, given_options
 
 
@@ -17,26 +17,23 @@ def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, target="input")
     inputs = {"input": arguments.input} | given_options(arguments, ("target",))
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
-    format_pair, pairs = pair_formatter(arguments.output), chosen_pairs(arguments)
-    if arguments.select is not None and (pairs is None or options["num_return_sequences"] < 2):
+    format_pair, pairs, select = pair_formatter(arguments.output), chosen_pairs(arguments), arguments.select
+    if select is not None and (pairs is None or options["num_return_sequences"] < 2):
         raise ValueError(
             "`select` must come with pairs as input and `num_return_sequences` above 1, "
             f"got {'sources alone' if pairs is None else options['num_return_sequences']}."
         )
 
-    def format_pairs(index: int, record: tuple[str, str | None], candidates: Sequence[ScoredText]) -> str:
-        source, reference = record
-        if arguments.select is not None:
-            candidates = [nearest(candidates, reference, arguments.select)]
-        return "".join(format_pair(source, candidate.text) for candidate in candidates)
+    def format_pairs(index: int, record: tuple[str, ...], candidates: Sequence[ScoredText]) -> str:
+        if select is not None:
+            candidates = [nearest(candidates, record[1], select)]
+        return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
     # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
     total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.read_files())
-    part = chosen_part(arguments, total)
-    with load(arguments, options) as generator:
-        num_targets = 1 if arguments.select is not None else generator.num_targets(**options)
-        records = read_records(arguments, pairs)
-        decode_records(generator, arguments, options, records, part, format_pairs, num_targets=num_targets)
+    records = line_records(arguments) if pairs is None else read_pairs(pairs)
+    num_targets = None if select is None else 1
+    decode_records(arguments, options, records, total, format_pairs, num_targets=num_targets)
 
 
 def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> ScoredText:
@@ -61,15 +58,8 @@ def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:
     return PairSource(source_file=arguments.input, target_file=arguments.target, **options)
 
 
-def read_records(arguments: argparse.Namespace, pairs: PairSource | None) -> Iterator[tuple[str, str | None]]:
-    """Yield each source and its reference.
-
-    Raises:
-        ValueError: If a line holds no pair.
-    """
-    if pairs is None:
-        yield from ((line, None) for line in read_lines(arguments.input, arguments.max_line_characters))
-        return
+def read_pairs(pairs: PairSource) -> Iterator[tuple[str, str]]:
+    """Yield each source and its reference. A line that holds no pair is an error."""
     for record in pairs.read_files():
         if isinstance(record, PairProblem):
             raise ValueError(f"{record.message} `metaphrase filter` drops such lines.")

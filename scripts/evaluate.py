@@ -114,9 +114,6 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict[str, A
 
     Only the scores of a single saved model that is decoded as it is go beside the model, where its card shows them. They replace
     only scores of the same data and settings.
-
-    Raises:
-        ValueError: If the scores would become those of another model.
     """
     if arguments.output is not None:
         return metrics_path(arguments.output)

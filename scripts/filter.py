@@ -69,11 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
-    """Return the settings of the command line.
-
-    Raises:
-        ValueError: If a threshold is out of its range, or a rule lacks its language or models.
-    """
+    """Return the settings of the command line."""
     settings = FilterSettings(**{field.name: getattr(arguments, field.name) for field in fields(FilterSettings)})
     rules = {*(settings.rules or RULES)} - {*(arguments.skip_rules or ())}
     # A rule is on if its options are given.
@@ -111,11 +107,7 @@ def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> Pa
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
-    """Check the outputs before any work. Return True if `resume` is given, and all outputs are newer than the inputs.
-
-    Raises:
-        ValueError: If a file would be lost, or the format is unknown.
-    """
+    """Check the outputs before any work. Return True if `resume` is given, and all outputs are newer than the inputs."""
     outputs, is_one = arguments.output, len(arguments.output) == 1
     is_known = not is_one or outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
     if len(outputs) > 2 or not is_known:

@@ -38,6 +38,63 @@ logger = logging.getLogger(__name__)
 MAX_SHOWN = 10
 
 
+def main(arguments: argparse.Namespace) -> None:
+    needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
+    check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
+    options = prepare(arguments, {"input": arguments.input} | given_options(arguments, ("glossary",)))
+    options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
+    n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
+    if arguments.format != "text" or arguments.keep or arguments.glossary is not None:
+        names = ("ensemble", "mbr_candidates", "resume", "shard")
+        refused = {name: getattr(arguments, name) for name in names}
+        refused |= {"n_best": n_best, "num_processes": arguments.num_processes > 1}
+        refused["engine"] = arguments.engine == "ctranslate2"
+        if names := [name for name, value in refused.items() if value]:
+            raise ValueError(f"--format, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
+        write_texts(arguments, options)
+        return
+    risk = None
+    if arguments.mbr_candidates is not None:
+        risk = {"num_candidates": arguments.mbr_candidates, "num_references": arguments.mbr_references}
+        risk["utility"] = arguments.mbr_utility or "chrf"
+    elif not n_best:
+        # Override the model's own setting: one line out for each line in.
+        options.setdefault("num_return_sequences", 1)
+    decode_records(
+        arguments,
+        options,
+        line_records(arguments),
+        num_lines(arguments.input),
+        lambda index, record, candidates: format_targets(index, candidates, n_best),
+        num_targets=1 if risk else None,
+        risk=risk,
+        with_scores=n_best,
+    )
+
+
+def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dict:
+    """Check the options and files of a verb that decodes a stream, and set the seed. Return the generation options.
+
+    `inputs` holds the files to read, by the names of their options.
+    """
+    if arguments.chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
+    check_dependents(arguments, resume="output")
+    drafts = given_options(arguments, ("assistant_model",)).values()
+    check_files(inputs, arguments.output, models=[*chosen_models(arguments), *drafts])
+    if arguments.resume:
+        check_regular(arguments.output)
+    set_seed(arguments.seed)
+    if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
+        logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
+    return chosen_generation_options(arguments)
+
+
+def line_records(arguments: argparse.Namespace) -> Iterator[tuple[str]]:
+    """Yield a record of one text for each line of the input."""
+    return ((line,) for line in read_lines(arguments.input, arguments.max_line_characters))
+
+
 @contextlib.contextmanager
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | GeneratorPool]:
     """Load a generator, an ensemble or a pool of processes. A draft model goes to the pool, or into `options`."""
@@ -54,102 +111,25 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | G
     yield Generator.from_pretrained(names, **loading)
 
 
-def main(arguments: argparse.Namespace) -> None:
-    needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
-    check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
-    options = prepare(arguments, {"input": arguments.input} | given_options(arguments, ("glossary",)))
-    options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
-    n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
-    if not n_best and arguments.mbr_candidates is None:
-        # Override the model's own setting: one line out for each line in.
-        options.setdefault("num_return_sequences", 1)
-    part = chosen_part(arguments, num_lines(arguments.input))
-    needs_texts = arguments.format != "text" or arguments.keep or arguments.glossary is not None
-    if needs_texts:
-        names = ("ensemble", "mbr_candidates", "resume", "shard")
-        refused = {name: getattr(arguments, name) for name in names}
-        refused |= {"n_best": n_best, "num_processes": arguments.num_processes > 1}
-        refused["engine"] = arguments.engine == "ctranslate2"
-        if names := [name for name, value in refused.items() if value]:
-            raise ValueError(f"--format, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
-    with load(arguments, options) as generator:
-        if needs_texts:
-            write_texts(generator, arguments, options)
-            return
-        num_targets, risk = 1, None
-        if arguments.mbr_candidates is None:
-            num_targets = generator.num_targets(**options)
-        else:
-            risk = {"num_candidates": arguments.mbr_candidates, "num_references": arguments.mbr_references}
-            risk["utility"] = arguments.mbr_utility or "chrf"
-        lines = read_lines(arguments.input, arguments.max_line_characters)
-        decode_records(
-            generator,
-            arguments,
-            options,
-            ((line,) for line in lines),
-            part,
-            lambda index, record, candidates: format_targets(index, candidates, n_best),
-            num_targets=num_targets,
-            risk=risk,
-            with_scores=n_best,
-        )
-
-
-def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dict:
-    """Check the options and files of a verb that decodes a stream, and set the seed. Return the generation options.
-
-    Args:
-        arguments: Options of the verb.
-        inputs: Files to read, by the names of their options.
-
-    Raises:
-        ValueError: If a chunk has no lines, an option lacks another one, or a file would be lost.
-    """
-    if arguments.chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
-    check_dependents(arguments, resume="output")
-    drafts = given_options(arguments, ("assistant_model",)).values()
-    check_files(inputs, arguments.output, models=[*chosen_models(arguments), *drafts])
-    if arguments.resume:
-        check_regular(arguments.output)
-    set_seed(arguments.seed)
-    if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
-        logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
-    return chosen_generation_options(arguments)
-
-
-def chosen_part(arguments: argparse.Namespace, total: int | None) -> range | None:
-    """Return the sources to decode: those of `shard`, or all. `None` if their number is unknown.
-
-    Raises:
-        ValueError: If the number is unknown with `shard`, or there are too many shards.
-    """
-    if total is not None:
-        return shard_range(total, arguments.shard, arguments.chunk_size)
-    if arguments.shard is not None:
-        raise ValueError("`input` must be a file with `shard`, got a pipe or standard input.")
-    return None
-
-
-def write_texts(generator: Generator, arguments: argparse.Namespace, options: dict) -> None:
+def write_texts(arguments: argparse.Namespace, options: dict) -> None:
     """Decode a page, or lines with terms, into the output, and log counts."""
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     is_page = arguments.format != "text"
-    decoder = TextDecoder(
-        generator,
-        text_format=arguments.format,
-        split_sentences=arguments.split_sentences or is_page,
-        terms=terms,
-    )
     lines = read_lines(arguments.input, arguments.max_line_characters)
     if is_page:
         lines = iter(["\n".join(lines)])
-    with open_output(arguments.output) as output:
-        for chunk in read_chunks(lines, arguments.chunk_size):
-            for text in decoder.decode(chunk.texts, **options):
-                output.write(text + "\n")
-        output.finish()
+    with load(arguments, options) as generator:
+        decoder = TextDecoder(
+            generator,
+            text_format=arguments.format,
+            split_sentences=arguments.split_sentences or is_page,
+            terms=terms,
+        )
+        with open_output(arguments.output) as output:
+            for chunk in read_chunks(lines, arguments.chunk_size):
+                for text in decoder.decode(chunk.texts, **options):
+                    output.write(text + "\n")
+            output.finish()
     counts = decoder.counts
     warn_of_lengths(generator, counts["num_sentences"])
     logger.info("Sentences: %d.", counts["num_sentences"])
@@ -167,38 +147,43 @@ def write_texts(generator: Generator, arguments: argparse.Namespace, options: di
 
 
 def decode_records(
-    generator: Generator | GeneratorPool,
     arguments: argparse.Namespace,
     options: dict,
     records: Iterable[tuple],
-    part: range | None,
+    total: int | None,
     format_lines: Callable[[int, tuple, list[ScoredText]], str],
     *,
-    num_targets: int,
+    num_targets: int | None = None,
     risk: dict | None = None,
     with_scores: bool = False,
 ) -> None:
     """Decode sources into the output, and log counts and speed.
 
     Args:
-        generator: The generator.
-        arguments: Options of the verb: output, resume, shard, chunks.
+        arguments: Options of the verb: models, output, resume, shard, chunks.
         options: Generation options.
         records: Each a source and what belongs to it, such as a reference.
-        part: Indices of the records to decode; `None` for all, if their number is unknown.
+        total: Number of the records; `None` if it is unknown.
         format_lines: Returns the lines for the index of a source, its record and its candidates.
-        num_targets: Lines for each source.
+        num_targets: Lines for each source. By default, the options and the model decide.
         risk: As for `generate_stream`.
         with_scores: True if the lines are those of an n-best list with scores.
     """
-    start, stop = (0, None) if part is None else (part.start, part.stop)
-    if arguments.resume:
-        layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": arguments.chunk_size}
-        opened = ResumedFile(arguments.output, **layout)
-    else:
-        opened = open_output(arguments.output)
-    count, started = 0, time.perf_counter()
-    with opened as output:
+    if total is None and arguments.shard is not None:
+        raise ValueError("`input` must be a file with `shard`, got a pipe or standard input.")
+    start, stop = 0, None
+    if total is not None:
+        part = shard_range(total, arguments.shard, arguments.chunk_size)
+        start, stop = part.start, part.stop
+    with contextlib.ExitStack() as stack:
+        generator = stack.enter_context(load(arguments, options))
+        if num_targets is None:
+            num_targets = generator.num_targets(**options)
+        if arguments.resume:
+            layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": arguments.chunk_size}
+            output = stack.enter_context(ResumedFile(arguments.output, **layout))
+        else:
+            output = stack.enter_context(open_output(arguments.output))
         first = start + output.first_source
         if output.first_source:
             logger.info("Resuming %s at line %d.", arguments.output, output.first_source + 1)
@@ -210,6 +195,7 @@ def decode_records(
                 decoded.append(record)
                 yield record[0]
 
+        count, started = 0, time.perf_counter()
         results = generator.generate_stream(
             read_sources(),
             risk=risk,
@@ -233,12 +219,12 @@ def decode_records(
             hint = f"{arguments.output} ends with source {num_done}. Use --resume to go on."
             raise KeyboardInterrupt(hint) from None
         output.finish()
-    seconds = time.perf_counter() - started
-    logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)
-    warn_of_lengths(generator, count)
-    if generator.num_drafted:
-        share = generator.num_accepted / generator.num_drafted
-        logger.info("Of %d drafted tokens %.1f %% were accepted.", generator.num_drafted, 100 * share)
+        seconds = time.perf_counter() - started
+        logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)
+        warn_of_lengths(generator, count)
+        if generator.num_drafted:
+            share = generator.num_accepted / generator.num_drafted
+            logger.info("Of %d drafted tokens %.1f %% were accepted.", generator.num_drafted, 100 * share)
 
 
 def warn_of_lengths(generator: Generator | GeneratorPool, num_sources: int) -> None:

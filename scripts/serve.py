@@ -83,11 +83,7 @@ def load_models(arguments: argparse.Namespace, batcher: Batcher) -> list[ServedM
 
 
 def split_name(word: str) -> tuple[str, str]:
-    """Return name and path of NAME=PATH.
-
-    Raises:
-        ValueError: If one of them is missing.
-    """
+    """Return name and path of NAME=PATH."""
     name, _, path = word.partition("=")
     if not name or not path:
         raise ValueError(f"A name and a path must stand as NAME=PATH, got {word!r}.")
@@ -95,11 +91,7 @@ def split_name(word: str) -> tuple[str, str]:
 
 
 def read_keys(path: str | None) -> list[str]:
-    """Return the keys of a file, or of the environment.
-
-    Raises:
-        ValueError: If the file has no key.
-    """
+    """Return the keys of a file, or of the environment."""
     if path is None:
         return [key.strip() for key in os.environ.get("METAPHRASE_API_KEYS", "").split(",") if key.strip()]
     keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]

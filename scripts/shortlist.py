@@ -9,7 +9,7 @@ from metaphrase.filtering.lexicon import MAX_PAIRS, make_vocabulary_map
 from metaphrase.filtering.run import check_sample, sample_pairs
 from metaphrase.scripts.parsers import given_options
 from metaphrase.storage.folders import file_in_one_step
-from metaphrase.storage.model_files import check_model_folder
+from metaphrase.storage.loading import check_model_folder
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import psutil
 
-from metaphrase.hub_card.figures import draw_trials
 from metaphrase.scripts.train import find_data, limit_bars
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.choices.tuning import BEST_NAME, Tuning
@@ -32,8 +31,6 @@ def main(arguments: argparse.Namespace) -> None:
         tuning.run()
     except KeyboardInterrupt:
         raise KeyboardInterrupt("The same command with --resume goes on with the search.") from None
-    log_names = [name for name, values in tuning.space.items() if getattr(values, "log", False)]
-    draw_trials(tuning.rows, tuning.best_rows[0], tuning.metric, tuning.folder / "trials.png", log_names)
     rows = [{name: str(value) for name, value in row.items()} for row in tuning.best_rows[:_SHOWN_ROWS]]
     rows.insert(0, {name: name for name in rows[0]})
     for row in rows:

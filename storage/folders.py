@@ -45,9 +45,6 @@ def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -
     Args:
         output: The folder to write.
         check: Raises an error if `output` must not be replaced. It is called after the block, which may take hours.
-
-    Raises:
-        ValueError: If another run is writing to `output`.
     """
     output = output.resolve()
     partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
@@ -99,9 +96,6 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         overwrite: True if `output` may exist.
         mark: Name of the file that proves that this package wrote `output`. It lists the other files.
         action: Participle for the error message, such as averaged.
-
-    Raises:
-        ValueError: If `output` lies in a source or holds one, or exists and must not be replaced.
     """
     restore_replaced(output)
     resolved = output.resolve()
@@ -128,9 +122,6 @@ def check_writable(folder: Path, name: str) -> None:
     Args:
         folder: The folder, which need not exist.
         name: Option that names it, for messages.
-
-    Raises:
-        ValueError: If the folder, or its nearest parent that exists, is a file or read-only.
     """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
@@ -144,11 +135,7 @@ def _files_in(folder: Path) -> set[str]:
 
 
 def refuse_outer_links(folder: Path, paths: Iterable[Path], field: str) -> None:
-    """Refuse links to files outside of a folder, such as a private key, before their content is copied or uploaded.
-
-    Raises:
-        ValueError: Naming the link.
-    """
+    """Refuse links to files outside of a folder, such as a private key, before their content is copied or uploaded."""
     root = folder.resolve()
     # In the cache of the Hub, files are links to the blobs of their repository.
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
@@ -227,9 +214,6 @@ class WriteLock(contextlib.AbstractContextManager):
         Args:
             path: An existing file or folder.
             name: The option that names the output, for the error.
-
-        Raises:
-            ValueError: If another run holds the lock, in this process or another one.
         """
         self._descriptor = None
         is_file = os.path.isfile(path)

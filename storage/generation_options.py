@@ -73,9 +73,6 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
     Args:
         options: Options by name. Those that this file does not describe, ids and None are not checked.
         where: Origin of the options, for the error.
-
-    Raises:
-        ValueError: Naming the option, what must hold and the value.
     """
     for name, value in options.items():
         option = GENERATION_OPTIONS.get(name)

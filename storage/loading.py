@@ -1,8 +1,9 @@
-"""Loading of models: with all weights, or not at all."""
+"""Loading of models: checks of the settings in a folder, then the model with all its weights, or an error."""
 
 import contextlib
+import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,64 @@ import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.utils import CONFIG_NAME
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.generation_options import use_floats
-from metaphrase.storage.model_files import check_model_folder, refuse_shape
+from metaphrase.storage.folders import read_fields
+from metaphrase.storage.generation_options import check_options, use_floats
 from metaphrase.storage.weight_files import ADAPTER_NAME, WeightFiles, is_finite, listed, refuse_not_finite
+
+_TOKENIZER_FILES = [
+    f"{part}{name}" for part in ("", "target_tokenizer/") for name in ("tokenizer_config.json", "tokenizer.json")
+]
+_IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+
+
+def check_model_folder(folder: str | os.PathLike) -> None:
+    """Check that a configuration can be made of a model's settings. A name on the Hub is not checked.
+
+    Args:
+        folder: Folder of a model, an adapter, a tokenizer or an export. Files that it lacks are not checked.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return
+    path, generation_path = folder / CONFIG_NAME, folder / GENERATION_CONFIG_NAME
+    fields, generation = read_fields(path) or {}, read_fields(generation_path) or {}
+    for file, settings in ((path, fields), (generation_path, generation)):
+        check_options(settings, f" in {str(file)!r}")
+    for name in _TOKENIZER_FILES:
+        # transformers names no file in its error.
+        read_fields(folder / name)
+    config = None
+    try:
+        file = path
+        # The code of other families may not run.
+        if fields.get("model_type") in CONFIG_MAPPING:
+            config = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
+        file = generation_path
+        GenerationConfig.from_dict(copy.deepcopy(generation))
+    except Exception as error:
+        # These classes raise all kinds of errors for values of another type, some with several lines.
+        text = " ".join(str(error).split())
+        raise ValueError(f"{str(file)!r} must hold usable fields: {type(error).__name__}: {text}") from error
+    if config is not None:
+        _check_ids(path, {name: getattr(config, name, None) for name in _IDS}, config)
+        _check_ids(generation_path, generation, config)
+
+
+def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Refuse ids that are no rows of the target embedding. With such an end of sequence, no target would end."""
+    names = ("decoder_vocab_size", "tgt_vocab_size", "vocab_size")
+    size = next((size for name in names if (size := getattr(config, name, None)) is not None), 2**31)
+    for name in _IDS:
+        ids = settings.get(name)
+        for index in ids if isinstance(ids, list) else [ids] if ids is not None else []:
+            if not isinstance(index, int) or not 0 <= index < size:
+                raise ValueError(
+                    f"`{name}` in {str(path)!r} must be an id of the vocabulary, from 0 to {size - 1}, got {ids!r}."
+                )
 
 
 def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -51,7 +103,9 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         raise ValueError(f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}.") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, shape, expected = mismatched[0]
-        refuse_shape(name_or_path, name, shape, expected)
+        raise ValueError(
+            f"The weight `{name}` of {os.fspath(name_or_path)} must have the shape {tuple(expected)}, got {tuple(shape)}."
+        )
     if model.config.model_type == MetaphraseConfig.model_type and (missing := sorted(info["missing_keys"])):
         raise ValueError(
             f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}, where these are missing: {listed(missing)}."

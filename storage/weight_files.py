@@ -41,11 +41,7 @@ class Kind(NamedTuple):
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return the names of the safetensors files that transformers loads from a folder. They need not exist.
-
-    Raises:
-        ValueError: If the index is damaged, or names files of another folder.
-    """
+    """Return the names of the safetensors files that transformers loads from a folder. They need not exist."""
     # transformers prefers the single file.
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         return [SAFE_WEIGHTS_NAME]
@@ -96,9 +92,6 @@ class WeightFiles:
     Attributes:
         paths: The files.
         kinds: Type and shape of each tensor, in alphabetical order of the names.
-
-    Raises:
-        ValueError: If the folder does not exist, or holds no complete weights in safetensors.
     """
 
     def __init__(self, folder: Path, files: contextlib.ExitStack):
@@ -122,11 +115,7 @@ class WeightFiles:
         self.kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor.
-
-        Raises:
-            ValueError: If the tensor holds NaN or infinity.
-        """
+        """Return a tensor."""
         weight = self._file_of[name].get_tensor(name)
         if not is_finite(weight):
             refuse_not_finite(self.folder, name)

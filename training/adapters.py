@@ -18,7 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedMode
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, GENERATION_CONFIG_NAME
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
-from metaphrase.storage.model_files import check_model_folder
+from metaphrase.storage.loading import check_model_folder
 from metaphrase.tokenization import TokenizerPair
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
-from metaphrase.storage.loading import load_whole
-from metaphrase.storage.model_files import check_model_folder
+from metaphrase.storage.loading import check_model_folder, load_whole
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 

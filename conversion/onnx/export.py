@@ -19,8 +19,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.positions import sinusoids
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
-from metaphrase.storage.loading import load_whole
-from metaphrase.storage.model_files import check_model_folder
+from metaphrase.storage.loading import check_model_folder, load_whole
 from metaphrase.tokenization import TokenizerPair
 
 PROVENANCE_NAME = "export.json"

@@ -454,15 +454,14 @@ VERBS = {
         },
     ),
     "explain": Verb(
-        "show what each stage of a model computes for a pair: page or text",
+        "write a page that shows what each stage of a model computes for a pair",
         {
             "--source TEXT!": (
                 "source text; may be given several times, for a page of at most 50 pairs",
                 {"action": "append"},
             ),
             "--target TEXT": ("target text for each --source [generated]", {"action": "append"}),
-            "--output NEW_FILE": "HTML file to write [explanation.html, or none with --text]",
-            "--text": "write the explanation as text to standard output",
+            "--output NEW_FILE = explanation.html": "HTML file to write",
             "model MODEL": "folder or Hub id of any encoder-decoder model",
             **_LANGUAGES,
         },
@@ -514,12 +513,6 @@ VERBS = {
             "--license NAME": "licence of the weights for the card, such as apache-2.0",
             "--base_model NAME": "model that this one was fine-tuned from, for the card",
             "--datasets NAME...": "training data, for the card",
-            "--endpoint_handler": "also write handler.py and requirements.txt, for Inference Endpoints of the Hub",
-            "--space USER/NAME?": (
-                "also write a Gradio Space, a page to try the model [its name is that of the model with -space]",
-                {"const": ""},
-            ),
-            '--space_examples TEXT... = ""': "sources on the page of the Space",
         },
     ),
 }

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,17 +38,13 @@ class Case(NamedTuple):
     Attributes:
         name: What is broken.
         words: The command line.
-        fields: Names of the fields that are broken. An error of a library that names one of them is clean.
-        expected: Contents that files must have after exit status 0, where the broken part cannot matter.
         check: Returns what is wrong after exit status 0 or a clean error, or "".
-        guarded: Files that must stay as they are. Without any, these are the files that the words name, except outputs.
+        fields: Names of the fields that are broken. An error of a library that names one of them is clean.
     """
 
     name: str
     words: list[str]
-    expected: Mapping[Path, bytes] = {}
     check: Callable[[Result], str] | None = None
-    guarded: Sequence[Path] = ()
     fields: Sequence[str] = ()
 
 

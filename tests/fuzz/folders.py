@@ -13,7 +13,6 @@ from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 
 from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
-from metaphrase.inference import Generator
 
 OURS, THEIRS = ("one", "two", "converted"), ("t5", "bart", "marian")
 # Fields that a file of a tiny model lacks.
@@ -28,8 +27,6 @@ ADDED = {
     "trainer_state.json": "log_history global_step best_model_checkpoint",
     "recipe.yaml": "tasks source_language token source_prefix train_file",
 }
-# Only the card is made from these.
-_UNREAD = ("metrics.json", "trainer_state.json", "recipe.yaml")
 _RECIPE = {"train_file": "pairs.tsv", "source_language": "en", "target_language": "de", "num_train_epochs": 1.0}
 _METRICS = {"scores": {"bleu": {"score": 12.5, "signature": "x"}}, "data": {"name": "test.tsv"}, "loss": 1.5}
 _STATE = {"global_step": 2, "log_history": [{"step": 1, "loss": 2.0}, {"step": 2, "eval_bleu": 1.5}]}
@@ -70,7 +67,7 @@ def _verbs(base: str, data: Path) -> dict[str, list[str]]:
         "backtranslate": ["backtranslate", "{model}", "--input", sources, "--output", "{out}/synthetic.tsv"],
         "distill": ["distill", "{model}", "{out}/twin", "--input", pairs, "--output", "{out}/distilled.tsv"],
         "shortlist": ["shortlist", "{model}", pairs],
-        "explain": ["explain", "{model}", *one, "--text"],
+        "explain": ["explain", "{model}", *one, "--output", "{out}/page.html"],
         "push": ["push", "{model}", "user/name", "--dry_run"],
         # Writes the card, and finds no Hub.
         "card": ["push", "{model}", "user/name"],
@@ -84,15 +81,10 @@ def _verbs(base: str, data: Path) -> dict[str, list[str]]:
     return verbs
 
 
-def _decode(folder: Path) -> bytes:
-    return "".join(f"{text}\n" for text in Generator.from_pretrained(folder).generate(SOURCES)).encode()
-
-
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     """Yield command lines, each with a model folder of its own that has one broken file."""
     rng, paths = random.Random(seed), make_folders(folder / "whole")
     write_world(folder)
-    targets = {base: _decode(path) for base, path in paths.items() if base != "exported"}
     for index in range(number):
         base = rng.choices([*paths], (4, 2, 2, 2, 2, 2, 1))[0]
         verbs = _verbs(base, folder)
@@ -106,10 +98,6 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         mutation, content = mutate(file.read_bytes(), rng, ADDED.get(file.name, "").split())
         file.unlink()
         file.write_bytes(content)
-        is_unread = verb == "generate" and file.name in _UNREAD
-        expected = {root / "text": targets[base]} if is_unread else {}
         name = f"{verb} {base}: {file.relative_to(root / 'model')}: {mutation}"
         words = [word.format(model=root / "model", out=root) for word in verbs[verb]]
-        yield Case(
-            name, words, expected, fields=[mutation.split(" is ")[0].split(".")[-1]] if " is " in mutation else []
-        )
+        yield Case(name, words, fields=[mutation.split(" is ")[0].split(".")[-1]] if " is " in mutation else [])

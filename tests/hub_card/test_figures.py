@@ -10,7 +10,7 @@ import torch
 from figure_files import LOG, png_size
 
 from metaphrase.hub_card import figures
-from metaphrase.hub_card.figures import best_entry, draw_attention_map, draw_training_curve, draw_trials
+from metaphrase.hub_card.figures import draw_attention_map, draw_training_curve
 
 
 @pytest.fixture
@@ -38,13 +38,25 @@ def test_training_curve_tells_a_smoothed_loss_from_a_plain_one(smoothing, notes,
     assert labels[:2] == [f"training{notes[0]}", f"evaluation{notes[1]}"]
 
 
-def test_best_entry_follows_the_score_and_its_direction():
-    assert best_entry(LOG) == ("eval_bleu", 20, 9)
-    assert best_entry([{"step": 1, "eval_wer": 9.0}, {"step": 2, "eval_wer": 4.0}]) == ("eval_wer", 2, 4)
-    assert best_entry([{"step": 1, "eval_loss": 2.0}, {"step": 2, "eval_loss": 3.0}]) == ("eval_loss", 1, 2)
-    assert best_entry([{"step": 1, "eval_bleu": float("nan")}, {"step": 1, "loss": 2.0}]) is None
-    # A resumed run may log a step twice. Only its last entry counts.
-    assert best_entry([{"step": 1, "eval_loss": value} for value in (2.0, 3.0)]) == ("eval_loss", 1, 3)
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (LOG, "9 BLEU at step 20"),
+        ([{"step": 1, "eval_wer": 9.0}, {"step": 2, "eval_wer": 4.0}], "4 WER at step 2"),
+        ([{"step": 1, "eval_loss": 2.0}, {"step": 2, "eval_loss": 3.0}], "2 loss at step 1"),
+        ([{"step": 1, "eval_bleu": float("nan")}, {"step": 1, "loss": 2.0}], None),
+        # A resumed run may log a step twice. Only its last entry counts.
+        ([{"step": 1, "eval_loss": value} for value in (2.0, 3.0)], "3 loss at step 1"),
+    ],
+)
+def test_the_best_step_follows_the_score_and_its_direction(log, expected, drawn):
+    draw_training_curve(log, "curve.png")
+    labels = [text for axes in drawn[0].axes for text in axes.get_legend_handles_labels()[1]]
+    assert [text for text in labels if text.startswith("best")] == [f"best: {expected}"] * bool(expected)
+
+
+def test_a_log_without_a_loss_or_score_has_no_curve(drawn):
+    assert draw_training_curve([{"step": 1, "epoch": 1.0}], "curve.png") is None and not drawn
 
 
 @pytest.mark.parametrize(
@@ -65,20 +77,6 @@ def test_a_long_noisy_log_has_its_mean(drawn):
     [panel] = drawn[0].axes
     assert panel.get_legend().get_texts()[0].get_text() == "training, mean of 11 neighbouring logs"
     assert panel.lines[1].get_ydata()[200] == pytest.approx(noise[195:206].mean())
-
-
-def test_trials_are_drawn_against_each_field(drawn):
-    columns = ("trial", "state", "bleu", "seconds", "learning_rate", "optim")
-    table = [(0, "complete", 9.0, 1.0, 1e-3, "adamw_torch"), (1, "pruned", 2.0, 1.0, 1e-2, "adafactor")]
-    table += [(2, "fail", None, None, None, None), (3, "complete", 12.0, 1.0, 3e-3, "adafactor")]
-    rows = [dict(zip(columns, values, strict=True)) for values in table]
-    draw_trials(rows, rows[3], "bleu", "trials.png", log_names=["learning_rate"])
-    panels = drawn[0].axes
-    assert [panel.get_xlabel() for panel in panels] == ["trial", "learning_rate", "optim"]
-    assert [panel.get_xscale() for panel in panels] == ["linear", "log", "linear"]
-    complete, pruned, best = panels[1].collections
-    assert complete.get_offsets().tolist() == [[1e-3, 9.0], [3e-3, 12.0]]
-    assert pruned.get_offsets().tolist() == [[1e-2, 2.0]] and best.get_offsets().tolist() == [[3e-3, 12.0]]
 
 
 def test_attention_map_grows_with_its_tokens_and_keeps_long_labels_whole(tmp_path):

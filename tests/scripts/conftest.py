@@ -1,6 +1,7 @@
 """Fixtures of the tests of pushing: a Hub on this machine, and a trained folder."""
 
 import pickle
+import shutil
 import threading
 
 import huggingface_hub
@@ -29,10 +30,10 @@ def hub(monkeypatch):
     huggingface_hub.close_session()
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="session")
+def template(tmp_path_factory):
     """A folder as training leaves it, with all that must not leave the machine."""
-    path = save_generator(tiny_generator(joint=False), tmp_path / "trained")
+    path = save_generator(tiny_generator(joint=False), tmp_path_factory.mktemp("pushed") / "trained")
     contents = {"recipe.yaml": "seed: 1\n", "metrics.json": "{}", "test_predictions.txt": "ein\n", "vmap.txt": "\ta\n"}
     for name, content in contents.items():
         (path / name).write_text(content, encoding="utf-8")
@@ -41,3 +42,9 @@ def folder(tmp_path):
         is_read = name == "trainer_state.json"
         (path / name).write_bytes(b'{"forbidden": 1}' if is_read else pickle.dumps("forbidden"))
     return path
+
+
+@pytest.fixture
+def folder(template, tmp_path):
+    """A copy of the template."""
+    return shutil.copytree(template, tmp_path / "trained")

@@ -67,9 +67,9 @@ def test_tokenize_replaces_a_tokenizer_and_never_a_model(files, tmp_path):
     )
     before = contents(folder), contents(model)
     words = ["--files", *files, "--kind", "char", "--output"]
-    with pytest.raises(ValueError, match=r"`output` must not exist, got .*t. Pass --overwrite to replace a tokenizer"):
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*t. Pass --overwrite to replace it"):
         execute(tokenize, [*words, str(folder)])
-    with pytest.raises(ValueError, match=r"`output` must be a new folder, or hold a tokenizer alone, got .*model with"):
+    with pytest.raises(ValueError, match=r"`output` must hold only the files that tokenization.json lists"):
         execute(tokenize, [*words, str(model), "--overwrite"])
     assert (contents(folder), contents(model)) == before
     # A joint tokenizer leaves nothing of a separate pair behind.

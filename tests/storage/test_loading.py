@@ -14,8 +14,7 @@ from tiny_generator import tiny_pair
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.scripts.__main__ import run
-from metaphrase.storage.loading import load_whole
-from metaphrase.storage.model_files import check_model_folder
+from metaphrase.storage.loading import check_model_folder, load_whole
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, is_finite, write_weights
 from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
@@ -25,7 +24,7 @@ VERBS = {
     "generate": ["MODEL", "--input", "FILE"],
     "evaluate": ["MODEL", "--source", "FILE", "--target", "FILE", "--output", "NEW"],
     "attention": ["MODEL", "--source", "a", "--format", "pharaoh"],
-    "explain": ["MODEL", "--source", "a", "--text"],
+    "explain": ["MODEL", "--source", "a", "--output", "NEW"],
     "convert": ["MODEL", "NEW", "--to", "bart"],
     "export": ["MODEL", "NEW", "--format", "ctranslate2"],
     "average": ["TWIN", "MODEL", "--output", "NEW"],
