@@ -100,7 +100,8 @@ def main() -> None:
     drawn = sentences("test", arguments.count, seed=1)
     pairs = [(to_english(sentence), to_german(sentence)) for sentence in drawn]
     sure = [known_links(sentence, *pair) for sentence, pair in zip(drawn, pairs, strict=True)]
-    maps = cross_attentions(generator, *map(list, zip(*pairs, strict=True)), keep_heads=True)
+    sides = list(map(list, zip(*pairs, strict=True)))
+    maps = cross_attentions(generator, *sides)
 
     def error_rate(predicted: list[list[Link]]) -> float:
         """Return the error rate in percent, over German words of known alignment."""
@@ -112,13 +113,11 @@ def main() -> None:
         return [(min(index * len(source) // len(target), len(source) - 1), index) for index in range(len(target))]
 
     rates = {"guess by place": error_rate([diagonal(m.source_words, m.target_words) for m in maps])}
-    for layer in (None, *range(maps[0].head_weights.shape[0])):
-        axes = (0, 1) if layer is None else 0
-        chosen = [
-            dataclasses.replace(m, weights=(m.head_weights if layer is None else m.head_weights[layer]).mean(axes))
-            for m in maps
-        ]
-        rates["all layers" if layer is None else f"layer {layer}"] = error_rate([word_alignment(m) for m in chosen])
+    rates["all layers"] = error_rate(list(map(word_alignment, maps)))
+    for layer in range(generator.model.config.decoder_layers):
+        rates[f"layer {layer}"] = error_rate(
+            list(map(word_alignment, cross_attentions(generator, *sides, layer=layer)))
+        )
     result = {
         "alignment_error_rate_percent": rates,
         "sentences": len(pairs),

@@ -24,16 +24,9 @@ from metaphrase.inference.texts.plan import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 
-__all__ = ["ENGINES", "GENERATION_OPTIONS", "AttentionMap", "EnsembleSearch", "Explanation"]
-__all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
-__all__ += [
-    "SummarizationPipeline",
-    "Terms",
-    "Text2TextGenerationPipeline",
-    "TextDecoder",
-    "TranslationPipeline",
-    "alignment_error_rate",
-]
-__all__ += ["complete_sampling", "constrained_beam_search", "cross_attention"]
-__all__ += ["cross_attentions", "decode", "expected_utilities", "format_pharaoh", "quantize"]
-__all__ += ["explain", "word_alignment", "word_weights"]
+__all__ = ["ENGINES", "GENERATION_OPTIONS", "AttentionMap", "EnsembleSearch", "Explanation", "ForcedScore"]
+__all__ += ["Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
+__all__ += ["SummarizationPipeline", "Terms", "Text2TextGenerationPipeline", "TextDecoder", "TranslationPipeline"]
+__all__ += ["alignment_error_rate", "complete_sampling", "constrained_beam_search", "cross_attention"]
+__all__ += ["cross_attentions", "decode", "expected_utilities", "explain", "format_pharaoh", "quantize"]
+__all__ += ["word_alignment", "word_weights"]

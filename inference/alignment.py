@@ -37,16 +37,11 @@ class AttentionMap:
         weights: `(target, source)` in float32. Row i sums to 1 and is the attention while predicting target token i.
         source_ids: Ids of the source tokens, one for each column.
         target_ids: Ids of the target tokens, one for each row, with the end of sequence.
-        source_tokens: The source tokens in a readable form.
-        target_tokens: The target tokens in a readable form.
+        source_tokens: The source tokens in a readable form, as are `target_tokens`.
         source: The source text without `source_prefix`.
-        target: The target text.
-        source_words: The words of the source text.
-        target_words: The words of the target text.
+        source_words: The words of the source text, as are `target_words`.
         source_word_ids: Index of the word of each column; `None` for special tokens and the prefix. The attribute is `None` if
-            the tokens cannot be mapped to words.
-        target_word_ids: Index of the word of each row, likewise.
-        head_weights: `(layers, heads, target, source)` in float32, with `keep_heads`.
+            the tokens cannot be mapped to words. `target_word_ids` are those of the rows.
     """
 
     weights: np.ndarray
@@ -60,7 +55,6 @@ class AttentionMap:
     target_words: list[str]
     source_word_ids: list[int | None] | None
     target_word_ids: list[int | None] | None
-    head_weights: np.ndarray | None = None
 
 
 def cross_attention(generator: Generator, source: str, target: str | None = None, **options) -> AttentionMap:
@@ -76,7 +70,6 @@ def cross_attentions(
     *,
     layer: int | None = None,
     head: int | None = None,
-    keep_heads: bool = False,
     show_progress: bool | None = False,
     **generation_kwargs,
 ) -> list[AttentionMap]:
@@ -91,7 +84,6 @@ def cross_attentions(
         targets: One for each source. By default the model generates them.
         layer: A decoder layer, from 0; negative numbers count from the last.
         head: A head of that layer, from 0; negative numbers count from the last.
-        keep_heads: True to keep the weights of all heads in `head_weights`.
         show_progress: True for progress bars; `None` shows them on a terminal only.
         **generation_kwargs: As for `generate()`, if the model generates the targets.
 
@@ -125,7 +117,14 @@ def cross_attentions(
     max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
     batches = forced_batches(model, source_ids, target_ids, generator.batch_size, max_tokens, show_progress, start)
     for batch, inputs in batches:
-        layers = _weights_of_layers(model, inputs)
+        with showing_attention(model), torch.inference_mode():
+            output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
+        layers = getattr(output, "cross_attentions", None)
+        if not layers or any(weights is None for weights in layers):
+            kind = type(model).__name__
+            raise ValueError(f"The model must be an encoder-decoder that returns cross-attentions, got a {kind}.")
+        # (batch, heads, target, source)
+        layers = [weights.float().cpu() for weights in layers]
         for row, index in enumerate(batch):
             ids = source_ids[index], target_ids[index]
             heads = torch.stack([weights[row, :, : len(ids[1]), : len(ids[0])] for weights in layers])
@@ -147,21 +146,8 @@ def cross_attentions(
                 target_words=target_words,
                 source_word_ids=source_word_ids,
                 target_word_ids=target_word_ids,
-                head_weights=heads.numpy() if keep_heads else None,
             )
     return maps
-
-
-def _weights_of_layers(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the weights `(batch, heads, target, source)` of each decoder layer in float32. Row i predicts target token i."""
-    with showing_attention(model), torch.inference_mode():
-        output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
-    layers = getattr(output, "cross_attentions", None)
-    if not layers or any(weights is None for weights in layers):
-        raise ValueError(
-            f"The model must be an encoder-decoder that returns cross-attentions, got a {type(model).__name__}."
-        )
-    return [weights.float().cpu() for weights in layers]
 
 
 @contextlib.contextmanager
@@ -206,9 +192,6 @@ def word_weights(attention: AttentionMap) -> np.ndarray:
     Weights are summed over the tokens of a source word and averaged over the tokens of a target word. Special tokens and the
     prefix are left out, so a row may sum to less than 1. A word without a token of its own has zeros.
 
-    Args:
-        attention: Map of one pair.
-
     Returns:
         `(target words, source words)` in float32.
 
@@ -221,8 +204,8 @@ def word_weights(attention: AttentionMap) -> np.ndarray:
         if ids is None:
             text = getattr(attention, side)
             raise ValueError(f"The tokens of the {side} must make up its words, got {text!r}, where they do not.")
-    into_source = _membership(attention.source_word_ids, len(attention.source_words))
-    into_target = _membership(attention.target_word_ids, len(attention.target_words))
+    into_source = membership(attention.source_word_ids, len(attention.source_words))
+    into_target = membership(attention.target_word_ids, len(attention.target_words))
     # (target words, target) @ (target, source) @ (source, source words)
     summed = into_target.T @ attention.weights @ into_source
     return summed / np.maximum(into_target.sum(axis=0), 1)[:, None]
@@ -234,12 +217,6 @@ def word_alignment(attention: AttentionMap) -> list[Link]:
     A target word without attention to a source word has no link. The first of equal source words wins. Choose the layer when
     making the map: models of six layers align best with `layer=-2`, the demo's of two with `layer=-1`.
     `benchmarks/alignment.py` measures each layer.
-
-    Args:
-        attention: Map of one pair.
-
-    Raises:
-        ValueError: As `word_weights`.
 
     Source: the baseline of Garg et al. 2019 (arXiv 1909.02074), for six layers.
     """
@@ -281,6 +258,6 @@ def alignment_error_rate(
     return 1 - right / total
 
 
-def _membership(word_ids: list[int | None], num_words: int) -> np.ndarray:
+def membership(word_ids: list[int | None], num_words: int) -> np.ndarray:
     """Return `(tokens, words)` with 1 where a token belongs to a word."""
     return np.array([[word == column for column in range(num_words)] for word in word_ids], dtype=np.float32)

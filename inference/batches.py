@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +18,6 @@ from metaphrase.decoding.searches.constrained_beam_search import add_beams, cons
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, length_limits, resolve_settings
-from metaphrase.tokenization import TextFrame
 from metaphrase.tokenization.batches import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
@@ -67,29 +65,24 @@ class Engine(Protocol):
 
 
 class TooLongError(ValueError):
-    """A source has more tokens than its model has positions, or than fit into memory.
+    """A source, or a target that was given, has more tokens than its model has positions, or than fit into memory.
 
-    Attributes:
-        number: Number of the source, from 1; in a file that of the line.
-        num_tokens: Tokens of the source, with end of sequence.
-        limit: Most tokens.
-        side: `source`, or `target` for a target that was given.
-        has_positions: True if the limit is that of the model's positions.
+    The number counts from 1; in a file it is that of the line.
     """
 
     def __init__(self, number: int, num_tokens: int, limit: int, side: str = "source", has_positions: bool = True):
         # An error from another process is rebuilt from these arguments.
         super().__init__(number, num_tokens, limit, side, has_positions)
-        self.number, self.num_tokens, self.limit, self.side = number, num_tokens, limit, side
-        self.has_positions = has_positions
+        self.number = number
 
     def __str__(self) -> str:
-        hint = f" Set `max_source_length` to {self.limit} or less to truncate it." if self.side == "source" else ""
-        hint += "" if self.has_positions else " Set `max_tokens_per_batch` to read it whole, with more memory."
-        reason = "than the model has positions" if self.has_positions else "than `max_tokens_per_batch` or the default"
+        number, num_tokens, limit, side, has_positions = self.args
+        hint = f" Set `max_source_length` to {limit} or less to truncate it." if side == "source" else ""
+        hint += "" if has_positions else " Set `max_tokens_per_batch` to read it whole, with more memory."
+        reason = "than the model has positions" if has_positions else "than `max_tokens_per_batch` or the default"
         return (
-            f"A {self.side} must not have more tokens {reason}, {self.limit}, got {self.num_tokens} in "
-            f"number {self.number} (in a file: line {self.number}).{hint}"
+            f"A {side} must not have more tokens {reason}, {limit}, got {num_tokens} in "
+            f"number {number} (in a file: line {number}).{hint}"
         )
 
 
@@ -111,23 +104,12 @@ def check_sources(sources: Sequence[Sequence[int]], positions: int | None, max_t
 
 
 def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
-    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix.
-
-    Args:
-        length: The value to check.
-        encode: Encodes source texts.
-        prefix: Text before every source.
-    """
-    # White space at the end of the prefix may be part of the next token, or a token that different texts share.
-    [ids], texts = encode([prefix.rstrip()]), encode([prefix + text for text in ("a", "1", ".")])
-    columns, end = zip(*texts, strict=False), TextFrame.of(encode).end
-    num_shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
-    num_tokens = len(ids)
-    if prefix and num_shared < min(map(len, texts)) - len(end):
-        num_tokens = max(num_tokens, num_shared + len(end))
-    if length <= num_tokens:
+    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix."""
+    # White space at the end of the prefix may be part of the next token.
+    [ids] = encode([prefix.rstrip()])
+    if length <= len(ids):
         raise ValueError(
-            f"`max_source_length` must be above {num_tokens}, the special tokens and those of `source_prefix`, got {length}."
+            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
         )
 
 
@@ -165,11 +147,7 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `generate()` in their plain form, checked.
-
-    Raises:
-        ValueError: If a value is out of range, or an option has rows of a batch, which no caller sees.
-    """
+    """Return options of `generate()` in their plain form, checked. Options that are plain stay as they are."""
     options = plain_options(options)
     for name in ("decoder_input_ids", "prefix_allowed_tokens_fn"):
         if options.get(name) is not None:
@@ -179,7 +157,18 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode(
-    model: PreTrainedModel | Engine, sources: Sequence[Sequence[int]], *, return_scores: bool = False, **arguments
+    model: PreTrainedModel | Engine,
+    sources: Sequence[Sequence[int]],
+    *,
+    return_scores: bool = False,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
+    show_progress: bool | None = False,
+    on_batch: Callable[[int], object] | None = None,
+    partners: Sequence[Partner] = (),
+    search: Callable | None = None,
+    vocabulary_map: VocabularyMap | None = None,
+    **generation_kwargs,
 ) -> list[list[Hypothesis]]:
     """Run `model.generate()`, or an engine, over all sources.
 
@@ -189,43 +178,6 @@ def decode(
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
         sources: Token ids of each source, with end of sequence.
         return_scores: True if hypotheses carry their score.
-        **arguments: `batch_size`, `show_progress` and others of `decode_batches`, and those of `generate()`.
-
-    Returns:
-        For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
-
-    Raises:
-        ValueError: If arguments contradict each other, or as `generate()` does.
-    """
-    batching = {name: arguments.pop(name) for name in _ARGUMENTS_OF_BATCHES if name in arguments}
-    return decode_batches(model, sources, read_options(arguments), return_scores=return_scores, **batching)
-
-
-_ARGUMENTS_OF_BATCHES = ("batch_size", "max_tokens_per_batch", "show_progress", "on_batch", "partners", "search")
-_ARGUMENTS_OF_BATCHES += ("vocabulary_map",)
-
-
-def decode_batches(
-    model: PreTrainedModel | Engine,
-    sources: Sequence[Sequence[int]],
-    options: Mapping[str, Any],
-    *,
-    return_scores: bool,
-    batch_size: int = DEFAULT_BATCH_SIZE,
-    max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
-    show_progress: bool | None = False,
-    on_batch: Callable[[int], object] | None = None,
-    partners: Sequence[Partner] = (),
-    search: Callable | None = None,
-    vocabulary_map: VocabularyMap | None = None,
-) -> list[list[Hypothesis]]:
-    """Decode with options from `read_options`, see `decode`.
-
-    Args:
-        model: As for `decode`.
-        sources: As for `decode`.
-        options: Arguments of `generate()`.
-        return_scores: True if hypotheses carry their score.
         batch_size: Most sources in a batch. It is 1 if transformers drafts tokens, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
         max_tokens_per_batch: Most source tokens in a batch, padding included.
@@ -234,7 +186,15 @@ def decode_batches(
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
         vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
+        **generation_kwargs: Arguments of `generate()`.
+
+    Returns:
+        For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
+
+    Raises:
+        ValueError: If arguments contradict each other, or as `generate()` does.
     """
+    options = read_options(generation_kwargs)
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     sources_of_models = [sources, *(partner.sources for partner in partners)]
     lengths = [max(map(len, ids)) for ids in zip(*sources_of_models, strict=True)]
@@ -296,11 +256,7 @@ def _make_search(
 
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask` `(batch, source)`, padded on the right.
-
-    Raises:
-        ValueError: If the embedding has no row for an id.
-    """
+    """Return `input_ids` and `attention_mask` `(batch, source)`, padded on the right."""
     width = max(len(source) for source in sources)
     pad = model.config.pad_token_id or 0
     ids = [list(source) + [pad] * (width - len(source)) for source in sources]

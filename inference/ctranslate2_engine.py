@@ -44,24 +44,14 @@ _ZERO_EXPONENT = 1e-30
 
 @dataclass(frozen=True)
 class Search:
-    """A search in terms of CTranslate2.
+    """A search in terms of CTranslate2."""
 
-    Attributes:
-        options: Arguments of `translate_batch`.
-        start: Id of the start token.
-        forced: Ids that each target begins with after the start token.
-        ends: Ids that end a target.
-        suppressed: Sequences of ids that no target contains.
-        forced_end: Id that replaces the last one of a target at the length limit, or `None`.
-        is_sampling: True if tokens are sampled.
-    """
-
-    options: dict[str, Any]
-    start: int | None
-    forced: list[int]
+    options: dict[str, Any]  # arguments of `translate_batch`
+    start: int | None  # id of the start token
+    forced: list[int]  # ids that each target begins with after the start token
     ends: list[int]
-    suppressed: list[list[int]]
-    forced_end: int | None
+    suppressed: list[list[int]]  # sequences of ids that no target contains
+    forced_end: int | None  # id that replaces the last one of a target at the length limit
     is_sampling: bool
 
 
@@ -82,10 +72,7 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
     - `forced_bos_token_id` with beams: CTranslate2 keeps a target that ends right after the token only if it is the most
       probable one there.
 
-    Args:
-        config: Generation config of the model.
-        options: Options of the call, from `read_options`. They override `config`.
-        vocab_size: Entries of the target vocabulary.
+    The options of the call override those of the model's generation config.
 
     Raises:
         ValueError: If CTranslate2 does not support an option.
@@ -142,8 +129,6 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
 def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int) -> Search:
     """Translate options of a search in which CTranslate2 finds the same tokens as torch, in float32 and in no more steps.
 
-    The arguments are those of `translate_options`.
-
     Raises:
         ValueError: If the search samples or could differ (see `translate_options`), or CTranslate2 does not support it.
     """
@@ -168,11 +153,7 @@ def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, v
 
 
 def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the options of the call, the model's generation config and transformers' defaults, in this order.
-
-    Raises:
-        ValueError: If an option that CTranslate2 does not support has an effect.
-    """
+    """Merge the options of the call, the model's generation config and transformers' defaults, in this order."""
     defaults = GenerationConfig._get_default_generation_params()
     settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")} | dict(options)
     is_sampling = settings.get("do_sample")
@@ -223,16 +204,7 @@ class CTranslate2Engine:
     def __init__(
         self, folder: str | os.PathLike, *, device: str | torch.device | None = None, compute_type: str = "default"
     ):
-        """Load the model.
-
-        Args:
-            folder: Written by `metaphrase export` or by CTranslate2's own converters.
-            device: `cpu`, `cuda` or `cuda:1`. The default is a GPU if CTranslate2 finds one.
-            compute_type: As for CTranslate2's `Translator`; `default` is that of the folder.
-
-        Raises:
-            ValueError: If the folder holds no model, or the device does not support the compute type.
-        """
+        """Load the folder of an export. The default device is a GPU if CTranslate2 finds one."""
         self.folder = Path(folder)
         if device is None:
             device = "cuda" if ctranslate2.get_cuda_device_count() else "cpu"
@@ -251,17 +223,13 @@ class CTranslate2Engine:
             self.translator = self._load()
         except (RuntimeError, UnicodeDecodeError) as error:
             raise ValueError(f"CTranslate2 cannot load {self.folder} on {device}: {error}.") from error
-        config = read_json(self.folder / CONFIG_NAME)
         self.sources, self.targets = (self._vocabulary(side) for side in ("source", "target"))
         self._target_ids = {token: index for index, token in enumerate(self.targets)}
-        self._start = config.get("decoder_start_token")
+        self._start = read_json(self.folder / CONFIG_NAME).get("decoder_start_token")
+        # A copy that `EngineChoice` makes has none of its own.
         self.generation_config = GenerationConfig()
         if (self.folder / GENERATION_CONFIG_NAME).is_file():
             self.generation_config = GenerationConfig.from_pretrained(self.folder)
-        # CTranslate2's own converters write no generation config, or one without special ids.
-        for field, token in (("eos_token_id", config.get("eos_token")), ("decoder_start_token_id", self._start)):
-            if getattr(self.generation_config, field) is None and token is not None:
-                setattr(self.generation_config, field, self._target_ids.get(token))
         self._copy: tempfile.TemporaryDirectory | None = None
         # True to use the vocabulary map of the folder.
         self.use_vmap = False
@@ -276,13 +244,7 @@ class CTranslate2Engine:
     ) -> "CTranslate2Engine":
         """Load an exported folder, or convert a Metaphrase model into a temporary copy that lives as long as the engine.
 
-        Args:
-            name_or_path: Exported folder, or folder or Hub id of a Metaphrase model.
-            device: As for the constructor.
-            dtype: `auto` keeps the type of the weights. Else a torch type or a compute type of CTranslate2.
-
-        Raises:
-            ValueError: If CTranslate2 does not support the model or the compute type.
+        The dtype is a type of torch or a compute type of CTranslate2; `auto` keeps the type of the weights.
         """
         compute_type = "default" if dtype == "auto" else str(dtype).removeprefix("torch.")
         if is_exported(name_or_path):
@@ -331,11 +293,7 @@ class CTranslate2Engine:
         return search_batch
 
     def _prefix(self, search: Search) -> list[str]:
-        """Return the tokens that targets begin with, without the start token that the folder's config states.
-
-        Raises:
-            ValueError: If the folder has another start token.
-        """
+        """Return the tokens that targets begin with, without the start token that the folder's config states."""
         forced = [self.targets[index] for index in search.forced]
         start = None if search.start is None else self.targets[search.start]
         if self._start is not None and start != self._start:

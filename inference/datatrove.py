@@ -1,6 +1,6 @@
 """A step of datatrove's pipelines around `Generator`. Needs the extra `datatrove`."""
 
-from collections import deque
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,17 +45,13 @@ class GenerateStep(PipelineStep):
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents in order, with their targets. See `PipelineStep`."""
         generator = Generator.from_pretrained(self.name_or_path, **self.loading)
-        # The reading thread appends, and the loop below removes.
-        decoded: deque[Document] = deque()
-
-        def read_texts() -> Iterator[str]:
-            for document in data:
-                decoded.append(document)
-                yield document.text
-
+        documents, decoded = itertools.tee(data)
         seed, options = self.seed + rank, {"num_return_sequences": 1} | self.options
-        for candidates in generator.generate_stream(read_texts(), seed=seed, return_scores=False, **options):
-            document, texts = decoded.popleft(), [candidate.text for candidate in candidates]
+        sources = (document.text for document in documents)
+        results = generator.generate_stream(sources, seed=seed, return_scores=False, **options)
+        # A document is there as soon as its result is.
+        for candidates, document in zip(results, decoded, strict=False):
+            texts = [candidate.text for candidate in candidates]
             document.metadata[self.key] = texts[0] if len(texts) == 1 else texts
             self.stat_update("documents")
             yield document

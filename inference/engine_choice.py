@@ -58,14 +58,7 @@ class EngineChoice:
         quantization: str | None = None,
         vocabulary_map: VocabularyMap | None = None,
     ):
-        """Find out if the model can have a copy. With `quantization`, write the copy's files.
-
-        Args:
-            model: The model before quantization.
-            tokenizers: Of source and target.
-            quantization: `int8` if the model is going to be quantized.
-            vocabulary_map: The map that searches use.
-        """
+        """Find out if the model can have a copy. If it is going to be quantized, write the copy's files."""
         self._tokenizers, self._map = tokenizers, vocabulary_map
         self._dtype = quantization or str(model.dtype).removeprefix("torch.")
         self._num_weights = sum(weight.numel() for weight in model.parameters())
@@ -96,15 +89,7 @@ class EngineChoice:
         batch_size: int,
         return_scores: bool,
     ) -> PreTrainedModel | Engine:
-        """Return the copy if it decodes these sources faster and writes the same tokens, else the model. Log the reason once.
-
-        Args:
-            model: The model of the generator.
-            options: Arguments of `generate()`.
-            sources: Token ids of the sentences.
-            batch_size: Most sentences in a batch.
-            return_scores: True if hypotheses carry their score.
-        """
+        """Return the copy if it decodes these sources faster and writes the same tokens, else the model. Log the reason once."""
         self._num_sentences += len(sources)
         if self._dtype == "float32":
             # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.

@@ -31,42 +31,24 @@ _BEAM_OPTIONS = ("length_penalty", "early_stopping")
 
 @dataclass(frozen=True)
 class Cut:
-    """Distribution of the next token after top-k or top-p.
+    """Distribution of the next token after top-k or top-p."""
 
-    Attributes:
-        size: Number of tokens that remain.
-        probabilities: Probability of each candidate of the step, 0 for a token that was cut.
-        choice: Id of the drawn token.
-        token: The drawn token in a readable form.
-    """
-
-    size: int
-    probabilities: list[float]
-    choice: int
+    size: int  # number of tokens that remain
+    probabilities: list[float]  # of each candidate of the step, 0 for a token that was cut
+    choice: int  # id of the drawn token
     token: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """Next tokens at one position of a path. Tokens are in a readable form.
-
-    Attributes:
-        ids: The most probable tokens, best first. The first is the choice of greedy search.
-        tokens: These tokens.
-        probabilities: Their probabilities in the model's distribution.
-        choice: Id of the token on the path.
-        token: The token on the path.
-        beam_choice: Id on the best hypothesis of beam search; `None` if that left the path earlier.
-        top_k: Distribution after top-k.
-        top_p: Distribution after top-p.
-    """
+    """Next tokens at one position of a path. The tokens are the most probable ones, best first, in a readable form."""
 
     ids: list[int]
     tokens: list[str]
-    probabilities: list[float]
-    choice: int
+    probabilities: list[float]  # in the model's distribution
+    choice: int  # id of the token on the path
     token: str
-    beam_choice: int | None
+    beam_choice: int | None  # id on the best hypothesis of beam search; `None` if that left the path earlier
     top_k: Cut
     top_p: Cut
 
@@ -75,25 +57,17 @@ class Step:
 class BeamNode:
     """Candidate of a beam search: a hypothesis and its newest token.
 
-    Attributes:
-        parent: Index of the node before, `None` at the first step.
-        step: Number of the decoding step, from 0.
-        id: Id of the newest token.
-        token: The newest token in a readable form.
-        total: Sum of log-probabilities up to the newest token.
-        state: `kept` for the next step, `finished`, `pruned`, or `open` if the search ended before the next step.
-        rank: Rank among the results, from 1; `None` for other nodes.
-        score: Score of a result: the total divided by a power of the length.
+    The state is `kept` for the next step, `finished`, `pruned`, or `open` if the search ended before the next step.
     """
 
-    parent: int | None
-    step: int
+    parent: int | None  # index of the node before, `None` at the first step
+    step: int  # number of the decoding step, from 0
     id: int
     token: str
-    total: float
+    total: float  # sum of log-probabilities up to the newest token
     state: str = "pruned"
-    rank: int | None = None
-    score: float | None = None
+    rank: int | None = None  # among the results, from 1
+    score: float | None = None  # of a result: the total divided by a power of the length
 
 
 @dataclass(frozen=True)
@@ -106,10 +80,7 @@ class BeamTree:
 
 
 def record_beam_search(generator: Generator, source: Sequence[int], options: Mapping[str, Any]) -> BeamTree:
-    """Return the tree of a beam search, which `generate()` runs.
-
-    The beam size is `num_beams` of the options or of the model. A size of 1 becomes `DEFAULT_BEAMS`.
-    """
+    """Return the tree of a beam search, which `generate()` runs. One beam becomes `DEFAULT_BEAMS`."""
     config = generator.model.generation_config
     num_beams = options.get("num_beams") or config.num_beams or 1
     num_beams = num_beams if num_beams > 1 else DEFAULT_BEAMS
@@ -181,16 +152,7 @@ def describe_steps(
     seed: int,
     options: Mapping[str, Any],
 ) -> list[Step]:
-    """Describe the next tokens at each position of a path.
-
-    Args:
-        tokenizer: Tokenizer of the targets.
-        logits: Logits of a pass over the path, `(path, vocab)`, in float32.
-        path: Ids of the path.
-        beam_ids: Ids of the best hypothesis of beam search.
-        seed: Seed of the drawn tokens.
-        options: `temperature`, `top_k` and `top_p`.
-    """
+    """Describe the next tokens at each position of a path, whose pass has the logits `(path, vocab)` in float32."""
     # On the CPU, for the same draws on every device.
     logits = logits.cpu()
     best = logits.softmax(dim=-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
@@ -226,19 +188,12 @@ _POSITIONS = re.compile(r"position|relative_attention_bias|rotary|alibi", re.IGN
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one sequence, and the words that they form.
-
-    Attributes:
-        ids: Token ids.
-        tokens: The tokens in a readable form.
-        words: Words of the text. A special token is a word.
-        word_ids: Index of the word of each token.
-    """
+    """Tokens of one sequence, and the words that they form. A special token is a word."""
 
     ids: list[int]
     tokens: list[str]
     words: list[str]
-    word_ids: list[int]
+    word_ids: list[int]  # index of the word of each token
 
 
 @dataclass(frozen=True)
@@ -254,10 +209,8 @@ class Stage:
 class PositionMap:
     """Position encoding that a module returned.
 
-    Attributes:
-        name: Name of the module.
-        kind: `added` to the embeddings, `rotary` (cosines that rotate queries and keys), or `bias` of the attention scores.
-        values: `(1, length, features)` in float32; for a bias `(heads, query, key)`.
+    The kind is `added` to the embeddings, `rotary` (cosines that rotate queries and keys), or `bias` of the attention scores.
+    The values are `(1, length, features)` in float32, and those of a bias `(heads, query, key)`.
     """
 
     name: str
@@ -270,16 +223,13 @@ class Explanation:
     """Stages of one pair in a model. T is the number of target tokens, S that of source tokens.
 
     Attributes:
-        source: The source text.
-        target: The target text.
         is_generated: True if the model wrote the target.
         source_tokens: S tokens that the encoder reads.
         decoder_tokens: T tokens that the decoder reads: the start token, then the target without its last token.
         target_tokens: T labels.
         stages: Modules in the order in which they returned. Of several layers only the first is listed.
-        positions: Position encodings.
         masks: For each kind of attention True where a query may read a key, `(query, key)`. As keys the source has some padding
-            tokens more, if the model has positions for them.
+            tokens more.
         attentions: For each kind of attention the weights `(layers, heads, query, key)` in float32. Rows sum to 1.
         probabilities: Probability of each label, `(T,)`.
         ranks: Rank of each label among all tokens, from 1, `(T,)`.
@@ -354,6 +304,8 @@ def explain(
     notes = [f"{name.capitalize()} attention: the model returns no weights for each query and key." for name in missing]
     if not positions:
         notes.append("Position encodings: no module of the model returns any.")
+    if not masks:
+        notes.append("Masks: the model has no positions for padding behind this source.")
     # The words of the decoder's input are those of the target, one token later.
     target_words, word_ids = attention.target_words, attention.target_word_ids
     decoder_word_ids = None if word_ids is None else [None, *word_ids[:-1]]
@@ -474,15 +426,12 @@ class _ScoreRecorder(TorchFunctionMode):
 def _find_masks(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], num_source: int, num_target: int
 ) -> dict[str, np.ndarray]:
-    """Return the masks of a pass with padding, by the scores that enter the softmax."""
-    limit = longest_source(model)
+    """Return the masks of a pass with padding, by the scores that enter the softmax; none without positions for the padding."""
     # Shapes tell the kinds of attention apart, if source and target differ in length.
     num_padding = MASK_PADDING + (num_source + MASK_PADDING == num_target)
-    num_padding = num_padding if limit is None else max(0, min(num_padding, limit - num_source))
-    width = num_source + num_padding
-    if width == num_target > 1:
-        # The model has no more positions: leave out the last target token.
-        inputs, num_target = inputs | {"decoder_input_ids": inputs["decoder_input_ids"][:, :-1]}, num_target - 1
+    width, limit = num_source + num_padding, longest_source(model)
+    if limit is not None and width > limit:
+        return {}
     padding = {"input_ids": model.config.pad_token_id or 0, "attention_mask": 0}
     padded = {name: nn.functional.pad(inputs[name], (0, num_padding), value=value) for name, value in padding.items()}
     with _ScoreRecorder() as recorder:

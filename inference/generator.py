@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from metaphrase.inference.batches import (
     Hypothesis,
     check_source_length,
     check_sources,
-    decode_batches,
+    decode,
     longest_source,
     longest_target,
     numbering,
@@ -48,7 +48,7 @@ from metaphrase.inference.minimum_bayes_risk import (
 )
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
-from metaphrase.inference.texts.documents import Document, SentenceSplitter, keep_whole
+from metaphrase.inference.texts.documents import Document, keep_whole, split_documents
 from metaphrase.storage.generation_options import complete_sampling
 from metaphrase.storage.loading import check_device, default_device, is_exported, load_whole, naming
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
@@ -66,15 +66,8 @@ class ScoredText:
     score: float | None
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Sources that are decoded together.
-
-    Attributes:
-        number: Number of the chunk in its stream, from 0.
-        first: Index of the first source in the stream.
-        texts: The sources.
-    """
+class Chunk(NamedTuple):
+    """Sources that are decoded together: their number in a stream, the index of the first one, and the texts."""
 
     number: int
     first: int
@@ -91,7 +84,7 @@ def read_chunks(lines: Iterable[str], size: int, first_chunk: int = 0) -> Iterat
 
 
 class TextStream:
-    """Base of `Generator` and `GeneratorPool`: streams, and counters over all calls.
+    """Base of `Generator` and `GeneratorPool`: streams by their `decode_chunks`, and counters over all calls.
 
     Attributes:
         num_unfinished: Hypotheses that met the length limit before their end of sequence.
@@ -152,51 +145,31 @@ class TextStream:
         with progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             yield from self.decode_chunks(read_chunks(lines, chunk_size, first_chunk), bar, options | generation_kwargs)
 
-    def decode_chunks(
-        self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
-    ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of each source; `options` are those of `Generator.decode_chunk`."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Texts as the models read them.
-
-    Attributes:
-        ids: For each generator of a plan the ids of each sentence.
-        documents: For each text its sentences and its layout.
-        counts: Amounts to add to the counters of the caller.
-    """
+    """Texts as the models read them: for each generator of a plan the ids of each sentence, and the layout of each text."""
 
     ids: list[list[list[int]]]
     documents: list[Document]
+    # Amounts to add to the counters of the caller.
     counts: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All that a call decides before it reads texts. A plan changes none of its generators.
+    """All that a call decides before it reads texts. A plan changes none of its generators."""
 
-    Attributes:
-        generators: The called generator first, then the members of its ensemble or its draft model.
-        joint_search: The search that all of them take part in; `None` for a single model.
-        options: Options of `generate()`, for `decode_batches`.
-        num_targets: Targets of each text.
-    """
-
+    # The called generator first, then the members of its ensemble or its draft model.
     generators: list["Generator"]
+    # The search that all of them take part in; `None` for a single model.
     joint_search: EnsembleSearch | SpeculativeSearch | None
     options: dict[str, Any]
     num_targets: int
 
     @classmethod
     def of(cls, generator: "Generator", options: Mapping[str, Any]) -> "Plan":
-        """Read the options of a call, arguments of `generate()`.
-
-        Raises:
-            ValueError: If a value is out of range, an assistant does not fit, or as `encode_phrases` does.
-        """
+        """Read the options of a call, arguments of `generate()`. Raises `ValueError` if they do not fit."""
         options = read_options(complete_sampling(options))
         partners, joint_search = generator.members, generator.ensemble if generator.members else None
         if options.get("assistant_model") is not None:
@@ -207,20 +180,13 @@ class Plan:
         return cls([generator, *partners], joint_search, options, num_targets)
 
     def encode(self, texts: list[str], split_sentences: bool | str = False) -> EncodedTexts:
-        """Return the ids of the texts that are not blank, or of their sentences.
-
-        Raises:
-            TooLongError: If a source has more tokens than a model has positions.
-        """
-        documents, counts = keep_whole(texts), {}
-        if split_sentences:
-            splitter = make_splitter(self.generators, split_sentences)
-            documents, counts = splitter.split(texts), {"num_cut": splitter.num_cut}
+        """Return the ids of the texts that are not blank, or of their sentences. `TooLongError` for too many tokens."""
+        documents, num_cut = split_texts(self.generators, texts, split_sentences)
         sentences = [sentence for document in documents for sentence in document.sentences]
         uncut = [generator.encode_uncut(sentences) for generator in self.generators]
         sources = [generator.truncate(ids) for generator, ids in zip(self.generators, uncut, strict=True)]
         # Compare tuples of all models' ids, so that a source counts once.
-        counts["num_truncated"] = sum(map(operator.ne, zip(*uncut, strict=True), zip(*sources, strict=True)))
+        num_truncated = sum(map(operator.ne, zip(*uncut, strict=True), zip(*sources, strict=True)))
         if isinstance(self.joint_search, SpeculativeSearch):
             # A draft model may read only the beginning: its drafts change the time, never the result.
             draft = self.generators[1]
@@ -229,7 +195,7 @@ class Plan:
         with numbering([number for number, text in enumerate(documents, start=1) for _ in text.sentences]):
             for generator, ids in zip(self.generators, sources, strict=True):
                 check_sources(ids, longest_source(generator.model), generator.max_tokens_per_batch)
-        return EncodedTexts(sources, documents, counts)
+        return EncodedTexts(sources, documents, {"num_cut": num_cut, "num_truncated": num_truncated})
 
     def search(
         self,
@@ -239,21 +205,16 @@ class Plan:
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
     ) -> tuple[list[list[Hypothesis]], Counter[str]]:
-        """Decode the sentences of texts, see `decode_batches`.
-
-        Returns:
-            The hypotheses of each sentence, and the amounts to add to the counters of the caller.
-        """
+        """Return the hypotheses of each sentence, and the amounts to add to the counters of the caller. See `decode`."""
         generator, *partners = self.generators
         ids, *partner_ids = encoded.ids
         # A copy, because the search counts its drafts.
         joint_search, model = copy.copy(self.joint_search), generator.model
         if generator.engine_choice is not None and ids and not partners:
             model = generator.engine_choice.choose(model, self.options, ids, generator.batch_size, return_scores)
-        hypotheses = decode_batches(
+        hypotheses = decode(
             model,
             ids,
-            self.options,
             return_scores=return_scores,
             batch_size=generator.batch_size,
             max_tokens_per_batch=generator.max_tokens_per_batch,
@@ -262,6 +223,7 @@ class Plan:
             partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
             search=joint_search,
             vocabulary_map=generator.vocabulary_map,
+            **self.options,
         )
         num_unfinished = sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
         counts = Counter(**encoded.counts, num_unfinished=num_unfinished)
@@ -289,17 +251,18 @@ class Plan:
         return results
 
 
-def make_splitter(generators: Sequence["Generator"], split_sentences: bool | str) -> SentenceSplitter:
-    """Return a splitter for sources of generators.
+def split_texts(
+    generators: Sequence["Generator"], texts: list[str], split_sentences: bool | str, has_lines: bool = True
+) -> tuple[list[Document], int]:
+    """Return the sentences and the layout of texts, and the number of sentences that were too long and were cut.
 
-    Args:
-        generators: Readers of the sentences.
-        split_sentences: A language; True for that of a multilingual tokenizer, or else English.
+    `split_sentences` is a language; True for that of a multilingual tokenizer, or else English; False to keep texts whole.
     """
-    language = split_sentences
-    if not isinstance(language, str):
+    if not split_sentences:
+        return keep_whole(texts), 0
+    if not isinstance(split_sentences, str):
         # Codes such as eng_Latn and en_XX begin with the language.
-        language = re.split("[_-]", getattr(generators[0].tokenizers.source, "src_lang", None) or "en")[0]
+        split_sentences = re.split("[_-]", getattr(generators[0].tokenizers.source, "src_lang", None) or "en")[0]
 
     def find_long(texts: list[str]) -> list[bool]:
         is_long = [False] * len(texts)
@@ -311,7 +274,7 @@ def make_splitter(generators: Sequence["Generator"], split_sentences: bool | str
                 is_long = [flag or length > limit for flag, length in zip(is_long, lengths, strict=True)]
         return is_long
 
-    return SentenceSplitter(language, find_long)
+    return split_documents(texts, split_sentences, find_long, has_lines)
 
 
 class Generator(TextStream):
@@ -320,6 +283,9 @@ class Generator(TextStream):
     Sources of similar length share a batch. Results have the order of the sources. A blank source gives an empty target and
     does not reach the model. For streams and counters see `TextStream`.
     """
+
+    # The server sets another function, to decode the sources of several requests together.
+    run_search = staticmethod(Plan.search)
 
     def __init__(
         self,
@@ -523,7 +489,6 @@ class Generator(TextStream):
         num_candidates: int = 32,
         num_references: int | None = None,
         utility: str = "chrf",
-        reference_options: dict | None = None,
         show_progress: bool | None = False,
         **generation_kwargs,
     ) -> list[ScoredText]:
@@ -541,7 +506,6 @@ class Generator(TextStream):
             num_candidates: Candidates for each source.
             num_references: Additional samples as pseudo-references. By default the candidates are the pseudo-references.
             utility: `chrf` or `bleu`, of a candidate against a pseudo-reference.
-            reference_options: Options for the pseudo-references. The default is `generation_kwargs`.
             show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
             **generation_kwargs: As for `generate()`, for the candidates.
 
@@ -549,28 +513,24 @@ class Generator(TextStream):
             The chosen texts. The score is the expected utility, 0 to 100.
 
         Raises:
-            ValueError: If a number is below 1, the beam is narrower than the number of candidates, the utility is unknown, or
-                `reference_options` are given without `num_references`.
+            ValueError: If a number is below 1, the beam is narrower than the number of candidates, or the utility is unknown.
         """
         # An unknown utility is an error before any text is decoded.
         find_utility(utility)
-        if reference_options is not None and num_references is None:
-            raise ValueError("`num_references` must be given with `reference_options`, got None.")
         texts = list(checked_texts(texts))
 
-        def draw(name: str, count: int, options: dict[str, Any]) -> list[dict[str, float]]:
-            options = candidate_options(self.model.generation_config, name, count, options)
+        def draw(name: str, count: int) -> list[dict[str, float]]:
+            options = candidate_options(self.model.generation_config, name, count, generation_kwargs)
             has_beams = options["num_beams"] > 1
             rows = self.generate_n_best(texts, return_scores=has_beams, show_progress=show_progress, **options)
             if has_beams:
                 return [weigh_n_best([c.text for c in row], [c.score for c in row]) for row in rows]
             return [weigh_samples([c.text for c in row]) for row in rows]
 
-        candidates = references = draw("num_candidates", num_candidates, generation_kwargs)
+        candidates = references = draw("num_candidates", num_candidates)
         if num_references is not None:
             num_truncated = self.num_truncated
-            options = generation_kwargs if reference_options is None else reference_options
-            references = draw("num_references", num_references, options)
+            references = draw("num_references", num_references)
             # The pseudo-references came from the same sources, which count once.
             self.num_truncated = num_truncated
         chosen = []
@@ -583,7 +543,7 @@ class Generator(TextStream):
     def decode_chunks(
         self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
     ) -> Iterator[list[ScoredText]]:
-        """See `TextStream`."""
+        """Yield the candidates of each source. The options are those of `decode_chunk`."""
         if options["risk"] is None:
             # A bad option is an error before the first line is read.
             names = ("seed", "return_scores", "risk", "split_sentences")
@@ -607,18 +567,7 @@ class Generator(TextStream):
         on_batch: Callable[[int], object] | None = None,
         **options,
     ) -> list[list[ScoredText]]:
-        """Return the candidates of each source of a chunk, whatever was decoded before.
-
-        Args:
-            chunk: The sources.
-            seed: As for `generate_stream`, as are the arguments below.
-            return_scores: True if candidates carry their score.
-            risk: Arguments of `generate_mbr`.
-            split_sentences: A language, or True.
-            plan: The plan of the stream, if it is made.
-            on_batch: As for `decode_batches`.
-            **options: As for `generate()`.
-        """
+        """Return the candidates of each source of a chunk, whatever was decoded before. See `generate_stream`."""
         if chunk.number and self.engine_choice is not None:
             self.engine_choice.expect_many()
         if seed is not None and chunk.number:
@@ -666,26 +615,19 @@ class Generator(TextStream):
         return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
 
     def mean_entropies(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Return the mean negative log-probability of each target, in nats per token.
+        """Return the mean negative log-probability of each target, in nats per token. Pairs have no blank sides.
 
-        A pair that is too long for the model has an infinite one.
-
-        Args:
-            pairs: Pairs of source and target without blank sides.
-
-        Raises:
-            ValueError: If this is an ensemble or has another engine than torch.
+        A pair that is too long for the model has an infinite one. Errors are those of `score`.
         """
-        check_single(self, "generator")
         sources = self.encode([source for source, _ in pairs])
         targets = encode_forced(self.tokenizers, [target for _, target in pairs])
         limits = longest_source(self.model) or math.inf, longest_target(self.model) or math.inf
         rows = enumerate(zip(sources, targets, strict=True))
         fitting = [i for i, (source, target) in rows if len(source) <= limits[0] and len(target) <= limits[1]]
-        entropies, sides = [math.inf] * len(pairs), ([side[index] for index in fitting] for side in (sources, targets))
-        scores = score_targets(self.model, *sides, self.batch_size, self.max_tokens_per_batch)
+        scores = self.score([pairs[index][0] for index in fitting], [targets[index] for index in fitting])
+        entropies = [math.inf] * len(pairs)
         for index, score in zip(fitting, scores, strict=True):
-            entropies[index] = -sum(score) / len(score)
+            entropies[index] = -score.mean
         return entropies
 
     def search(
@@ -698,11 +640,8 @@ class Generator(TextStream):
     def search_encoded(
         self, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
     ) -> list[list[Hypothesis]]:
-        """Decode encoded texts, and count.
-
-        The server overrides this method, to decode the sources of several requests together.
-        """
-        hypotheses, counts = plan.search(encoded, return_scores, **progress)
+        """Decode encoded texts, and count."""
+        hypotheses, counts = self.run_search(plan, encoded, return_scores, **progress)
         self.count(counts)
         return hypotheses
 
@@ -736,11 +675,7 @@ class Generator(TextStream):
 
 
 def check_single(generator: "Generator", name: str) -> None:
-    """Check that a generator has one torch model.
-
-    Raises:
-        ValueError: If the generator is an ensemble or has another engine.
-    """
+    """Raise `ValueError` if a generator is an ensemble or has another engine than torch."""
     if not isinstance(generator.model, torch.nn.Module):
         raise ValueError(f"`{name}` must have a torch model here, got a {type(generator.model).__name__}.")
     if generator.members:
@@ -748,11 +683,7 @@ def check_single(generator: "Generator", name: str) -> None:
 
 
 def _check_partner(generator: "Generator", partner: "Generator", name: str) -> None:
-    """Check that another generator, set by the option `name`, can write a target together with this one.
-
-    Raises:
-        ValueError: If the partner is no single torch model, one is no Metaphrase model, or the two differ in target tokens.
-    """
+    """Raise `ValueError` if another generator, set by the option `name`, cannot write a target together with this one."""
     check_single(partner, name)
     for model in (generator.model, partner.model):
         if not is_metaphrase(model):

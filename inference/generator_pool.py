@@ -23,15 +23,12 @@ from metaphrase.inference.progress import ProgressBar
 from metaphrase.storage.loading import default_device
 
 
-class GeneratorPool(TextStream):
+class GeneratorPool(TextStream, contextlib.AbstractContextManager):
     """Several processes, each with a generator of the same model.
 
     One process decodes each chunk of a stream, with the chunk's own random numbers. The result does not depend on the number of
     processes. The processes end with the context, even in the middle of a chunk, and with the process that started them. A
     script that starts processes needs `if __name__ == "__main__":`. The counters of `TextStream` are sums over the processes.
-
-    Attributes:
-        num_processes: Number of processes.
     """
 
     def __init__(
@@ -81,9 +78,6 @@ class GeneratorPool(TextStream):
             self.close()
             raise
 
-    def __enter__(self) -> "GeneratorPool":
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -100,7 +94,7 @@ class GeneratorPool(TextStream):
     def decode_chunks(
         self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
     ) -> Iterator[list[ScoredText]]:
-        """See `TextStream`."""
+        """See `Generator`."""
         futures: deque[Future] = deque()
         reading_error: Exception | None = None
         with self._naming_deaths():

@@ -33,11 +33,9 @@ def weigh_samples(texts: Sequence[str]) -> dict[str, float]:
 def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
     """Return the probability of each distinct candidate of a beam, normalized to sum 1.
 
-    Source: Kumar and Byrne 2004.
+    The scores are log-probabilities of the candidates, or length-normalized.
 
-    Args:
-        texts: Candidates.
-        scores: Log-probabilities of the candidates, or length-normalized scores.
+    Source: Kumar and Byrne 2004.
     """
     highest, weights = max(scores), dict.fromkeys(texts, 0.0)
     for text, score in zip(texts, scores, strict=True):
@@ -55,9 +53,6 @@ def expected_utilities(
         candidates: Texts.
         references: Pseudo-references with their probabilities.
         utility: `chrf` (Popovic 2015) or `bleu` (Papineni et al. 2002, with `effective_order`).
-
-    Raises:
-        ValueError: If the utility is unknown.
     """
     score = find_utility(utility)
     return [
@@ -76,11 +71,7 @@ def find_utility(name: str) -> Callable:
 def candidate_options(config: GenerationConfig, name: str, count: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that draw `count` targets of each source: samples of the whole distribution, or those of a beam.
 
-    Args:
-        config: Generation config of the model.
-        name: Option of the count, for errors.
-        count: Number of targets.
-        options: The caller's arguments of `generate()`. They override what makes the distribution whole.
+    `name` is the option of the count, for errors. The caller's options override what makes the distribution whole.
     """
     options = plain_options(options)
     if count < 1:

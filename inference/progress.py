@@ -21,21 +21,10 @@ def has_bar() -> bool:
 
 
 class ProgressLines(contextlib.AbstractContextManager):
-    """Progress in lines of the log, for a file that would fill with the frames of a bar.
-
-    Attributes:
-        done: Number of units that are done.
-    """
+    """Progress in lines of the log, for a file that would fill with the frames of a bar."""
 
     def __init__(self, total: int | None, unit: str, initial: int = 0, time_limit: float = math.inf):
-        """Begin to measure time.
-
-        Args:
-            total: Number of all units; `None` if it is unknown.
-            unit: Name of a unit.
-            initial: Units that an earlier run has done.
-            time_limit: Seconds after which the work ends although units are left.
-        """
+        """Begin to measure time, after `initial` units of an earlier run. Work may end at the time limit with units left."""
         self.total, self.unit, self.done, self.time_limit = total, unit, initial, time_limit
         self._first, self._start = initial, time.monotonic()
         self._next = self._start + _LEAST_SECONDS
@@ -66,12 +55,7 @@ ProgressBar = tqdm | ProgressLines
 def progress_bar(total: int | None, unit: str, show_progress: bool | None, initial: int = 0) -> ProgressBar:
     """Return the progress of some work, to be updated and closed as a context.
 
-    Args:
-        total: As for `ProgressLines`.
-        unit: As for `ProgressLines`.
-        show_progress: True for a bar, or for lines where no bar can be; `None` for a bar that vanishes at its end, or nothing;
-            False for nothing.
-        initial: As for `ProgressLines`.
+    With True it is a bar, or lines where no bar can be; with `None` a bar that vanishes at its end, or nothing.
     """
     if show_progress and not has_bar():
         return ProgressLines(total, unit, initial)

@@ -88,19 +88,9 @@ def forced_batches(
     show_progress: bool | None,
     start: int | None = None,
 ) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
-    """Yield the indices and the inputs of each batch of pairs of similar length.
+    """Yield the indices and the inputs of each batch of pairs of similar length. `start` is that of `forced_inputs`.
 
-    Args:
-        model: Reads the pairs.
-        sources: Ids of each source, with end of sequence.
-        targets: Ids of each target, without the start token.
-        batch_size: Most pairs in a batch.
-        max_tokens_per_batch: Most tokens of either side in a batch, padding included.
-        show_progress: As for `progress_bar`.
-        start: As for `forced_inputs`.
-
-    Raises:
-        TooLongError: If a side has more tokens than the model has positions.
+    Sources have an end of sequence, and targets no start token. `TooLongError` for more tokens than the model has positions.
     """
     limits = longest_source(model), longest_target(model)
     for side, rows, limit in zip(("source", "target"), (sources, targets), limits, strict=True):

@@ -2,15 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from metaphrase.decoding.fast_generation import is_metaphrase
-from metaphrase.inference.alignment import AttentionMap, aligned_layer, cross_attentions
-from metaphrase.inference.generator import Generator, make_splitter
-from metaphrase.inference.texts.documents import keep_whole
+from metaphrase.inference.alignment import AttentionMap, aligned_layer, cross_attentions, membership
+from metaphrase.inference.generator import Generator, split_texts
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
 from metaphrase.inference.texts.plan import Links, Sentence, Terms, TextPlan, find_loop, find_words
 from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
@@ -29,6 +26,7 @@ class TextDecoder:
             of the words aligned to them; `num_loops` sentences that repeated themselves and were decoded again; `num_looping` of
             these that still do.
         placed: Decoded sentences with such terms, for a reader to check.
+        run_alone: Calls a function while no other thread decodes, because an alignment changes the kernels of the model.
     """
 
     def __init__(
@@ -61,37 +59,24 @@ class TextDecoder:
         self.keep_tags = keep_tags
         self.counts: Counter[str] = Counter()
         self.placed: list[str] = []
+        self.run_alone: Callable[[Callable[[], list[Links]]], list[Links]] = lambda function: function()
 
     def decode(self, texts: Iterable[str], **options: Any) -> list[str]:
         """Return the target of each text; the options are those of `Generator.generate()`."""
-        pages = [self._parse(text) for text in checked_texts(texts)]
-        marked = [part for page in pages for part in page if isinstance(part, MarkedText)]
-        plans = iter(self._plan(marked))
-        plans_of_pages = [[next(plans) if isinstance(part, MarkedText) else part for part in page] for page in pages]
-        chosen = [plan for page in plans_of_pages for plan in page if isinstance(plan, TextPlan)]
-        rows = iter(
-            self._decode_sentences([(plan, sentence) for plan in chosen for sentence in plan.sentences], options)
-        )
-        return [
-            "".join(plan if isinstance(plan, str) else plan.join([next(rows) for _ in plan.sentences]) for plan in page)
-            for page in plans_of_pages
-        ]
-
-    def _parse(self, text: str) -> list[str | MarkedText]:
         if self.text_format == "text":
-            return [MarkedText(text, is_markup=False)]
-        return parse_markup(text, self.text_format == "html", self.keep_tags)
-
-    def _plan(self, marked: Sequence[MarkedText]) -> list[TextPlan]:
-        """Split texts into sentences, each with its tags, atoms and terms."""
-        texts = [part.text for part in marked]
-        if self.split_sentences:
-            splitter = make_splitter([self.generator], self.split_sentences)
-            documents = splitter.split(texts, has_lines=self.text_format == "text")
-            self.counts["num_cut"] += splitter.num_cut
+            pages = [[MarkedText(text, is_markup=False)] for text in checked_texts(texts)]
         else:
-            documents = keep_whole(texts)
-        return [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
+            pages = [parse_markup(text, self.text_format == "html", self.keep_tags) for text in checked_texts(texts)]
+        marked = [part for page in pages for part in page if isinstance(part, MarkedText)]
+        has_lines, parts = self.text_format == "text", [part.text for part in marked]
+        documents, num_cut = split_texts([self.generator], parts, self.split_sentences, has_lines)
+        self.counts["num_cut"] += num_cut
+        plans = [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
+        rows = iter(
+            self._decode_sentences([(plan, sentence) for plan in plans for sentence in plan.sentences], options)
+        )
+        targets = iter([plan.join([next(rows) for _ in plan.sentences]) for plan in plans])
+        return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
     def _decode_sentences(self, planned: list[tuple[TextPlan, Sentence]], options: dict[str, Any]) -> list[str]:
         sources = [sentence.text for _, sentence in planned]
@@ -103,31 +88,29 @@ class TextDecoder:
             targets[index] = self._mend(sentence, sources[index], targets[index], options)
         aligned = [
             index
-            for index, (_, sentence) in enumerate(planned)
-            if targets[index].strip() and (sentence.elements or _needs_links(sentence, targets[index]))
+            for index, ((_, sentence), target) in enumerate(zip(planned, targets, strict=True))
+            if target.strip()
+            and (
+                sentence.elements or sentence.find_atoms(target)[1] or not all(atom.expected for atom in sentence.atoms)
+            )
         ]
-        links = dict(
-            zip(aligned, self._align([planned[i][1] for i in aligned], [targets[i] for i in aligned]), strict=True)
-        )
-        rendered = []
+        sentences, aligned_targets = [planned[i][1] for i in aligned], [targets[i] for i in aligned]
+        links = self.run_alone(lambda: self._align(sentences, aligned_targets)) if aligned else []
+        links, rendered = dict(zip(aligned, links, strict=True)), []
         for index, (plan, sentence) in enumerate(planned):
-            text, num_placed = sentence.render(targets[index], links.get(index, _NO_LINKS), plan.marked.escape)
+            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), plan.marked.escape)
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
             rendered.append(text)
         return rendered
 
     def _mend(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
-        """Decode a sentence again if its target repeats itself or lacks terms."""
+        """Decode a sentence again if its target repeats itself or lacks terms. Returns the better target."""
         if find_loop(source, target):
             self.counts["num_loops"] += 1
             [other] = self.generator.generate([source], **{**options, "no_repeat_ngram_size": 3})
             target = target if find_loop(source, other) else other
             self.counts["num_looping"] += find_loop(source, target) is not None
-        return self._force(sentence, source, target, options)
-
-    def _force(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
-        """Decode a sentence again with its terms, if some are missing. Returns the better target."""
         _, missing = sentence.find_atoms(target)
         if not missing or not is_metaphrase(self.generator.model) or options.get("do_sample"):
             return target
@@ -159,18 +142,9 @@ class TextDecoder:
 
     def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
         """Return the alignment of words of each sentence and its target."""
-        if not sentences:
-            return []
         texts = [sentence.text for sentence in sentences]
         maps = cross_attentions(self.generator, texts, targets, layer=aligned_layer(self.generator.model))
         return [_find_links(self.generator, attention) for attention in maps]
-
-
-_NO_LINKS = Links([], [], [])
-
-
-def _needs_links(sentence: Sentence, target: str) -> bool:
-    return bool(sentence.find_atoms(target)[1]) or any(not atom.expected for atom in sentence.atoms)
 
 
 def _find_links(generator: Generator, attention: AttentionMap) -> Links:
@@ -183,25 +157,18 @@ def _find_links(generator: Generator, attention: AttentionMap) -> Links:
     )
     members = []
     for (tokenizer, prefix, text, ids, argument), spans in zip(sides, words, strict=True):
-        pieces = [(start, index) for index, (start, _) in enumerate(spans)]
-        word_ids = (
-            word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
-            if tokenizer.is_fast
-            else None
-        )
+        word_ids = None
+        if tokenizer.is_fast:
+            pieces = [(start, index) for index, (start, _) in enumerate(spans)]
+            word_ids = word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
         if word_ids is None:
-            return _diagonal(*words)
-        members.append(
-            np.array([[word == column for column in range(len(spans))] for word in word_ids], dtype=np.float32)
-        )
+            # Without offsets, words at the same part of both texts belong together.
+            source, target = map(len, words)
+            best = [min(index * source // target, source - 1) if source else None for index in range(target)]
+            return Links(*words, best)
+        members.append(membership(word_ids, len(spans)))
     weights = members[1].T @ attention.weights @ members[0]
     best = [int(row.argmax()) if row.any() else None for row in weights]
     # Attention of a punctuation mark often goes to the word before it.
     is_word = [attention.target[start:end].isalnum() for start, end in words[1]]
     return Links(*words, [index if flag else None for index, flag in zip(best, is_word, strict=True)])
-
-
-def _diagonal(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> Links:
-    """Link words at the same part of both texts, for a tokenizer without offsets."""
-    best = [min(index * len(source) // max(len(target), 1), len(source) - 1) for index in range(len(target))]
-    return Links(source, target, best if source else [None] * len(target))

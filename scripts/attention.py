@@ -9,7 +9,7 @@ from transformers import set_seed
 from metaphrase.hub_card import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
-from metaphrase.inference.line_files import check_files, open_output, read_lines
+from metaphrase.inference.line_files import OutputFile, check_files, read_lines
 from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import (
     chosen_generation_options,
@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
     inputs = given_options(arguments, ("input", "target_input"))
     if not arguments.source:
         inputs["input"] = arguments.input
-    check_files(inputs, output, models=[arguments.model])
+    check_files(inputs, output)
     sources, targets = read_pairs(arguments)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:
@@ -95,7 +95,7 @@ def write_links(
     """Write one line of links for each source, an empty one for a blank source. Generated targets are logged."""
     if output is not None:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-    with open_output(output) as file:
+    with OutputFile(output) as file:
         for start in range(0, len(sources), SENTENCES_AT_A_TIME):
             part = range(start, min(start + SENTENCES_AT_A_TIME, len(sources)))
             nonblank = [index for index in part if sources[index].strip()]

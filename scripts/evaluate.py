@@ -17,7 +17,7 @@ from metaphrase.evaluation.metrics import metric_options, metrics_path, write_me
 from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import check_source_length
-from metaphrase.inference.line_files import NewFile, as_lines, check_files
+from metaphrase.inference.line_files import OutputFile, as_lines, check_files
 from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import (
     check_dependents,
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
     pairs = load_pairs(**files, **options, report=report)
     inputs = given_options(arguments, ("source", "target", "file"))
     for name, path in given_options(arguments, ("output", "predictions")).items():
-        check_files(inputs, path, name, chosen_models(arguments))
+        check_files(inputs, path, name)
     set_seed(arguments.seed)
     # `load_pairs` has added the prefix.
     loading = chosen_loading_options(arguments) | {"source_prefix": ""}
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")
     if predictions is not None:
         Path(predictions).parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.nullcontext() if predictions is None else NewFile(predictions, "predictions") as file:
+    with contextlib.nullcontext() if predictions is None else OutputFile(predictions, "predictions") as file:
         result, _ = evaluate_generator(
             generator,
             pairs["source"][:],

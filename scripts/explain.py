@@ -21,7 +21,7 @@ def main(arguments: argparse.Namespace) -> None:
     if len(targets) != len(arguments.source):
         raise ValueError(f"`source` and `target` must be equally many, got {len(arguments.source)} and {len(targets)}.")
     check_pairs(len(targets))
-    check_files({}, arguments.output, models=[arguments.model])
+    check_files({}, arguments.output)
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = chosen_generation_options(arguments) | {"seed": arguments.seed}

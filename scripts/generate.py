@@ -6,7 +6,6 @@ import itertools
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from transformers import set_seed
@@ -14,12 +13,11 @@ from transformers import set_seed
 from metaphrase.inference import Generator, GeneratorPool
 from metaphrase.inference.generator import ScoredText, read_chunks
 from metaphrase.inference.line_files import (
-    ResumedFile,
+    OutputFile,
     check_files,
     check_regular,
     format_targets,
     num_lines,
-    open_output,
     read_lines,
 )
 from metaphrase.inference.texts.plan import Terms, read_glossary
@@ -80,8 +78,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     if arguments.chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
     check_dependents(arguments, resume="output")
-    drafts = given_options(arguments, ("assistant_model",)).values()
-    check_files(inputs, arguments.output, models=[*chosen_models(arguments), *drafts])
+    check_files(inputs, arguments.output)
     if arguments.resume:
         check_regular(arguments.output)
     set_seed(arguments.seed)
@@ -125,7 +122,7 @@ def write_texts(arguments: argparse.Namespace, options: dict) -> None:
             split_sentences=arguments.split_sentences or is_page,
             terms=terms,
         )
-        with open_output(arguments.output) as output:
+        with OutputFile(arguments.output) as output:
             for chunk in read_chunks(lines, arguments.chunk_size):
                 for text in decoder.decode(chunk.texts, **options):
                     output.write(text + "\n")
@@ -179,29 +176,19 @@ def decode_records(
         generator = stack.enter_context(load(arguments, options))
         if num_targets is None:
             num_targets = generator.num_targets(**options)
-        if arguments.resume:
-            layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": arguments.chunk_size}
-            output = stack.enter_context(ResumedFile(arguments.output, **layout))
-        else:
-            output = stack.enter_context(open_output(arguments.output))
-        first = start + output.first_source
-        if output.first_source:
-            logger.info("Resuming %s at line %d.", arguments.output, output.first_source + 1)
-        # The reading thread appends, and the loop below removes.
-        decoded: deque[tuple] = deque()
-
-        def read_sources() -> Iterator[str]:
-            for record in itertools.islice(records, first, stop):
-                decoded.append(record)
-                yield record[0]
-
-        count, started = 0, time.perf_counter()
+        layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": arguments.chunk_size}
+        output = stack.enter_context(OutputFile(arguments.output, resume=arguments.resume, **layout))
+        first_source = output.next_source
+        if first_source:
+            logger.info("Resuming %s at line %d.", arguments.output, first_source + 1)
+        started = time.perf_counter()
+        records, decoded = itertools.tee(itertools.islice(records, start + first_source, stop))
         results = generator.generate_stream(
-            read_sources(),
+            (record[0] for record in records),
             risk=risk,
             show_progress=not arguments.quiet,
             chunk_size=arguments.chunk_size,
-            first_chunk=first // arguments.chunk_size,
+            first_chunk=(start + first_source) // arguments.chunk_size,
             total=stop,
             return_scores=with_scores,
             split_sentences=arguments.split_sentences,
@@ -209,16 +196,16 @@ def decode_records(
             **options,
         )
         try:
-            for index, candidates in enumerate(results, start=first):
-                output.write(format_lines(index, decoded.popleft(), candidates))
-                count += 1
+            # A record is there as soon as its result is.
+            for candidates, record in zip(results, decoded, strict=False):
+                output.write(format_lines(start + output.next_source, record, candidates))
         except KeyboardInterrupt:
-            num_done = output.first_source + count
-            if arguments.output is None or not num_done:
+            if arguments.output is None or not output.next_source:
                 raise
-            hint = f"{arguments.output} ends with source {num_done}. Use --resume to go on."
+            hint = f"{arguments.output} ends with source {output.next_source}. Use --resume to go on."
             raise KeyboardInterrupt(hint) from None
         output.finish()
+        count = output.next_source - first_source
         seconds = time.perf_counter() - started
         logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)
         warn_of_lengths(generator, count)

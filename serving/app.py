@@ -15,12 +15,7 @@ from metaphrase.serving.service import Service
 
 
 def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
-    """Return the application.
-
-    Args:
-        service: Models, limits and keys.
-        cors_origins: Origins of web pages that may call the server from a browser; `*` is all.
-    """
+    """Return the application. Web pages of `cors_origins` may call the server from a browser; `*` is all."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

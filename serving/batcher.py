@@ -1,17 +1,19 @@
 """Batcher: threads that decode the sentences of all requests, in batches of similar length."""
 
+import copy
+import functools
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
 from metaphrase.inference.batches import Hypothesis
-from metaphrase.inference.generator import EncodedTexts, Plan
+from metaphrase.inference.generator import EncodedTexts, Generator, Plan
 from metaphrase.tokenization.batches import batches_by_length
 
 Result = TypeVar("Result")
@@ -27,25 +29,14 @@ class CancelledRequest(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """One request of a client.
+    """One request of a client. Without a seed each request has its own random numbers."""
 
-    Attributes:
-        deadline: Time of `time.monotonic()` at which the request ends.
-        seed: Seed of random numbers, for sampling. Without a seed each request has its own random numbers.
-        is_cancelled: True if the client has gone.
-    """
-
-    deadline: float
+    deadline: float  # by `time.monotonic()`
     seed: int | None = None
-    is_cancelled: bool = False
+    is_cancelled: bool = False  # True if the client has gone
 
     def check(self) -> float:
-        """Return the seconds that are left.
-
-        Raises:
-            CancelledRequest: If the client has gone.
-            TimeoutError: If the deadline has passed.
-        """
+        """Return the seconds that are left. Raises `CancelledRequest` or `TimeoutError` if the request has ended."""
         if self.is_cancelled:
             raise CancelledRequest("The client closed the connection.")
         if (seconds := self.deadline - time.monotonic()) < 0:
@@ -53,38 +44,21 @@ class Ticket:
         return seconds
 
 
-class BatchFacts(NamedTuple):
-    """Facts of a decoded batch, for metrics."""
-
-    num_sentences: int
-    num_source_tokens: int
-    num_target_tokens: int
-
-
 @dataclass(eq=False)
 class _Search:
-    """Sentences of one request.
-
-    Attributes:
-        ticket: The request.
-        plan: Generators and options.
-        key: Equal for searches whose sentences may share a batch.
-        ids: For each generator of the plan the token ids of each sentence.
-        return_scores: True if hypotheses carry their score.
-        is_random: True if the search draws random numbers. Then its sentences share batches with no others.
-        lengths: Tokens of each sentence.
-        waiting: Indices of the sentences that wait, longest first.
-        results: Hypotheses of the other sentences.
-        future: Done with the last sentence.
-    """
+    """Sentences of one request."""
 
     ticket: Ticket
     plan: Plan
+    # Equal for searches whose sentences may share a batch.
     key: tuple
+    # For each generator of the plan the token ids of each sentence.
     ids: list[list[list[int]]]
     return_scores: bool
+    # Sentences of a search that draws random numbers share batches with no others.
     is_random: bool
     lengths: list[int]
+    # Indices of the sentences that wait, longest first; hypotheses of the others.
     waiting: list[int]
     results: dict[int, list[Hypothesis]] = field(default_factory=dict)
     future: Future = field(default_factory=Future)
@@ -100,14 +74,12 @@ class Batcher:
     Each thread decodes a batch of its own. Requests take turns, so that a long document does not hold up a short text. The
     longest sentence of the request whose turn it is decides on the batch: sentences of similar length, of all requests with
     equal options. A sentence has the same target in any batch.
-
-    Attributes:
-        observe: Called after each batch with its facts.
     """
 
     def __init__(self, num_threads: int = 1):
         """Start the threads, each of which decodes one batch at a time."""
-        self.observe: Callable[[BatchFacts], None] = lambda facts: None
+        # Called after each batch with the numbers of sentences, of source tokens and of target tokens.
+        self.observe: Callable[[int, int, int], None] = lambda *counts: None
         self._seconds_per_token = self._batch_seconds = 0.0
         self._condition = threading.Condition()
         # torch has one stream of random numbers.
@@ -140,19 +112,17 @@ class Batcher:
             tokens = sum(search.lengths[index] for search in self._searches for index in search.waiting)
         return tokens * self._seconds_per_token / len(self._threads)
 
+    def queue(self, generator: Generator, ticket: Ticket) -> Generator:
+        """Return a generator for one request, which shares batches with others, and the model and its tokenizers."""
+        queued = copy.copy(generator)
+        queued.num_unfinished = queued.num_truncated = queued.num_cut = 0
+        queued.run_search = functools.partial(self.search, ticket)
+        return queued
+
     def search(
-        self, ticket: Ticket, plan: Plan, encoded: EncodedTexts, return_scores: bool
+        self, ticket: Ticket, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
     ) -> tuple[list[list[Hypothesis]], Counter[str]]:
-        """Decode encoded sentences, and wait for the result.
-
-        Returns:
-            The hypotheses of each sentence, and the amounts to add to the counters of the caller.
-
-        Raises:
-            CancelledRequest: If the client has gone.
-            TimeoutError: If the deadline has passed.
-            ValueError: As `Generator.generate()`.
-        """
+        """Decode encoded sentences as `Plan.search` does, and wait for the result. Other errors are those of `Ticket.check`."""
         generator, counts = plan.generators[0], Counter(encoded.counts)
         lengths = [max(map(len, rows)) for rows in zip(*encoded.ids, strict=True)]
         if not lengths:
@@ -190,21 +160,19 @@ class Batcher:
                 ticket.check()
                 return function()
             finally:
-                self._end(0)
+                with self._condition:
+                    self._running.remove(0)
         finally:
             with self._condition:
                 self._num_calls -= 1
                 self._condition.notify_all()
 
-    def _end(self, num_sentences: int) -> None:
-        with self._condition:
-            self._running.remove(num_sentences)
-            self._condition.notify_all()
-
     def _work(self) -> None:
         while rows := self._take():
             self._decode(rows)
-            self._end(len(rows))
+            with self._condition:
+                self._running.remove(len(rows))
+                self._condition.notify_all()
             # A frame that waits for the next request must not hold the last one.
             del rows
 
@@ -306,5 +274,5 @@ class Batcher:
             weight = _NEWEST if self._seconds_per_token else 1.0
             self._seconds_per_token += weight * (seconds / num_source_tokens - self._seconds_per_token)
             self._batch_seconds = seconds
-        self.observe(BatchFacts(len(rows), num_source_tokens, num_target_tokens))
+        self.observe(len(rows), num_source_tokens, num_target_tokens)
         return hypotheses

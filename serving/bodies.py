@@ -15,12 +15,7 @@ _FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
-    """Return the fields of a JSON or form body.
-
-    Args:
-        request: The request, of an application that has `Limits` as `state.limits`.
-        fields: Names, types and defaults.
-        lists: Fields that a form may repeat.
+    """Return the fields of a JSON or form body. A form may repeat the fields `lists`.
 
     Raises:
         HTTPException: If the body is too large.
@@ -47,11 +42,7 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
 
 
 def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:
-    """Return checked fields.
-
-    Raises:
-        ValueError: If a field is missing or wrong.
-    """
+    """Return checked fields. Raises `ValueError` if a field is missing or wrong."""
     try:
         return fields.model_validate(content)
     except ValidationError as error:

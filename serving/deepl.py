@@ -85,15 +85,11 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
-def _find_glossary(service: Service, name: str) -> Terms:
-    if name not in service.glossaries:
+def _read_query(service: Service, body: Texts) -> Query:
+    texts, name = body.text, body.glossary_id
+    if name and name not in service.glossaries:
         known = ", ".join(service.glossaries) or "none: start the server with --glossaries"
         raise HTTPException(404, f"The glossary must be one of the server's ({known}), got {name!r}.")
-    return service.glossaries[name]
-
-
-def _read_query(service: Service, body: Texts) -> Query:
-    texts = body.text
     if body.split_sentences == "nonewlines" and body.tag_handling is None:
         texts = [_LINE_BREAK.sub(" ", text) for text in texts]
     return Query(
@@ -102,14 +98,14 @@ def _read_query(service: Service, body: Texts) -> Query:
         target_lang=body.target_lang,
         text_format=body.tag_handling or "text",
         split_sentences=body.split_sentences != "0",
-        terms=_find_glossary(service, body.glossary_id) if body.glossary_id else Terms(),
+        terms=service.glossaries[name] if name else Terms(),
         # A form has one field for all tags.
         keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
     )
 
 
 def _list_languages(service: Service, kind: str) -> list[dict[str, Any]]:
-    pairs = service.models.targets_by_source
+    pairs = service.targets_by_source
     if kind == "source":
         return [{"language": code.upper(), "name": name_of(code)} for code in pairs]
     codes = dict.fromkeys(code for targets in pairs.values() for code in targets)

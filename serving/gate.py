@@ -1,25 +1,23 @@
 """Guards in front of all APIs: keys, errors in the form of each API, access log and metrics."""
 
+import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from metaphrase.serving.batcher import BatchFacts, CancelledRequest
+from metaphrase.serving.batcher import CancelledRequest
 from metaphrase.serving.models import UnknownModelError
 from metaphrase.serving.service import OverloadError, Service
 
 logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # Paths without a key: no text goes there.
 PUBLIC_PATHS = (
@@ -55,10 +53,10 @@ class Metrics:
     def _make(self, kind: Callable[..., Any], name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
         return kind(f"metaphrase_{name}", text, labels, registry=self._registry)
 
-    def _observe_batch(self, facts: BatchFacts) -> None:
-        self._sentences.inc(facts.num_sentences)
-        self._tokens.labels("source").inc(facts.num_source_tokens)
-        self._tokens.labels("target").inc(facts.num_target_tokens)
+    def _observe_batch(self, num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
+        self._sentences.inc(num_sentences)
+        self._tokens.labels("source").inc(num_source_tokens)
+        self._tokens.labels("target").inc(num_target_tokens)
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
         """Count an answered request."""
@@ -71,16 +69,9 @@ class Metrics:
 
 
 class Api(NamedTuple):
-    """Errors of an API.
+    """Errors of an API: the body for a status and a message, and the statuses of some errors."""
 
-    Attributes:
-        prefixes: Beginnings of its paths.
-        body: Returns the body of an error, for its status and message.
-        unknown_model: Status for an unknown model or language.
-        overload: Status for a server without room.
-        wrong_key: Status for a key that is missing or wrong.
-    """
-
+    # Beginnings of its paths.
     prefixes: tuple[str, ...]
     body: Callable[[int, str], dict[str, Any]]
     unknown_model: int = 400
@@ -102,12 +93,7 @@ def _hugging_face_body(status: int, message: str) -> dict[str, Any]:
 APIS = (
     Api(("/v1",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
-    Api(
-        ("/v2", "/v3"),
-        lambda status, message: {"message": message},
-        overload=429,
-        wrong_key=403,
-    ),
+    Api(("/v2",), lambda status, message: {"message": message}, overload=429, wrong_key=403),
     Api(("/translate", "/detect", "/languages"), lambda status, message: {"error": message}, wrong_key=403),
     Api(("/",), _hugging_face_body, unknown_model=404),
 )
@@ -130,9 +116,19 @@ def error_response(path: str, status: int, message: str, headers: dict[str, str]
     return JSONResponse(find_api(path).body(status, message), status, headers)
 
 
-def message_of(error: Exception) -> str:
-    """Return the message that a client may see."""
-    return str(error) if isinstance(error, ValueError | OverloadError) else FAILURE
+def stream_response(path: str, events: AsyncIterator[dict[str, Any]], end: str = "") -> StreamingResponse:
+    """Return server-sent events. An error is an event in the form of the path's API, because the status is sent already."""
+
+    async def send() -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                yield f"data: {json.dumps(event)}\n\n"
+        except Exception as error:
+            message = str(error) if isinstance(error, ValueError | OverloadError) else FAILURE
+            yield f"data: {json.dumps(find_api(path).body(500, message))}\n\n"
+        yield end
+
+    return StreamingResponse(send(), media_type="text/event-stream")
 
 
 def handle_errors(app: FastAPI) -> None:
@@ -158,7 +154,7 @@ def handle_errors(app: FastAPI) -> None:
 class Gate:
     """Refuses requests with a wrong key, and records all of them."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service, metrics: Metrics):
+    def __init__(self, app: ASGIApp, service: Service, metrics: Metrics):
         self.app, self.service, self.metrics = app, service, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,7 +163,7 @@ class Gate:
             return
         started, path, status = time.perf_counter(), scope["path"], None
 
-        async def record_status(message: MutableMapping[str, Any]) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]

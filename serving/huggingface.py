@@ -1,17 +1,16 @@
 """Hugging Face's API: `huggingface_hub.InferenceClient(model=URL)`, and streams as text-generation-inference sends them."""
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.gate import message_of
+from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Query, Service, TextStream, cut_at, cut_pieces
+from metaphrase.serving.service import Query, Service, TextStream, cut_at
 
 _OUTPUTS = {
     "translation": "translation_text",
@@ -56,12 +55,11 @@ def make_router(service: Service) -> APIRouter:
     async def answer(request: Request) -> Response:
         body = await read_body(request, Inputs)
         parameters = body.parameters or Parameters()
-        model, path = service.models.find(body.model), request.url.path
+        model, path = service.find_model(body.model), request.url.path
         query = _read_query(body, parameters)
         if body.stream or path == _STREAM:
-            stream = TextStream(service, model, query, parameters.seed)
-            pieces = cut_pieces(await stream.start(), parameters.stop)
-            return StreamingResponse(_events(service, model, stream, pieces), media_type="text/event-stream")
+            stream = TextStream(service, model, query, seed=parameters.seed, stops=parameters.stop)
+            return stream_response(path, _events(service, model, stream, await stream.start()))
         result = await service.answer(request, model, query, parameters.seed)
         # Clients of all tasks post to the root.
         names = [_OUTPUTS[_PATHS[path]]] if path in _PATHS else dict.fromkeys([_OUTPUTS[model.task], "generated_text"])
@@ -92,21 +90,15 @@ def _read_query(body: Inputs, parameters: Parameters) -> Query:
 
 async def _events(
     service: Service, model: ServedModel, stream: TextStream, pieces: AsyncIterator[str]
-) -> AsyncIterator[str]:
-    """Yield server-sent events, one for each piece, and one with the whole text."""
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield one event for each piece, and one with the whole text."""
     texts = []
-    try:
-        async for piece in pieces:
-            event = {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
-            texts.append(piece)
-            yield f"data:{json.dumps(event)}\n\n"
-        details = await _make_details(service, model, stream.query, ["".join(texts)], stream.is_finished)
-    except Exception as error:
-        # The status is sent already.
-        yield f"data:{json.dumps({'error': message_of(error), 'error_type': 'generation'})}\n\n"
-        return
-    event = {"index": len(texts), "token": _token("", True), "generated_text": "".join(texts), "details": details}
-    yield f"data:{json.dumps(event)}\n\n"
+    async for piece in pieces:
+        yield {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
+        texts.append(piece)
+    text = "".join(texts)
+    details = await _make_details(service, model, stream.query, [text], stream.is_finished)
+    yield {"index": len(texts), "token": _token("", True), "generated_text": text, "details": details}
 
 
 async def _make_details(

@@ -36,7 +36,7 @@ class Texts(BaseModel):
 def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(tags=["LibreTranslate"])
-    targets_by_source = service.models.targets_by_source
+    targets_by_source = service.targets_by_source
     codes = list(dict.fromkeys([*targets_by_source, *(code for row in targets_by_source.values() for code in row)]))
 
     def check_key(request: Request, key: str | None) -> None:

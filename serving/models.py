@@ -1,11 +1,8 @@
-"""Models of the server, with their names and languages. Their searches share batches with those of other requests."""
+"""Models of the server, with their names and languages."""
 
 import copy
 import functools
-import threading
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,6 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.inference import Generator
-from metaphrase.inference.batches import Hypothesis
-from metaphrase.inference.generator import EncodedTexts, Plan
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.storage.folders import read_fields
 from metaphrase.tokenization import set_languages
@@ -50,49 +45,13 @@ class UnknownModelError(ValueError):
     """No model has the name, or translates between the languages."""
 
 
-class QueuedGenerator(Generator):
-    """A generator of one request. Its sentences are decoded together with those of other requests."""
-
-    ticket: Ticket
-    batcher: Batcher
-
-    @classmethod
-    def of(cls, generator: Generator, batcher: Batcher, ticket: Ticket) -> "QueuedGenerator":
-        """Return a generator for one request. The model and its tokenizers are shared."""
-        queued = copy.copy(generator)
-        queued.__class__ = cls
-        queued.batcher, queued.ticket = batcher, ticket
-        queued.num_unfinished = queued.num_truncated = queued.num_cut = 0
-        return queued
-
-    def search_encoded(
-        self, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
-    ) -> list[list[Hypothesis]]:
-        """See `Generator`."""
-        hypotheses, counts = self.batcher.search(self.ticket, plan, encoded, return_scores)
-        self.count(counts)
-        return hypotheses
-
-
 class ServedModel:
-    """A model with a name, its languages and its task.
-
-    Attributes:
-        name: Name in requests.
-        task: One of `TASKS`.
-        generator: Model and tokenizers, with the languages of their settings.
-        source_languages: Codes of the languages of sources, such as en; empty if they are unknown.
-        target_languages: The same for targets.
-    """
+    """A model with a name, its task, and the codes of its languages, such as en; none if they are unknown."""
 
     def __init__(
         self, name: str, generator: Generator, batcher: Batcher, *, languages: tuple[str, str] | None, task: str
     ):
-        """Take the attributes, and the `languages` of a model for one pair of source and target language.
-
-        Raises:
-            ValueError: If the task is unknown.
-        """
+        """Take the attributes, and the `languages` of a model for one pair of source and target language."""
         if task not in TASKS:
             # A recipe may have any task.
             raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
@@ -105,9 +64,7 @@ class ServedModel:
             self.source_languages = self.target_languages = list(self._codes)
         else:
             self.source_languages, self.target_languages = [], []
-        # Generators with tokenizers of their own, by languages.
-        self._variants: dict[tuple[str, str], tuple[Generator, dict[str, int]]] = {}
-        self._lock = threading.Lock()
+        self._find_variant = functools.cache(self._make_variant)
 
     @classmethod
     def from_pretrained(
@@ -134,13 +91,10 @@ class ServedModel:
 
     def open(
         self, ticket: Ticket, source_lang: str | None = None, target_lang: str | None = None
-    ) -> tuple[QueuedGenerator, dict[str, int]]:
+    ) -> tuple[Generator, dict[str, int]]:
         """Return a generator for one request, and the generation options for its target language.
 
         Codes of languages are those of `source_languages` and `target_languages`, or as the tokenizer spells them.
-
-        Raises:
-            UnknownModelError: If the model does not know a language.
         """
         generator, options = self.generator, {}
         if self._codes and (source_lang or target_lang):
@@ -151,7 +105,7 @@ class ServedModel:
                     raise UnknownModelError(
                         f"The model {self.name!r} must know the language {code!r}, got one for {known[0]}."
                     )
-        return QueuedGenerator.of(generator, self.batcher, ticket), options
+        return self.batcher.queue(generator, ticket), options
 
     def count_tokens(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[int, int]:
         """Return the numbers of tokens of sources and targets."""
@@ -166,65 +120,11 @@ class ServedModel:
             raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}.")
         return self._codes[base_code(code)]
 
-    def _find_variant(self, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:
-        with self._lock:
-            if (source, target) not in self._variants:
-                generator = copy.copy(self.generator)
-                # The languages are a state of the tokenizers.
-                generator.tokenizers = copy.deepcopy(generator.tokenizers)
-                self._variants[source, target] = generator, set_languages(generator.tokenizers, source, target)
-            return self._variants[source, target]
-
-
-@dataclass(frozen=True)
-class ServedModels:
-    """All models of a server, the default one first."""
-
-    models: Sequence[ServedModel]
-
-    def __post_init__(self):
-        counts = Counter(model.name for model in self.models)
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"Each model must have a name of its own, got {twice[0]!r} twice. Write NAME=FOLDER.")
-
-    def find(self, name: str | None) -> ServedModel:
-        """Return the model with a name, or the first one without a name.
-
-        Raises:
-            UnknownModelError: If no model has the name.
-        """
-        for model in self.models:
-            if name in (None, model.name):
-                return model
-        names = ", ".join(model.name for model in self.models)
-        raise UnknownModelError(f"`model` must be one of {names}, got {name!r}.")
-
-    @functools.cached_property
-    def targets_by_source(self) -> dict[str, list[str]]:
-        """Target languages by source language, of all models that translate."""
-        pairs: dict[str, dict[str, None]] = {}
-        for model in self.models:
-            for source in model.source_languages if model.task == "translation" else ():
-                pairs.setdefault(source, {}).update(dict.fromkeys(model.target_languages))
-        return {source: list(targets) for source, targets in pairs.items()}
-
-    def find_languages(self, source: str | None, target: str) -> ServedModel:
-        """Return the first model that translates between two languages; `None` is any source language.
-
-        Raises:
-            UnknownModelError: If there is no such model.
-        """
-        for model in self.models:
-            knows_source = source is None or base_code(source) in model.source_languages
-            if model.task == "translation" and knows_source and base_code(target) in model.target_languages:
-                return model
-        pairs = [
-            f"{a}-{b}" for m in self.models for a in m.source_languages[:9] for b in m.target_languages[:9] if a != b
-        ]
-        known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
-        raise UnknownModelError(
-            f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
-        )
+    def _make_variant(self, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:
+        generator = copy.copy(self.generator)
+        # The languages are a state of the tokenizers.
+        generator.tokenizers = copy.deepcopy(generator.tokenizers)
+        return generator, set_languages(generator.tokenizers, source, target)
 
 
 def read_pair(name: str) -> tuple[str, str] | None:

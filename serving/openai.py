@@ -4,20 +4,19 @@ OpenAI samples at temperature 1 by default. Here a request without `temperature`
 beam search. Temperature 0 is greedy search.
 """
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.gate import find_api, message_of
+from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Query, Service, TextStream, cut_at, cut_pieces
+from metaphrase.serving.service import Query, Service, TextStream, cut_at
 
 
 class StreamOptions(BaseModel):
@@ -64,7 +63,7 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/completions", openapi_extra=schema_of(Prompts))
     async def complete(request: Request) -> Response:
         body = await read_body(request, Prompts)
-        model, query = service.models.find(body.model), _read_query(body)
+        model, query = service.find_model(body.model), _read_query(body)
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         frame = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -73,11 +72,10 @@ def make_router(service: Service) -> APIRouter:
             "model": model.name,
         }
         if body.stream:
-            stream = TextStream(service, model, query, body.seed)
-            pieces = cut_pieces(await stream.start(), stops)
+            stream = TextStream(service, model, query, seed=body.seed, stops=stops)
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            events = _events(service, model, stream, pieces, frame, with_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
+            events = _events(service, model, stream, await stream.start(), frame, with_usage)
+            return stream_response(request.url.path, events, "data: [DONE]\n\n")
         result = await service.answer(request, model, query, body.seed)
         targets = [target for row in result.targets for target in row]
         texts = [cut_at(target, stops) for target in targets]
@@ -95,11 +93,11 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/models")
     async def list_models() -> Response:
-        return JSONResponse({"object": "list", "data": [describe(model) for model in service.models.models]})
+        return JSONResponse({"object": "list", "data": [describe(model) for model in service.models.values()]})
 
     @router.get("/models/{name:path}")
     async def get_model(name: str) -> Response:
-        return JSONResponse(describe(service.models.find(name)))
+        return JSONResponse(describe(service.find_model(name)))
 
     return router
 
@@ -130,26 +128,16 @@ async def _events(
     pieces: AsyncIterator[str],
     frame: dict[str, Any],
     with_usage: bool,
-) -> AsyncIterator[str]:
-    """Yield server-sent events: one for each piece, one for the end, and the mark of the end."""
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield one event for each piece, one for the end, and one for the usage."""
     texts = []
-    try:
-        async for piece in pieces:
-            texts.append(piece)
-            yield _event(frame | {"choices": [_choice(piece, None)]})
-        reason = "stop" if stream.is_finished else "length"
-        yield _event(frame | {"choices": [_choice("", reason)]})
-        if with_usage:
-            usage = await _count_usage(service, model, stream.query.texts, ["".join(texts)])
-            yield _event(frame | {"choices": [], "usage": usage})
-    except Exception as error:
-        # The status is sent already.
-        yield _event(find_api("/v1/completions").body(500, message_of(error)))
-    yield "data: [DONE]\n\n"
-
-
-def _event(fields: dict[str, Any]) -> str:
-    return f"data: {json.dumps(fields)}\n\n"
+    async for piece in pieces:
+        texts.append(piece)
+        yield frame | {"choices": [_choice(piece, None)]}
+    yield frame | {"choices": [_choice("", "stop" if stream.is_finished else "length")]}
+    if with_usage:
+        usage = await _count_usage(service, model, stream.query.texts, ["".join(texts)])
+        yield frame | {"choices": [], "usage": usage}
 
 
 def _choice(text: str, reason: str | None, index: int = 0) -> dict[str, Any]:

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 import anyio
 from fastapi import Request
 
-from metaphrase.inference import Generator
-from metaphrase.inference.generator import make_splitter
-from metaphrase.inference.texts.documents import Document, keep_whole
-from metaphrase.inference.texts.plan import Links, Sentence, Terms
+from metaphrase.inference.generator import split_texts
+from metaphrase.inference.texts.plan import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.limits import Limits
-from metaphrase.serving.models import QueuedGenerator, ServedModel, ServedModels, base_code, identify_languages
+from metaphrase.serving.models import ServedModel, UnknownModelError, base_code, identify_languages
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, complete_sampling
 
 Result = TypeVar("Result")
@@ -34,50 +32,30 @@ _TAGS = re.compile(r"<[^<>]*>")
 
 @dataclass(frozen=True)
 class Query:
-    """Texts and options of a request.
-
-    Attributes:
-        texts: Sources.
-        source_lang: Code of their language; `None` for that of the model.
-        target_lang: The same for targets.
-        text_format: `text`, `html` or `xml`.
-        split_sentences: True to decode each sentence alone; `None` for translation only.
-        terms: Parts that targets keep, and terms with a given translation.
-        keep_tags: Elements of markup whose content stays as it is.
-        num_targets: Targets for each source, of which all but the first are alternatives.
-        options: Options of `generate()`.
-    """
+    """Texts of a request, options of `TextDecoder`, and options of `generate()`. The model has default languages."""
 
     texts: Sequence[str]
     source_lang: str | None = None
     target_lang: str | None = None
     text_format: str = "text"
-    split_sentences: bool | None = None
+    split_sentences: bool | None = None  # `None` for translation only
     terms: Terms = field(default_factory=Terms)
     keep_tags: Collection[str] = ()
-    num_targets: int = 1
+    num_targets: int = 1  # for each source; all but the first are alternatives
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Targets of a request.
-
-    Attributes:
-        targets: For each source the best target and its alternatives.
-        num_unfinished: Targets, or their sentences, that met the length limit.
-    """
+    """Targets of a request: for each source the best target and its alternatives."""
 
     targets: list[list[str]]
+    # Targets, or their sentences, that met the length limit.
     num_unfinished: int
 
 
 class OverloadError(Exception):
-    """The server has no room for a request.
-
-    Attributes:
-        retry_after: Seconds after which the client may try again.
-    """
+    """The server has no room for a request. The client may try again after some seconds."""
 
     def __init__(self, message: str, retry_after: int):
         super().__init__(message)
@@ -85,15 +63,7 @@ class OverloadError(Exception):
 
 
 class Service:
-    """State of a server.
-
-    Attributes:
-        models: The models.
-        batcher: Decodes the sentences of all requests.
-        limits: Limits of requests.
-        glossaries: Terms by their id in requests.
-        num_requests: Requests that wait or run.
-    """
+    """State of a server: models by name, the default one first; terms by their id in requests; and requests that wait or run."""
 
     def __init__(
         self,
@@ -104,35 +74,53 @@ class Service:
         api_keys: Iterable[str] = (),
         glossaries: Mapping[str, Terms] | None = None,
     ):
-        """Take models, the default one first, and `api_keys`, without which every client may use the server.
-
-        Raises:
-            ValueError: If two models have the same name.
-        """
-        self.models = ServedModels(models)
+        """Take the parts. Without keys every client may use the server."""
+        self.models = {model.name: model for model in models}
+        if len(self.models) < len(models):
+            names = ", ".join(model.name for model in models)
+            raise ValueError(f"Each model must have a name of its own, got {names}. Write NAME=FOLDER.")
         self.batcher = batcher
         self.limits = limits or Limits()
         self.glossaries = dict(glossaries or {})
-        self._keys = [key.encode() for key in api_keys]
+        self.keys = [key.encode() for key in api_keys]
         self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
 
-    @property
-    def needs_key(self) -> bool:
-        """True if clients need a key."""
-        return bool(self._keys)
-
     def accepts(self, key: str | None) -> bool:
         """Return True if a client with this key may use the server. The time does not tell how much of a key is right."""
-        return not self._keys or any(hmac.compare_digest((key or "").encode(), known) for known in self._keys)
+        return not self.keys or any(hmac.compare_digest((key or "").encode(), known) for known in self.keys)
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """Return the model with a name, or the first one without a name. Raises `UnknownModelError` for another name."""
+        name = next(iter(self.models)) if name is None else name
+        if name not in self.models:
+            raise UnknownModelError(f"`model` must be one of {', '.join(self.models)}, got {name!r}.")
+        return self.models[name]
+
+    @functools.cached_property
+    def targets_by_source(self) -> dict[str, list[str]]:
+        """Target languages by source language, of all models that translate."""
+        pairs: dict[str, dict[str, None]] = {}
+        for model in self.models.values():
+            for source in model.source_languages if model.task == "translation" else ():
+                pairs.setdefault(source, {}).update(dict.fromkeys(model.target_languages))
+        return {source: list(targets) for source, targets in pairs.items()}
+
+    def find_translator(self, source: str | None, target: str) -> ServedModel:
+        """Return the first model that translates between two languages; `None` is any source language."""
+        for model in self.models.values():
+            knows_source = source is None or base_code(source) in model.source_languages
+            if model.task == "translation" and knows_source and base_code(target) in model.target_languages:
+                return model
+        pairs = [f"{a}-{b}" for a, targets in self.targets_by_source.items() for b in targets if a != b]
+        known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
+        raise UnknownModelError(
+            f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
+        )
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
-        """Return a context for one request, which gives it a ticket.
-
-        Raises:
-            OverloadError: If too many requests run, or the request would wait longer than its time.
-        """
+        """Return a context for one request, which gives it a ticket. `OverloadError` if the server has no room."""
         expected, limits = self.batcher.expected_seconds(), self.limits
         if self.num_requests >= limits.max_requests or expected > limits.timeout_seconds:
             retry_after = max(1, min(math.ceil(expected), _LONGEST_RETRY))
@@ -167,35 +155,21 @@ class Service:
                 task.cancel()
 
     async def answer(self, request: Request, model: ServedModel, query: Query, seed: int | None = None) -> Answer:
-        """Decode the texts of a request.
-
-        Raises:
-            CancelledRequest: If the client has gone.
-            OverloadError: If the server has no room, or the request takes too long.
-            ValueError: If a text or an option is wrong or beyond a limit.
-        """
+        """Decode the texts of a request."""
         check_query(query, self.limits)
         return await self.run(request, lambda ticket: answer(model, query, ticket), seed)
 
     async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
-        """Translate texts, each by a model for its language.
+        """Translate texts, each by a model for its language, which is identified where the query has none.
 
-        Args:
-            request: The request.
-            query: Texts and a target language. Without a source language, that of each text is identified.
-
-        Returns:
-            The targets, and the confidence of each source language for each text, as `identify_languages`.
-
-        Raises:
-            UnknownModelError: If no model translates between the languages. Other errors are those of `answer`.
+        Returns the targets, and the confidence of each source language for each text, as `identify_languages`.
         """
         check_query(query, self.limits)
-        self.models.find_languages(query.source_lang, query.target_lang)
+        self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
             languages = [{query.source_lang: 100.0}] * len(query.texts)
         else:
-            target, pairs = base_code(query.target_lang), self.models.targets_by_source
+            target, pairs = base_code(query.target_lang), self.targets_by_source
             sources = [source for source in pairs if target in pairs[source]]
             texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
             languages = await self.run_in_thread(lambda: identify_languages(texts, sources))
@@ -203,31 +177,14 @@ class Service:
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
             part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])
-            result = await self.answer(request, self.models.find_languages(code, query.target_lang), part)
+            result = await self.answer(request, self.find_translator(code, query.target_lang), part)
             targets.update(zip(indices, result.targets, strict=True))
             num_unfinished += result.num_unfinished
         return Answer([targets[index] for index in range(len(best))], num_unfinished), languages
 
 
-class _QueuedDecoder(TextDecoder):
-    """Computes alignments while no thread decodes, since they change the kernels of a model for a moment."""
-
-    generator: QueuedGenerator
-
-    def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
-        if not sentences:
-            # A call would wait for the batch that the models decode.
-            return []
-        align = super()._align
-        return self.generator.batcher.call(self.generator.ticket, lambda: align(sentences, targets))
-
-
 def check_query(query: Query, limits: Limits) -> None:
-    """Check a request before it waits.
-
-    Raises:
-        ValueError: If a text or an option is beyond a limit.
-    """
+    """Check a request before it waits. Raises `ValueError` if a text or an option is beyond a limit."""
     if len(query.texts) > limits.max_texts:
         raise ValueError(f"A request must have at most {limits.max_texts} texts, got {len(query.texts)}.")
     if (total := sum(map(len, query.texts))) > limits.max_text_characters:
@@ -256,21 +213,8 @@ def splitting_language(model: ServedModel, query: Query) -> str | bool:
     return next((base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code), True)
 
 
-def split_text(model: ServedModel, query: Query, generator: Generator) -> Document:
-    """Return the sentences and the layout of the one text of a request."""
-    if language := splitting_language(model, query):
-        [document] = make_splitter([generator], language).split(query.texts)
-    else:
-        [document] = keep_whole(query.texts)
-    return document
-
-
 def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
-    """Decode the texts of a request.
-
-    Raises:
-        ValueError: As `Generator.generate()`, or if markup or terms come with alternatives.
-    """
+    """Decode the texts of a request."""
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
     options = complete_sampling(dict(query.options)) | language_options
     split_sentences = splitting_language(model, query)
@@ -286,13 +230,14 @@ def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
         rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
         targets = [[scored.text for scored in row] for row in rows]
     elif needs_decoder or split_sentences:
-        decoder = _QueuedDecoder(
+        decoder = TextDecoder(
             generator,
             text_format=query.text_format,
             split_sentences=split_sentences,
             terms=query.terms,
             keep_tags=query.keep_tags,
         )
+        decoder.run_alone = functools.partial(model.batcher.call, ticket)
         targets = [[text] for text in decoder.decode(query.texts, **options)]
     else:
         targets = [[text] for text in generator.generate(query.texts, **options)]
@@ -306,28 +251,27 @@ def cut_at(text: str, stops: Sequence[str] | None) -> str:
 
 
 class TextStream:
-    """The target of one text, sentence by sentence.
+    """The target of one text, sentence by sentence. In the end `is_finished` is False if a sentence met the length limit."""
 
-    Attributes:
-        query: The request.
-        is_finished: False if a sentence met the length limit. Known at the end.
-    """
-
-    def __init__(self, service: Service, model: ServedModel, query: Query, seed: int | None = None):
-        """Check a request.
-
-        Raises:
-            ValueError: If there is more than one text, or a text or an option is beyond a limit.
-        """
+    def __init__(
+        self,
+        service: Service,
+        model: ServedModel,
+        query: Query,
+        *,
+        seed: int | None = None,
+        stops: Sequence[str] | None = None,
+    ):
+        """Check a request, whose target ends before the first of `stops`."""
         check_query(query, service.limits)
         if len(query.texts) != 1 or query.num_targets != 1:
             raise ValueError("A stream must have one text and one target.")
         self.is_finished, self.query = True, query
-        self._service, self._model, self._seed = service, model, seed
+        self._service, self._model, self._seed, self._stops = service, model, seed, stops
 
     async def start(self) -> AsyncIterator[str]:
         """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own."""
-        pieces = self._pieces()
+        pieces = cut_pieces(self._pieces(), self._stops)
         first = await anext(pieces, "")
 
         async def all_pieces() -> AsyncIterator[str]:
@@ -342,7 +286,9 @@ class TextStream:
         with service.admit(self._seed) as ticket:
             generator, language_options = self._model.open(ticket, query.source_lang, query.target_lang)
             options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
-            document = await service.run_in_thread(lambda: split_text(self._model, query, generator))
+            language = splitting_language(self._model, query)
+            split = functools.partial(split_texts, [generator], query.texts, language)
+            [document], _ = await service.run_in_thread(split)
             lead, *gaps = document.layout
             for sentence, gap in zip(document.sentences, gaps, strict=True):
                 decode = functools.partial(generator.generate, [sentence], **options)

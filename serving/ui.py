@@ -12,10 +12,11 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from metaphrase.inference.alignment import aligned_layer, cross_attentions, word_weights
+from metaphrase.inference.generator import split_texts
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.models import ServedModel, name_of
-from metaphrase.serving.service import Query, Service, answer, check_query, split_text
+from metaphrase.serving.service import Query, Service, answer, check_query, splitting_language
 
 _FOLDER = Path(__file__).with_name("page")
 # The weights of all layers and heads grow with the product of both lengths.
@@ -56,17 +57,17 @@ def make_router(service: Service) -> APIRouter:
     async def settings() -> dict[str, Any]:
         """Return the models with their languages, and the limits of the page."""
         return {
-            "models": [_describe(model) for model in service.models.models],
+            "models": [_describe(model) for model in service.models.values()],
             "max_text_characters": service.limits.max_text_characters,
             "max_targets": service.limits.max_beams,
-            "needs_key": service.needs_key,
+            "needs_key": bool(service.keys),
         }
 
     @router.post("/ui/translate", openapi_extra=schema_of(TextFields))
     async def translate(request: Request) -> dict[str, Any]:
         """Return each sentence of a text with its targets, and the layout between the sentences."""
         body = await read_body(request, TextFields)
-        model = service.models.find(body.model)
+        model = service.find_model(body.model)
         query = Query([body.text], body.source_lang, body.target_lang, num_targets=body.num_targets)
         check_query(query, service.limits)
         return await service.run(request, lambda ticket: _translate(model, query, ticket))
@@ -75,7 +76,7 @@ def make_router(service: Service) -> APIRouter:
     async def attend(request: Request) -> dict[str, Any]:
         """Return the words of a source and its target, and the attention from each target word to each source word."""
         body = await read_body(request, PairFields)
-        model = service.models.find(body.model)
+        model = service.find_model(body.model)
         check_query(Query([body.source, body.target]), service.limits)
         return await service.run(
             request, lambda ticket: service.batcher.call(ticket, lambda: _attend(model, body, ticket))
@@ -125,7 +126,7 @@ def _describe(model: ServedModel) -> dict[str, Any]:
 
 def _translate(model: ServedModel, query: Query, ticket: Ticket) -> dict[str, Any]:
     generator, _ = model.open(ticket, query.source_lang, query.target_lang)
-    document = split_text(model, query, generator)
+    [document], _ = split_texts([generator], query.texts, splitting_language(model, query))
     # Alternatives of a sentence, and not of the whole text, are of use to a reader.
     query = dataclasses.replace(query, texts=document.sentences, split_sentences=False)
     result = answer(model, query, ticket)

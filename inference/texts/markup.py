@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Comments and other markup that is no tag; tags, whose quotes may hold `>`; text. As in HTML, markup without an end goes on to
 # the end of the page, so that reading takes time in proportion to the page.
@@ -31,15 +32,7 @@ _RAW = {"script", "style", "textarea"}
 
 @dataclass(eq=False)
 class Element:
-    """A part of a text that tags enclose.
-
-    Attributes:
-        start: Offset in the text.
-        end: Offset behind the last character.
-        opening: The opening tag; empty if it stands before the text.
-        closing: The closing tag; empty if it stands behind the text.
-        parent: The element around this one.
-    """
+    """A part of a text that tags enclose, by offsets. A tag that stands outside of the text is empty."""
 
     start: int
     end: int
@@ -50,63 +43,35 @@ class Element:
 
 @dataclass(eq=False)
 class Atom:
-    """A part of a text that stays as it is.
-
-    Attributes:
-        start: Offset in the text.
-        end: Offset behind the last character; equal to `start` for markup without text.
-        output: What stands in the place of the part.
-        expected: What the decoded text should contain in that place.
-        parent: The element around this atom.
-        ignore_case: True if the decoded text may write `expected` in another case, and keeps it.
-    """
+    """A part of a text that stays as it is. Markup without text has equal offsets."""
 
     start: int
     end: int
-    output: str
-    expected: str = ""
+    output: str  # stands in the place of the part
+    expected: str = ""  # should be in the decoded text in that place
     parent: Element | None = None
-    ignore_case: bool = False
+    ignore_case: bool = False  # True if the decoded text may write `expected` in another case, and keeps it
 
 
-@dataclass(frozen=True)
-class Tag:
-    """A tag of an element, or an atom without text.
-
-    Attributes:
-        offset: Where the tag stands in the text.
-        owner: Its element, or the atom.
-        is_closing: True for the closing tag of an element.
-    """
+class Tag(NamedTuple):
+    """A tag of an element, or an atom without text, at an offset of the text."""
 
     offset: int
+    markup: str
     owner: Element | Atom
     is_closing: bool = False
-
-    @property
-    def markup(self) -> str:
-        if isinstance(self.owner, Atom):
-            return self.owner.output
-        return self.owner.closing if self.is_closing else self.owner.opening
 
 
 @dataclass
 class MarkedText:
-    """Text between two block tags.
-
-    Attributes:
-        text: The text without tags, entities replaced by their characters.
-        elements: Elements, each behind the element around it.
-        atoms: Parts that stay as they are, in order.
-        tags: Tags and atoms without text, in order.
-        entities: Entities of the text by their character.
-        is_markup: False for plain text, whose characters stand for themselves.
-    """
+    """Text between two block tags, without tags, entities replaced by their characters. In plain text all stands for itself."""
 
     text: str = ""
+    # Each stands behind the element around it.
     elements: list[Element] = field(default_factory=list)
     atoms: list[Atom] = field(default_factory=list)
-    tags: list["Tag"] = field(default_factory=list)
+    tags: list[Tag] = field(default_factory=list)
+    # By their character.
     entities: dict[str, str] = field(default_factory=dict)
     is_markup: bool = True
 
@@ -117,128 +82,94 @@ class MarkedText:
         return "".join(self.entities.get(letter) or html.escape(letter, quote=False) for letter in text)
 
 
-@dataclass
-class _Token:
+class _Token(NamedTuple):
     raw: str
     name: str = ""  # of a tag
     is_end: bool = False
     is_empty: bool = False
-
-    @property
-    def is_text(self) -> bool:
-        return not self.name and (self.raw == "<" or not self.raw.startswith("<"))
+    is_text: bool = False
 
 
 def parse_markup(page: str, is_html: bool = True, keep_tags: Collection[str] = ()) -> list[str | MarkedText]:
     """Return the parts of a page in order: markup that stays as it is, and texts.
 
     In XML, an element is part of a sentence if text stands beside it. Tags that do not match are kept where they stand.
-
-    Args:
-        page: HTML or XML.
-        is_html: False for XML.
-        keep_tags: Names of further elements whose content is no text to translate.
+    `keep_tags` are names of further elements whose content is no text to translate.
     """
-    return _Parser(page, is_html, keep_tags).parse()
+    keep_tags = {name.lower() if is_html else name for name in keep_tags}
+    kept_names = keep_tags | _INLINE_KEPT | _BLOCK_KEPT if is_html else keep_tags
+    inline_kept = _INLINE | _INLINE_KEPT | keep_tags
+    tokens = list(_read_tokens(page, is_html))
+    ends, inline = _find_ends(tokens), set() if is_html else _find_inline(tokens)
+    parts: list[str | MarkedText] = []
+    builder, position = _Builder(), 0
+    while position < len(tokens):
+        token, start = tokens[position], position
+        position += 1
+        block = None
+        if not token.is_end and (token.name in kept_names or (token.name and _KEPT.search(token.raw))):
+            position = (start if token.is_empty else ends.get(start, start)) + 1
+            part = tokens[start:position]
+            raw = "".join(token.raw for token in part)
+            if is_html and token.name not in inline_kept:
+                block = raw
+            else:
+                text = "".join(html.unescape(token.raw) for token in part if token.is_text)
+                builder.add_atom(raw, " ".join(text.split()))
+        elif token.is_text:
+            builder.add_text(token.raw)
+        elif token.raw.startswith("<!--"):
+            builder.add_atom(token.raw)
+        elif not token.name or not (token.name in _INLINE if is_html else start in inline):
+            block = token.raw
+        elif token.is_empty:
+            builder.add_atom(token.raw)
+        elif token.is_end:
+            builder.close(token)
+        else:
+            builder.open(token)
+        if block is not None:
+            parts += [*builder.finish(), block]
+            builder = _Builder()
+    return parts + builder.finish()
 
 
-class _Parser:
-    def __init__(self, page: str, is_html: bool, keep_tags: Collection[str]):
-        self.is_html = is_html
-        self.keep_tags = {name.lower() if is_html else name for name in keep_tags}
-        self.kept_names = self.keep_tags | _INLINE_KEPT | _BLOCK_KEPT if is_html else self.keep_tags
-        self.tokens = list(_read_tokens(page, is_html))
-        self.ends = _find_ends(self.tokens)
-        self.parts: list[str | MarkedText] = []
-        self.inline = set() if is_html else _find_inline(self.tokens)
-        self.begin()
+class _Builder:
+    """Builder of a text between two block tags."""
 
-    def begin(self) -> None:
-        """Begin a text behind a block tag."""
-        self.current, self.raw, self.open = MarkedText(), [], []
+    def __init__(self):
+        self.marked, self.raw = MarkedText(), []
+        self.open_elements: list[tuple[str, Element]] = []
         self.num_open: Counter[str] = Counter()
         # Elements that only a closing tag shows, the innermost first; and what has no parent yet.
         self.outer: list[Element] = []
         self.roots: list[Element | Atom] = []
 
-    def parse(self) -> list[str | MarkedText]:
-        position = 0
-        while position < len(self.tokens):
-            token = self.tokens[position]
-            if not token.is_end and (token.name in self.kept_names or (token.name and _KEPT.search(token.raw))):
-                end = (position if token.is_empty else self.ends.get(position, position)) + 1
-                self.add_kept(token.name, self.tokens[position:end])
-            else:
-                end = position + 1
-                self.add(token, position)
-            position = end
-        self.finish()
-        return self.parts
-
-    def add(self, token: _Token, position: int) -> None:
-        if token.is_text:
-            self.add_text(token.raw)
-        elif token.raw.startswith("<!--"):
-            self.add_atom(token.raw)
-        elif not token.name or not (token.name in _INLINE if self.is_html else position in self.inline):
-            self.add_block(token.raw)
-        elif token.is_empty:
-            self.add_atom(token.raw)
-        elif token.is_end:
-            self.close(token)
-        else:
-            element = Element(len(self.current.text), -1, token.raw, parent=self.parent())
-            self.open.append((token.name, element))
-            self.num_open[token.name] += 1
-            self.current.elements.append(element)
-            self.add_root(element)
-            self.add_tag(token.raw, element)
-
-    def parent(self) -> Element | None:
-        return self.open[-1][1] if self.open else None
-
-    def add_root(self, owner: Element | Atom) -> None:
-        if owner.parent is None:
-            self.roots.append(owner)
-
-    def add_tag(self, raw: str, owner: Element | Atom, is_closing: bool = False) -> None:
-        self.raw.append(raw)
-        self.current.tags.append(Tag(len(self.current.text), owner, is_closing))
-
     def add_text(self, raw: str) -> None:
         self.raw.append(raw)
         for entity in _ENTITY.findall(raw):
             if len(letter := html.unescape(entity)) == 1:
-                self.current.entities.setdefault(letter, entity)
-        self.current.text += _ENTITY.sub(lambda match: html.unescape(match.group()), raw)
+                self.marked.entities.setdefault(letter, entity)
+        self.marked.text += _ENTITY.sub(lambda match: html.unescape(match.group()), raw)
 
     def add_atom(self, raw: str, text: str = "") -> None:
-        start = len(self.current.text)
-        atom = Atom(start, start + len(text), raw, text, self.parent())
-        self.current.atoms.append(atom)
-        self.add_root(atom)
-        if text:
-            self.raw.append(raw)
-            self.current.text += text
-        else:
-            self.add_tag(raw, atom)
+        start = len(self.marked.text)
+        atom = Atom(start, start + len(text), raw, text, self._parent())
+        self.marked.atoms.append(atom)
+        self._add(raw, atom, is_tag=not text)
+        self.marked.text += text
 
-    def add_kept(self, name: str, tokens: Sequence[_Token]) -> None:
-        raw = "".join(token.raw for token in tokens)
-        if self.is_html and name not in _INLINE | _INLINE_KEPT | self.keep_tags:
-            self.add_block(raw)
-        else:
-            self.add_atom(raw, " ".join("".join(html.unescape(token.raw) for token in tokens if token.is_text).split()))
-
-    def add_block(self, raw: str) -> None:
-        self.finish()
-        self.parts.append(raw)
-        self.begin()
+    def open(self, token: _Token) -> None:
+        element = Element(len(self.marked.text), -1, token.raw, parent=self._parent())
+        self.marked.elements.append(element)
+        self._add(token.raw, element)
+        self.open_elements.append((token.name, element))
+        self.num_open[token.name] += 1
 
     def close(self, token: _Token) -> None:
         if not self.num_open[token.name]:
             # The element was opened before a block tag, so it is around all that stands before this tag.
-            element = Element(0, len(self.current.text), "")
+            element = Element(0, len(self.marked.text), "")
             for inner in self.roots:
                 inner.parent = element
             self.roots = [element]
@@ -246,21 +177,31 @@ class _Parser:
         else:
             name = ""
             while name != token.name:
-                name, element = self.open.pop()
+                name, element = self.open_elements.pop()
                 self.num_open[name] -= 1
-                element.end = len(self.current.text)
+                element.end = len(self.marked.text)
         element.closing = token.raw
-        self.add_tag(token.raw, element, is_closing=True)
+        self.raw.append(token.raw)
+        self.marked.tags.append(Tag(len(self.marked.text), token.raw, element, is_closing=True))
 
-    def finish(self) -> None:
-        """End a text at a block tag. An element that is still open goes on behind the tag."""
-        for _, element in self.open:
-            element.end = len(self.current.text)
-        self.current.elements[:0] = reversed(self.outer)
-        if _HAS_TEXT.search(self.current.text):
-            self.parts.append(self.current)
-        elif self.raw:
-            self.parts.append("".join(self.raw))
+    def finish(self) -> list[str | MarkedText]:
+        """Return the text, or the markup alone. An element that is still open goes on behind the block tag."""
+        for _, element in self.open_elements:
+            element.end = len(self.marked.text)
+        self.marked.elements[:0] = reversed(self.outer)
+        if _HAS_TEXT.search(self.marked.text):
+            return [self.marked]
+        return ["".join(self.raw)] if self.raw else []
+
+    def _parent(self) -> Element | None:
+        return self.open_elements[-1][1] if self.open_elements else None
+
+    def _add(self, raw: str, owner: Element | Atom, is_tag: bool = True) -> None:
+        self.raw.append(raw)
+        if owner.parent is None:
+            self.roots.append(owner)
+        if is_tag:
+            self.marked.tags.append(Tag(len(self.marked.text), raw, owner))
 
 
 def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
@@ -270,12 +211,13 @@ def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
         raw, position, name = match.group(), match.end(), match["name"] or ""
         name = name.lower() if is_html else name
         is_empty = bool(name) and (raw.endswith("/>") or (is_html and name in _EMPTY))
-        yield _Token(raw, name, bool(match["end"]), is_empty and not match["end"])
+        is_text = not name and (raw == "<" or not raw.startswith("<"))
+        yield _Token(raw, name, bool(match["end"]), is_empty and not match["end"], is_text)
         if is_html and name in _RAW and not match["end"]:
             end = re.compile(f"</{name}", re.IGNORECASE).search(page, position)
             stop = end.start() if end else len(page)
             if stop > position:
-                yield _Token(page[position:stop])
+                yield _Token(page[position:stop], is_text=True)
             position = stop
 
 

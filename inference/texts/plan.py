@@ -22,13 +22,7 @@ def find_words(text: str) -> list[Span]:
 
 @dataclass(frozen=True)
 class Links:
-    """Words of a sentence and of its target.
-
-    Attributes:
-        source: Offsets of each source word.
-        target: Offsets of each target word.
-        best: Index of the source word of each target word, or `None`.
-    """
+    """Offsets of the words of a sentence and of its target, and the index of the source word of each target word."""
 
     source: list[Span]
     target: list[Span]
@@ -69,13 +63,9 @@ class Links:
 
 @dataclass
 class Sentence:
-    """A sentence of a marked text.
+    """A sentence of a marked text, with its atoms and the elements that have a tag inside the sentence.
 
-    Attributes:
-        text: The sentence.
-        elements: Elements with a tag inside the sentence, each behind the element around it; offsets in the sentence. Without
-            `opening` an element begins with the sentence, without `closing` it ends with it.
-        atoms: Parts that stay as they are.
+    Offsets are those in the sentence. Without `opening` an element begins with the sentence, without `closing` it ends with it.
     """
 
     text: str
@@ -85,13 +75,12 @@ class Sentence:
     def find_atoms(self, target: str) -> tuple[dict[Atom, Span], list[Atom]]:
         """Return where a target has the expected text of atoms, and the atoms whose text it lacks."""
         spans, missing = {}, []
-        for atom in sorted(self.atoms, key=lambda atom: -len(atom.expected)):
-            if not atom.expected:
-                continue
-            # A term is no part of a longer word.
-            before, after = ("(?<!\\w)", "(?!\\w)") if atom.ignore_case else ("", "")
-            flags = re.IGNORECASE if atom.ignore_case else 0
-            matches = (match.span() for match in re.finditer(before + re.escape(atom.expected) + after, target, flags))
+        for atom in sorted((atom for atom in self.atoms if atom.expected), key=lambda atom: -len(atom.expected)):
+            pattern = re.escape(atom.expected)
+            if atom.ignore_case:
+                # A term is no part of a longer word.
+                pattern = rf"(?i:(?<!\w){pattern}(?!\w))"
+            matches = (match.span() for match in re.finditer(pattern, target))
             span = next((span for span in matches if not _overlaps(span, spans.values())), None)
             if span is None:
                 missing.append(atom)
@@ -102,10 +91,7 @@ class Sentence:
     def render(self, target: str, links: Links, escape: Callable[[str], str]) -> tuple[str, int]:
         """Return the target with all tags and atoms, and the number of atoms that the alignment had to place.
 
-        Args:
-            target: The decoded text.
-            links: Alignment of the two.
-            escape: Turns a part of the target into markup.
+        `escape` turns a part of the target into markup.
         """
         spans, missing = self.find_atoms(target)
         for atom, span in spans.items():
@@ -202,7 +188,7 @@ def _elements_around(part: Element | Atom) -> Iterator[Element]:
 # Patterns with a name.
 PATTERNS = {
     "url": r"(?:https?://|www\.)[^\s<>\"']*[^\s<>\"'.,;:!?)\]}]",
-    "email": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
+    "email": r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
     "placeholder": r"\{\{?[^{}\s]*\}?\}|%(?:\(\w+\))?[sdif]\b|\$\{[^{}\s]+\}",
     "number": r"\d+(?:[.,:/]\d+)*",
 }
@@ -210,16 +196,6 @@ PATTERNS = {
 _LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
 # Dots and laughter are no loops.
 _SHORTEST_LOOP = 12
-
-
-@dataclass(frozen=True)
-class Phrase:
-    """A part of a source, from offset `start` to `end`, and what its target must contain."""
-
-    start: int
-    end: int
-    expected: str
-    ignore_case: bool = False
 
 
 class Terms:
@@ -247,28 +223,21 @@ class Terms:
         terms = "|".join(re.escape(source) for source in sorted(self._terms, key=len, reverse=True))
         self._term = re.compile(rf"(?<!\w)(?:{terms})(?!\w)", re.IGNORECASE) if terms else None
 
-    @property
-    def glossary(self) -> dict[str, str]:
-        """Target term by source term."""
-        return dict(self._terms)
-
     def __bool__(self) -> bool:
         return bool(self._patterns or self._terms)
 
-    def find(self, text: str) -> list[Phrase]:
-        """Return the phrases of a text in order. Earlier patterns win, and terms come last."""
-        phrases: list[Phrase] = []
-        for pattern in self._patterns:
-            phrases += (Phrase(*match.span(), match.group()) for match in pattern.finditer(text) if match.group())
+    def find(self, marked: MarkedText) -> list[Atom]:
+        """Return the atoms that have text, in order: those of the markup, then patterns and terms outside of earlier ones."""
+        atoms, text = [atom for atom in marked.atoms if atom.expected], marked.text
+        matches = [(match, match.group(), False) for pattern in self._patterns for match in pattern.finditer(text)]
         for match in self._term.finditer(text) if self._term else ():
             target = self._terms.get(match.group(), self._folded.get(match.group().lower()))
-            if target is not None:
-                phrases.append(Phrase(*match.span(), target, ignore_case=True))
-        chosen: list[Phrase] = []
-        for phrase in phrases:
-            if all(phrase.end <= other.start or other.end <= phrase.start for other in chosen):
-                chosen.append(phrase)
-        return sorted(chosen, key=lambda phrase: phrase.start)
+            matches.append((match, target, True))
+        for match, expected, ignore_case in matches:
+            start, end = match.span()
+            if expected and all(end <= atom.start or atom.end <= start for atom in atoms):
+                atoms.append(Atom(start, end, marked.escape(expected), expected, ignore_case=ignore_case))
+        return sorted(atoms, key=lambda atom: atom.start)
 
 
 def read_glossary(path: str | Path) -> dict[str, str]:
@@ -292,13 +261,7 @@ _Claim = tuple[Element | Atom, bool]  # owner, and True for its closing tag
 
 @dataclass(frozen=True)
 class TextPlan:
-    """Sentences to decode, and what stands between them.
-
-    Attributes:
-        sentences: Sentences with the tags and the atoms inside.
-        layout: Markup before the first sentence, between sentences, and behind the last one.
-        marked: The text that they come from.
-    """
+    """Sentences to decode with the tags and the atoms inside; the layout around them; and the text that they come from."""
 
     sentences: list[Sentence]
     layout: list[str]
@@ -311,16 +274,13 @@ class TextPlan:
         A tag at the border of a sentence belongs to the layout, unless its element covers a part of that sentence alone. Of an
         element that covers several sentences, each sentence has the tags that stand inside it.
         """
-        atoms = _find_atoms(marked, terms)
-        spans = _find_spans(document, [(atom.start, atom.end) for atom in atoms])
+        atoms = terms.find(marked)
+        spans = _find_spans(document, atoms)
         claims: set[_Claim] = set()
         sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
         tags = [tag for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
         borders = [0, *(offset for span in spans for offset in span), len(marked.text)]
-        layout = [
-            _render_gap(marked, atoms, tags, (start, end))
-            for start, end in zip(borders[::2], borders[1::2], strict=True)
-        ]
+        layout = [_render_gap(marked, atoms, tags, *gap) for gap in zip(borders[::2], borders[1::2], strict=True)]
         return cls(sentences, layout, marked)
 
     def join(self, sentences: Sequence[str]) -> str:
@@ -328,25 +288,15 @@ class TextPlan:
         return Document(layout=self.layout).join(sentences)
 
 
-def _find_atoms(marked: MarkedText, terms: Terms) -> list[Atom]:
-    """Return the atoms that have text, and the terms outside of them, in order."""
-    atoms = [atom for atom in marked.atoms if atom.expected]
-    for phrase in terms.find(marked.text):
-        if all(phrase.end <= atom.start or atom.end <= phrase.start for atom in atoms):
-            output = marked.escape(phrase.expected)
-            atoms.append(Atom(phrase.start, phrase.end, output, phrase.expected, ignore_case=phrase.ignore_case))
-    return sorted(atoms, key=lambda atom: atom.start)
-
-
-def _find_spans(document: Document, atoms: Sequence[Span]) -> list[Span]:
+def _find_spans(document: Document, atoms: Sequence[Atom]) -> list[Span]:
     """Return the offsets of sentences, joined and extended so that each atom is inside a sentence or outside of all."""
     offset, spans = len(document.layout[0]), []
     for sentence, gap in zip(document.sentences, document.layout[1:], strict=True):
         start, end = offset, offset + len(sentence)
         offset = end + len(gap)
-        for first, last in atoms:
-            if first < end and start < last:
-                start, end = min(start, first), max(end, last)
+        for atom in atoms:
+            if atom.start < end and start < atom.end:
+                start, end = min(start, atom.start), max(end, atom.end)
         if spans and start < spans[-1][1]:
             start, end = spans[-1][0], max(spans.pop()[1], end)
         spans.append((start, end))
@@ -362,12 +312,13 @@ def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims:
         return next((copies[element] for element in _elements_around(part) if element in copies), None)
 
     for element in marked.elements:
-        opens, closes = _claims_tags(element, start, end)
-        claims.update((element, is_closing) for is_closing, flag in ((False, opens), (True, closes)) if flag)
-        if opens or closes:
+        opens = start < element.start < end or start == element.start < element.end < end
+        closes = start < element.end < end or start < element.start < element.end == end
+        opening, closing = element.opening if opens else "", element.closing if closes else ""
+        claims.update((element, is_closing) for is_closing, tag in ((False, opening), (True, closing)) if tag)
+        if opening or closing:
             offsets = max(element.start, start) - start, min(element.end, end) - start
-            tags = element.opening if opens else "", element.closing if closes else ""
-            copies[element] = Element(*offsets, *tags, find_parent(element))
+            copies[element] = Element(*offsets, opening, closing, find_parent(element))
     inside = [atom for atom in atoms if start <= atom.start and atom.end <= end]
     inside += [atom for atom in marked.atoms if not atom.expected and start < atom.start < end]
     claims.update((atom, False) for atom in inside)
@@ -375,16 +326,8 @@ def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims:
     return Sentence(marked.text[start:end], list(copies.values()), moved)
 
 
-def _claims_tags(element: Element, start: int, end: int) -> tuple[bool, bool]:
-    """Return True for each tag of an element, opening and closing, that belongs into a sentence."""
-    opens = start < element.start < end or start == element.start < element.end < end
-    closes = start < element.end < end or start < element.start < element.end == end
-    return opens and bool(element.opening), closes and bool(element.closing)
-
-
-def _render_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], span: Span) -> str:
+def _render_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], offset: int, end: int) -> str:
     """Return the markup of a part between sentences, with the tags at its borders."""
-    offset, end = span
     inside = [(atom.start, atom.end, atom.output) for atom in atoms if offset <= atom.start and atom.end <= end]
     inside += [(tag.offset, tag.offset, tag.markup) for tag in tags if offset <= tag.offset <= end]
     parts = []

@@ -28,9 +28,9 @@ def test_separate_tokenizers_decode_with_the_targets_own(joint):
 
 def test_white_space_gives_empty_texts_without_asking_the_model(generator, monkeypatch):
     seen = []
-    whole = module.decode_batches
+    whole = module.decode
     monkeypatch.setattr(
-        module, "decode_batches", lambda model, ids, *a, **k: seen.extend(ids) or whole(model, ids, *a, **k)
+        module, "decode", lambda model, ids, **options: seen.extend(ids) or whole(model, ids, **options)
     )
     targets = generator.generate([*WHITE, SOURCES[0], *WHITE])
     assert targets[: len(WHITE)] == targets[-len(WHITE) :] == [""] * len(WHITE)

@@ -1,6 +1,5 @@
 """Generator pool: what one generator writes, by several processes, which end with the pool and with whoever made it."""
 
-import contextlib
 import itertools
 import os
 import signal
@@ -17,7 +16,6 @@ from metaphrase.inference import GeneratorPool, generator_pool
 from metaphrase.inference.batches import TooLongError
 from metaphrase.inference.generator import Chunk
 from metaphrase.inference.generator_pool import spread_devices
-from metaphrase.inference.line_files import format_targets
 
 LIMIT_SECONDS = 60
 LINES = [f"{source} {number}" for number in range(5) for source in (*SOURCES, "")]
@@ -131,14 +129,6 @@ def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
     stream.close()
 
 
-@pytest.mark.slow
-def test_a_model_that_is_not_there(tmp_path):
-    with pytest.raises(OSError, match="no_model"):
-        GeneratorPool(str(tmp_path / "no_model"), num_processes=1, device="cpu")
-    with pytest.raises(ValueError, match="`num_processes` must be at least 1, got 0"):
-        GeneratorPool("model", num_processes=0)
-
-
 def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(folder):
     """A chunk that would take minutes."""
     long = {"max_new_tokens": 100_000, "eos_token_id": -1, "num_beams": 1}
@@ -176,6 +166,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
     (tmp_path / "parent.py").write_text(PARENT, encoding="utf-8")
     command = [sys.executable, str(tmp_path / "parent.py"), folder]
@@ -213,68 +204,3 @@ def test_a_death_is_named(pool):
     os.kill(processes_of(pool)[0], signal.SIGKILL)
     with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
         list(stream)
-
-
-@pytest.mark.slow
-def test_the_command_resumes_with_several_processes(folder, generator, tmp_path):
-    (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
-    output = tmp_path / "out"
-    found = generator.generate_stream(LINES, chunk_size=7, num_beams=2, num_return_sequences=2)
-    expected = "".join(format_targets(index, candidates, True) for index, candidates in enumerate(found))
-    output.write_text(expected[: len(expected) // 2], encoding="utf-8")
-    words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "7", "--num_beams", "2"]
-    words += ["--num_return_sequences", "2", "--input", str(tmp_path / "in"), "--output", str(output), "--resume"]
-    done = subprocess.run(
-        [sys.executable, "-m", "metaphrase.scripts", "generate", *words],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS * 2,
-    )
-    assert done.returncode == 0, done.stderr
-    assert output.read_text(encoding="utf-8") == expected
-    assert "at line" in done.stderr and "leaked" not in done.stderr
-
-
-@pytest.mark.slow
-def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(folder, generator, tmp_path):
-    """The terminal sends it to all processes of the command, while the reader waits for more lines."""
-    output = tmp_path / "out"
-    words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "2", "--output", str(output)]
-    command = subprocess.Popen(
-        [sys.executable, "-m", "metaphrase.scripts", "generate", *words],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # A shell lets what it starts in the background ignore interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        command.stdin.write("".join(f"{line}\n" for line in LINES[:9]).encode())
-        command.stdin.flush()
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not (output.is_file() and output.stat().st_size):
-            assert time.monotonic() < deadline and command.poll() is None
-            time.sleep(0.05)
-        processes = processes_of_session(command.pid)
-        os.killpg(command.pid, signal.SIGINT)
-        assert command.wait(timeout=LIMIT_SECONDS) != 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(command.pid, signal.SIGKILL)
-        command.communicate()
-    assert len(processes) >= 3
-    assert_they_end(processes)
-    found = generator.generate_stream(LINES[:9], chunk_size=2)
-    expected = "".join(format_targets(index, candidates, False) for index, candidates in enumerate(found))
-    written = output.read_text(encoding="utf-8")
-    assert expected.startswith(written) and written.endswith("\n")
-
-
-def processes_of_session(session):
-    """All processes whose session is the given one."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rsplit(")", 1)[1].split()[3]) == session:
-                found.append(int(path.parent.name))
-    return found

@@ -79,28 +79,18 @@ def test_the_chosen_sample_is_the_one_that_is_most_like_the_others(generator, dr
     assert chosen[-1] == ScoredText("", 0.0)
 
 
-def test_references_may_be_drawn_in_another_way(generator, drawn):
+def test_references_of_their_own_and_beams(generator, drawn):
     torch.manual_seed(0)
+    chosen = generator.generate_mbr(SOURCES, num_candidates=3, num_references=7)
+    (candidates, _), (references, _) = drawn
+    assert {(len(row), len(others)) for row, others in zip(candidates, references, strict=True)} == {(3, 7)}
+    assert_best(chosen, candidates, references)
     options = {"num_beams": 4, "length_penalty": 0.0}
-    chosen = generator.generate_mbr(
-        SOURCES, num_candidates=3, num_references=7, reference_options={"epsilon_cutoff": 0.05}, **options
-    )
-    (beams, beam_options), (samples, sample_options) = drawn
-    assert beam_options == options | {"num_return_sequences": 3, "do_sample": False}
-    assert sample_options["epsilon_cutoff"] == 0.05 and sample_options["do_sample"]
-    assert {(len(candidates), len(references)) for candidates, references in zip(beams, samples, strict=True)} == {
-        (3, 7)
-    }
-    assert_best(chosen, beams, samples)
     chosen = generator.generate_mbr(SOURCES, num_candidates=4, **options)
+    beams, beam_options = drawn[2]
+    assert beam_options == options | {"num_return_sequences": 4, "do_sample": False}
     # A beam weighs its hypotheses by their scores.
-    assert_best(chosen, drawn[2][0], drawn[2][0], lambda reference: math.exp(reference.score))
-
-
-def test_references_without_options_are_of_the_whole_distribution(generator, drawn):
-    generator.generate_mbr(SOURCES[:1], num_candidates=2, num_references=2, reference_options={}, epsilon_cutoff=0.05)
-    (_, options), (_, reference_options) = drawn
-    assert options["epsilon_cutoff"] == 0.05 and not reference_options.get("epsilon_cutoff")
+    assert_best(chosen, beams, beams, lambda reference: math.exp(reference.score))
 
 
 def test_epsilon_sampling_leaves_out_what_is_improbable(generator):
@@ -148,7 +138,6 @@ def test_a_beam_is_searched_where_the_model_would_sample():
         ({"utility": "ter"}, "`utility` must be one of chrf, bleu, got 'ter'"),
         ({"num_beams": 4, "num_candidates": 5}, "`num_beams` must be at least `num_candidates`, got 4 and 5"),
         ({"num_return_sequences": 3}, "`num_return_sequences` is set by `num_candidates`, got 3"),
-        ({"reference_options": {"top_k": 5}}, "`num_references` must be given with `reference_options`, got None"),
     ],
 )
 def test_what_cannot_be_is_refused(generator, options, message):

@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
-from tiny_models import DESIGNS, random_batch, random_sources, tiny_model
+from tiny_models import DESIGNS, random_batch, tiny_model
 
-from metaphrase.decoding import fast_generation
 from metaphrase.inference import Generator
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -31,51 +30,26 @@ def make_texts(number):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_200_sources_in_batches_are_as_alone(dtype, folder):
-    texts, options = make_texts(200), {"num_beams": 2, "max_new_tokens": 5}
+def test_sources_in_batches_are_as_alone(dtype, folder):
+    texts, options = make_texts(40), {"num_beams": 2, "max_new_tokens": 5}
     batched, alone = (load(folder, dtype, size).generate_n_best(texts, **options) for size in (64, 1))
     batched, alone = ([targets[0] for targets in rows] for rows in (batched, alone))
     assert all(torch.isfinite(torch.tensor([target.score for target in rows])).all() for rows in (batched, alone))
     num_equal = sum(first.text == second.text for first, second in zip(batched, alone, strict=True))
     # Half precision rounds sums by the shape of a product, and two beams may be close.
-    assert num_equal == 200 if dtype in ("float32", "int8") else num_equal >= 190
+    assert num_equal == 40 if dtype in ("float32", "int8") else num_equal >= 38
     assert {rows[index].text for rows in (batched, alone) for index in (0, -1)} == {""}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_row_of_padding_alone_is_finite_and_changes_no_other_row(design, attn_implementation, dtype):
-    model = tiny_model(attn_implementation=attn_implementation, **DESIGNS[design]).to(dtype)
+def test_a_row_of_padding_alone_is_finite_and_changes_no_other_row(design, attn_implementation):
+    model = tiny_model(attn_implementation=attn_implementation, **DESIGNS[design])
     inputs = random_batch(model.config, batch=3)
     with torch.no_grad():
         expected = model(**inputs).logits
         inputs["attention_mask"][1] = 0
         inputs["input_ids"][1] = model.config.pad_token_id
-        logits = model(**inputs).logits
-        loss = model(**inputs, labels=torch.full((3, 5), -100)).loss if dtype == torch.float32 else None
-    assert torch.isfinite(logits).all()
-    torch.testing.assert_close(logits[[0, 2]], expected[[0, 2]])
-    assert loss is None or loss.item() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_padding_alone_changes_the_loop_and_no_beam_of_its_neighbors(dtype):
-    """The fast loop reads no row of padding alone. In half precision, the other loop rounds in another way."""
-    model = tiny_model(**DESIGNS["rotary"]).to(dtype)
-    inputs = random_sources(model.config, source=9)
-
-    def beams(**options):
-        output = model.generate(
-            **inputs, num_beams=3, num_return_sequences=3, max_new_tokens=6, return_dict_in_generate=True, **options
-        )
-        return output.sequences.view(3, 3, -1)[[0, 2]], output.sequences_scores.view(3, 3)[[0, 2]]
-
-    search = {"custom_generate": fast_generation.search, "return_scores": True}
-    fast, plain = beams(**search), beams(output_scores=True)
-    assert model.last_search.loop == "transformers"
-    inputs["attention_mask"][1], inputs["input_ids"][1] = 0, model.config.pad_token_id
-    found = beams(**search)
-    assert (model.last_search.loop, model.last_search.reason) == ("transformers", "source without a token")
-    assert all(map(torch.equal, found, plain))
-    assert dtype != torch.float32 or torch.equal(found[0], fast[0])
+        output = model(**inputs, labels=torch.full((3, 5), -100))
+    assert torch.isfinite(output.logits).all() and output.loss.item() == 0
+    torch.testing.assert_close(output.logits[[0, 2]], expected[[0, 2]])

@@ -9,24 +9,6 @@ from metaphrase.inference import progress
 from metaphrase.inference.progress import ProgressLines, has_bar, progress_bar
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that the test moves on."""
-    times = [0.0]
-    # The clock of this module alone: a server of other tests may sleep by the real one.
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: times[0]))
-    return times
-
-
-def messages(clock, caplog, lines, seconds, count, times):
-    """The lines after so many updates, each some seconds after the one before."""
-    caplog.set_level("INFO")
-    for _ in range(times):
-        clock[0] += seconds
-        lines.update(count, "loss 1.5")
-    return caplog.messages
-
-
 @pytest.mark.parametrize(
     ("options", "seconds", "count", "last"),
     [
@@ -36,23 +18,28 @@ def messages(clock, caplog, lines, seconds, count, times):
         ({"total": None}, 60, 1, "line 100  loss 1.5"),
     ],
 )
-def test_lines_become_rare(clock, caplog, options, seconds, count, last):
-    found = messages(clock, caplog, ProgressLines(unit="line", **options), seconds, count, 100)
-    assert 10 <= len(found) <= 60
+def test_lines_become_rare(options, seconds, count, last, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    now = [0.0]
+    # The clock of this module alone: a server of other tests may sleep by the real one.
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     lines = ProgressLines(unit="line", **options)
-    lines._next = clock[0] + 100 * seconds
-    assert messages(clock, caplog, lines, seconds, count, 100)[-1] == last
+    for number in range(100):
+        now[0] += seconds
+        if number == 99:
+            lines._next = 0
+        lines.update(count, "loss 1.5")
+    assert 10 <= len(caplog.messages) <= 60 and caplog.messages[-1] == last
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "variables", "expected"),
-    [(True, {}, (True, True, False)), (True, {"TQDM_DISABLE": "1"}, ("lines", False, False))],
+    ("variables", "expected"), [({}, (True, True, False)), ({"TQDM_DISABLE": "1"}, ("lines", False, False))]
 )
-def test_bars_are_for_terminals(is_terminal, variables, expected, monkeypatch):
+def test_bars_are_for_terminals(variables, expected, monkeypatch):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert has_bar() == (expected[0] is True)
     for show_progress, shown in zip((True, None, False), expected, strict=True):
         bar = progress_bar(10, "line", show_progress)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from other_families import calmer, generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import MBartTokenizer, PreTrainedTokenizerFast
+from transformers import MBartTokenizer
 
-from metaphrase.inference import Generator, cross_attentions, decode
+from metaphrase.inference import cross_attentions, decode
 from metaphrase.inference import scoring as forced_decoding_module
 from metaphrase.inference.scoring import dual_scores
 from metaphrase.tokenization import TokenizerPair
@@ -126,22 +125,6 @@ def test_code_of_a_language_behind_the_end_is_left_to_the_start():
         whole,
         [*pair.encode_targets(["der"])[0][:-1]],
     ]
-
-
-def test_an_end_that_a_text_names_is_its_own():
-    letters = ["<pad>", "<s>", "</s>", "<unk>", "die", "Katze"]
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(letters)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    pair = TokenizerPair(tokenizer, tokenizer)
-    texts = ["die </s> Katze", "die Katze", "die </s>"]
-    assert forced_decoding_module.encode_forced(pair, texts) == [[4, 2, 5, 2], [4, 5, 2], [4, 2, 2]]
-    generator = Generator(generator_of("bart").model, pair)
-    [score, _, _] = generator.score(["Katze"] * 3, texts)
-    assert score.tokens == ["die", "</s>", "Katze", "</s>"] and len(score.log_probabilities) == 4
-    [attention] = cross_attentions(generator, ["Katze"], texts[:1])
-    assert attention.target_tokens == score.tokens
 
 
 @pytest.mark.parametrize(

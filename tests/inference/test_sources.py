@@ -11,10 +11,10 @@ from verbs import execute, name_of
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, batches, cross_attentions
-from metaphrase.inference.batches import TooLongError, check_source_length, decode, longest_source, longest_target
+from metaphrase.inference.batches import TooLongError, longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.__main__ import run
-from metaphrase.tokenization import TokenizerPair, shorten
+from metaphrase.tokenization import TokenizerPair
 
 LONG = "a dog " * 30
 TEXTS = [*SOURCES[:2], "", "the cat", LONG, "a cat"]
@@ -58,23 +58,6 @@ def test_a_source_beyond_the_positions_is_refused_or_cut_and_counted(positions, 
     if limit == 30:
         generator.max_tokens_per_batch = limit + 1
         assert len(generator.generate([text], max_new_tokens=2)) == 1
-
-
-SEARCHES = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "samples": {"do_sample": True},
-}
-
-
-@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
-def test_a_target_may_be_as_long_as_the_table(options, generator):
-    options = options | {"eos_token_id": None}
-    [[hypothesis]] = decode(generator.model, generator.encode(["a cat"]), max_new_tokens=64, **options)
-    assert len(hypothesis.ids) == 64
-    # BART's table has no message of its own.
-    with pytest.raises((ValueError, IndexError)):
-        generator.generate(["a cat"], max_new_tokens=65, **options)
 
 
 def test_a_draft_model_with_fewer_positions_reads_the_beginning():
@@ -142,36 +125,12 @@ def test_longer_sources_are_cut_where_that_is_asked_for_and_counted(generator):
 def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
     bounded = Generator(generator.model, generator.tokenizers, source_prefix="the ", **CUT)
     assert bounded.generate(["dog"]) == generator.generate(["the d"])
-    with pytest.raises(ValueError, match=r"`max_source_length` must be above 1, .*got 1"):
-        Generator(generator.model, generator.tokenizers, max_source_length=1)
+    for length, prefix in ((1, ""), (4, "the ")):
+        with pytest.raises(ValueError, match=rf"`max_source_length` must be above {length}, .*got {length}"):
+            Generator(generator.model, generator.tokenizers, max_source_length=length, source_prefix=prefix)
     for tokenizer in (mbart_tokenizer(), nllb_tokenizer()):
         with pytest.raises(ValueError, match=r"`max_source_length` must be above 2, .*got 2"):
             Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
-
-
-@pytest.mark.parametrize("kind", ["byte_bpe", "bpe"])
-def test_a_limit_leaves_place_for_a_text_behind_the_prefix(kind):
-    generator = tiny_generator(kind=kind)
-    options = {"source_prefix": "the cat sleeps: "}
-    needed = next(n for n in range(2, 40) if len(set(map(tuple, cut_sources(generator, n, **options)))) > 1)
-    for length in range(2, needed):
-        with pytest.raises(ValueError, match=rf"`max_source_length` must be above .* `source_prefix`, got {length}"):
-            Generator(generator.model, generator.tokenizers, max_source_length=length, **options)
-    bounded = Generator(generator.model, generator.tokenizers, max_source_length=needed, **options)
-    assert len(set(map(tuple, bounded.encode(["a dog", "1 dog", ". dog"])))) > 1
-
-
-def test_a_tokenizer_that_knows_none_of_the_probes_is_not_refused():
-    def encode(texts):
-        return [[{"the": 5}.get(word, 1) for word in text.split()] + [2] for text in texts]
-
-    check_source_length(3, encode, "the ")
-
-
-def cut_sources(generator, length, source_prefix):
-    """Ids of some sources with a prefix, as a generator would cut them that does not look."""
-    whole = generator.tokenizers.encode_sources([source_prefix + text for text in ("a dog", "1 dog", ". dog")])
-    return [shorten(ids, length, ids[-1:]) for ids in whole]
 
 
 def test_a_source_that_several_models_read_is_cut_once(tmp_path):

@@ -2,12 +2,9 @@
 
 import gc
 import itertools
-import os
 import subprocess
 import sys
-import time
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,14 +65,6 @@ def test_random_numbers_belong_to_the_chunk(generator):
     assert len(states) == 12
 
 
-def test_one_progress_bar_for_the_whole(generator, monkeypatch, capsys):
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    list(generator.generate_stream([*SOURCES, "", " "], chunk_size=2, show_progress=True, total=7))
-    said = capsys.readouterr().err
-    assert "7/7" in said and "line/s" in said and said.count("\n") == 1
-
-
 def traced_memory(generator, num_lines, part):
     """The memory of Python's that is in use after each part of a stream, in bytes."""
     in_use = []
@@ -96,43 +85,12 @@ def traced_memory(generator, num_lines, part):
 
 def test_memory_does_not_grow_with_the_stream():
     generator = tiny_generator(batch_size=128)
-    first, *later = traced_memory(generator, 4096, 1024)
+    first, *later = traced_memory(generator, 2048, 512)
     # To hold the results alone would take twice as much: a candidate and its list are more than 200 bytes.
-    assert len(later) == 3 and max(later) - min(later) < 2048 * 100, (first, later)
+    assert len(later) == 3 and max(later) - min(later) < 1024 * 100, (first, later)
 
 
 @pytest.mark.slow
-def test_a_million_lines_in_constant_memory(tmp_path):
-    model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")
-    num_lines, output, resident = 1_000_000, tmp_path / "out", []
-    with open(tmp_path / "in", "w", encoding="utf-8") as file:
-        file.writelines(f"{SOURCES[number % 5]} {number}\n" for number in range(num_lines))
-    words = [
-        str(model),
-        "--device",
-        "cpu",
-        "--input",
-        str(tmp_path / "in"),
-        "--output",
-        str(output),
-        "--num_beams",
-        "1",
-    ]
-    words += ["--max_new_tokens", "1", "--window", "8192", "--batch_size", "1024", "--max_tokens_per_batch", "100000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "metaphrase.scripts", "generate", *words], env=environment)
-    while process.poll() is None:
-        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-        if output.exists() and output.stat().st_size:
-            resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
-        time.sleep(1)
-    assert process.returncode == 0
-    with open(output, "rb") as file:
-        assert sum(1 for _ in file) == num_lines
-    half = len(resident) // 2
-    assert max(resident[half:]) < max(resident[:half]) + 32 * MEBIBYTE
-
-
 def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
     """The process ends although standard input stays open, and says nothing."""
     model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")

@@ -191,7 +191,6 @@ def refuse(*args, **kwargs):
         (["--source_column", "zz"], "`file` must be given with `source_column`, got None and 'zz'"),
         (["--predictions", "test.de"], "`predictions` must be another file than `target`, got 'test.de' for both"),
         (["--output", "link"], "`output` must be another file than `target`, got 'link' for both"),
-        (["--output", "MODEL/config.json"], "`output` must be no file of the model, got .*config.json"),
         (["--output", "m.json", "--predictions", "./m.json"], "`predictions` must be another file than `output`"),
         (["--output", "./", "--predictions", "metrics.json"], "`predictions` must be another file than `output`"),
         (["--output", "test.en/m.json"], "`output` must be in a folder that can be written to, got test.en"),
@@ -205,7 +204,6 @@ def test_evaluate_finds_mistakes_before_it_decodes(words, said, cli_model, files
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")
     (tmp_path / "sealed").mkdir()
     (tmp_path / "link").symlink_to("test.de")
-    words = [word.replace("MODEL", str(cli_model)) for word in words]
     with pytest.raises((ValueError, OSError), match=said):
         execute(evaluate, [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], *words])
     assert [Path(path).read_text(encoding="utf-8").splitlines() for path in files] == [SOURCES, TARGETS]

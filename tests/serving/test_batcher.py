@@ -12,16 +12,15 @@ from identity_engine import IdentityEngine, identity_generator
 from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
-from metaphrase.serving.models import QueuedGenerator
 
 
 def ticket(seconds=60.0, **fields):
     return Ticket(time.monotonic() + seconds, **fields)
 
 
-@pytest.fixture(params=[1, 3])
-def batcher(request):
-    batcher = Batcher(num_threads=request.param)
+@pytest.fixture
+def batcher():
+    batcher = Batcher(num_threads=2)
     yield batcher
     batcher.close()
 
@@ -29,14 +28,14 @@ def batcher(request):
 @pytest.fixture
 def facts(batcher):
     facts = []
-    batcher.observe = facts.append
+    batcher.observe = lambda *counts: facts.append(counts)
     return facts
 
 
 @pytest.fixture
 def queued(batcher):
     """Makes the generator of a request."""
-    return lambda generator, **fields: QueuedGenerator.of(generator, batcher, ticket(**fields))
+    return lambda generator, **fields: batcher.queue(generator, ticket(**fields))
 
 
 @contextlib.contextmanager
@@ -82,7 +81,7 @@ def test_requests_share_a_batch_and_get_their_own_targets(queued, facts, submit)
     generator = tiny_generator()
     futures = submit([(queued(generator).generate, [source]) for source in SOURCES], [1] * len(SOURCES))
     assert [future.result() for future in futures] == [generator.generate([source]) for source in SOURCES]
-    assert [fact.num_sentences for fact in facts] == [len(SOURCES)]
+    assert [num_sentences for num_sentences, *_ in facts] == [len(SOURCES)]
 
 
 def test_requests_with_and_without_scores_get_what_they_asked_for(queued, submit):
@@ -107,7 +106,7 @@ def test_requests_with_other_options_have_batches_of_their_own(queued, facts, su
     generate = [lambda beams=beams: queued(generator).generate(SOURCES[:2], num_beams=beams) for beams in (1, 2)]
     for beams, future in zip((1, 2), submit([(call,) for call in generate], [2, 2]), strict=True):
         assert future.result() == generator.generate(SOURCES[:2], num_beams=beams)
-    assert [fact.num_sentences for fact in facts] == [2, 2]
+    assert [num_sentences for num_sentences, *_ in facts] == [2, 2]
 
 
 def test_a_short_request_does_not_wait_for_a_long_one(queued, submit):
@@ -134,7 +133,7 @@ def test_sentences_of_a_batch_have_similar_lengths(queued, facts, submit):
     long, short, other_long, other_short = (len(ids) for ids in generator.encode(texts))
     for future in submit([(queued(generator).generate, part) for part in (texts[:2], texts[2:])], [2, 2]):
         future.result()
-    assert sorted(fact.num_source_tokens for fact in facts) == sorted((long + other_long, short + other_short))
+    assert sorted(num_tokens for _, num_tokens, _ in facts) == sorted((long + other_long, short + other_short))
 
 
 def test_only_the_request_that_fails_gets_the_error(queued, submit):
@@ -153,18 +152,18 @@ def test_only_the_request_that_fails_gets_the_error(queued, submit):
 
 
 def test_ended_and_cancelled_requests_leave_the_queue(batcher, queued, facts):
-    generator, gone = identity_generator(), queued(identity_generator())
+    generator, gone = identity_generator(), ticket()
     with ThreadPoolExecutor(1) as pool:
         with busy(batcher) as (_, wait_for):
-            future = pool.submit(gone.generate, ["b"])
+            future = pool.submit(batcher.queue(generator, gone).generate, ["b"])
             wait_for(1)
-            gone.ticket.is_cancelled = True
+            gone.is_cancelled = True
             with pytest.raises(TimeoutError):
                 queued(generator, seconds=0.05).generate(["a"])
         with pytest.raises(CancelledRequest):
             future.result()
     assert queued(generator).generate(["c"]) == ["c"]
-    assert batcher.num_waiting == 0 and [fact.num_sentences for fact in facts] == [1]
+    assert batcher.num_waiting == 0 and [num_sentences for num_sentences, *_ in facts] == [1]
 
 
 def test_samples_depend_on_the_seed_alone(queued, submit):
@@ -196,12 +195,12 @@ def test_threads_decode_batches_at_once_but_never_beside_a_call():
 
     texts, generator = ["a", "b"] * 3, identity_generator(change, batch_size=1)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, texts[:2])
+        future = pool.submit(batcher.queue(generator, ticket()).generate, texts[:2])
         while events.count("begin") < 2:
             time.sleep(0.001)
         assert batcher.call(ticket(), call)
         assert future.result() == texts[:2] and len(events) == 4
-        assert QueuedGenerator.of(generator, batcher, ticket()).generate(texts) == texts
+        assert batcher.queue(generator, ticket()).generate(texts) == texts
     batcher.close()
 
 
@@ -209,7 +208,7 @@ def test_close_decodes_what_waits():
     batcher, generator = Batcher(num_threads=2), identity_generator()
     with ThreadPoolExecutor(1) as pool:
         with busy(batcher) as (may_end, wait_for):
-            future = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a"])
+            future = pool.submit(batcher.queue(generator, ticket()).generate, ["a"])
             wait_for(1)
             closing = threading.Thread(target=batcher.close)
             closing.start()
@@ -217,7 +216,7 @@ def test_close_decodes_what_waits():
         closing.join()
         assert future.result() == ["a"]
     with pytest.raises(CancelledRequest, match="shutting down"):
-        QueuedGenerator.of(generator, batcher, ticket()).generate(["b"])
+        batcher.queue(generator, ticket()).generate(["b"])
 
 
 def test_expected_time_follows_the_speed(batcher, queued):

@@ -11,13 +11,13 @@ from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.models import (
     ServedModel,
-    ServedModels,
     UnknownModelError,
     base_code,
     codes_of_tokenizer,
     name_of,
     read_pair,
 )
+from metaphrase.serving.service import Service
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -84,16 +84,16 @@ def test_language_of_another_model_is_refused(batcher):
         ServedModel(name, identity_generator(), batcher, languages=tuple(name.split("-")), task="translation")
         for name in ("en-de", "de-en")
     ]
-    served = ServedModels(models)
-    assert served.find(None) is served.find("en-de") is served.find_languages("en", "DE") is models[0]
-    assert served.find_languages(None, "en-US") is models[1]
-    for find in (lambda: served.find("other"), lambda: served.find_languages("en", "fr")):
+    service = Service(models, batcher)
+    assert service.find_model(None) is service.find_model("en-de") is service.find_translator("en", "DE") is models[0]
+    assert service.find_translator(None, "en-US") is models[1]
+    for find in (lambda: service.find_model("other"), lambda: service.find_translator("en", "fr")):
         with pytest.raises(UnknownModelError):
             find()
     with pytest.raises(UnknownModelError, match="must know the language 'fr'"):
         models[0].open(Ticket(time.monotonic() + 60), "fr", "de")
-    with pytest.raises(ValueError, match="a name of its own, got 'en-de' twice"):
-        ServedModels([models[0], models[0]])
+    with pytest.raises(ValueError, match="a name of its own, got en-de, en-de"):
+        Service([models[0], models[0]], batcher)
 
 
 def test_codes_of_languages():

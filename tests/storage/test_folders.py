@@ -16,7 +16,7 @@ from small_experiments import make_recipe
 from tiny_generator import SOURCES
 from verbs import execute
 
-from metaphrase.inference.line_files import NewFile, ResumedFile
+from metaphrase.inference.line_files import OutputFile
 from metaphrase.scripts import generate
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage import folders
@@ -227,7 +227,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, t
 
 
 def test_devices_may_be_written_by_many():
-    with NewFile(os.devnull) as first, NewFile(os.devnull) as second:
+    with OutputFile(os.devnull) as first, OutputFile(os.devnull) as second:
         first.write("one\n")
         second.write("two\n")
     # A temporary file that replaces its target would have turned the device into a file.
@@ -239,8 +239,7 @@ def test_an_output_that_is_being_written_is_left_alone(resume, cli_model, tmp_pa
     (tmp_path / "in").write_text("".join(line + "\n" for line in SOURCES), encoding="utf-8")
     words = [cli_model, "--device", "cpu", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     words += ["--resume" if resume else "--overwrite"]
-    options = {"num_targets": 1, "with_scores": False, "chunk_size": 5}
-    with NewFile(tmp_path / "out") if not resume else ResumedFile(tmp_path / "out", **options) as first:
+    with OutputFile(tmp_path / "out", resume=resume, chunk_size=5) as first:
         first.write("a line\n")
         with pytest.raises(ValueError, match=REFUSAL):
             execute(generate, words)

@@ -31,7 +31,7 @@ def carry_out(job):
 
     def work():
         if job["most_bytes"] is not None:
-            generate.ResumedFile = limited(generate.ResumedFile, job["most_bytes"])
+            generate.OutputFile = limited(generate.OutputFile, job["most_bytes"])
         execute(importlib.import_module(f"metaphrase.scripts.{job['verb']}"), job["words"])
 
     child = fork(work)

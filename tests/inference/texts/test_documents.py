@@ -1,6 +1,7 @@
 """Tests of whole texts: nothing vanishes, layout stays, long sentences are cut at the best place."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +9,16 @@ from identity_engine import identity_generator
 from tiny_generator import tiny_generator
 from verbs import execute
 
-from metaphrase.inference.generator import make_splitter
-from metaphrase.inference.texts.documents import SentenceSplitter
+from metaphrase.inference import generator as module
+from metaphrase.inference.generator import split_texts
+from metaphrase.inference.texts.documents import split_documents
 from metaphrase.scripts import generate
 
 PAGE = "# Title\r\n\r\n  - One. Two?\n\t* (see 3)\n> A quote!  With  spaces.\n\n1. First;\tsecond\n---\n   \nLast"
 
 
-def splitter(limit: int = 10**9) -> SentenceSplitter:
-    return SentenceSplitter("en", lambda texts: [len(text) > limit for text in texts])
+def split(texts: list[str], limit: int = 10**9):
+    return split_documents(texts, "en", lambda texts: [len(text) > limit for text in texts])
 
 
 def random_texts(count: int) -> list[str]:
@@ -43,7 +45,7 @@ def random_texts(count: int) -> list[str]:
 
 
 def test_parts_of_a_page():
-    [document] = splitter().split([PAGE])
+    [document], _ = split([PAGE])
     sentences = ["Title", "One.", "Two?", "(see 3)", "A quote!", "With  spaces.", "First;", "second", "Last"]
     assert document.sentences == sentences
     assert document.layout[:3] == ["# ", "\r\n\r\n  - ", " "]
@@ -53,7 +55,7 @@ def test_parts_of_a_page():
 @pytest.mark.parametrize("limit", [10**9, 12])
 def test_no_character_of_a_text_is_lost(limit):
     texts = random_texts(200)
-    documents = splitter(limit).split(texts)
+    documents, _ = split(texts, limit)
     assert [document.join(document.sentences) for document in documents] == texts
     assert all(sentence == sentence.strip() != "" for document in documents for sentence in document.sentences)
     assert all(len(sentence) <= limit for document in documents for sentence in document.sentences)
@@ -69,14 +71,13 @@ def test_no_character_of_a_text_is_lost(limit):
     ],
 )
 def test_a_long_sentence_is_cut_at_the_best_place(text, parts):
-    split = splitter(limit=24)
-    [document] = split.split([text])
-    assert document.sentences == parts and document.join(parts) == text and split.num_cut == 1
+    [document], num_cut = split([text], limit=24)
+    assert document.sentences == parts and document.join(parts) == text and num_cut == 1
 
 
 def test_an_identity_model_returns_the_texts():
     generator = identity_generator(max_source_length=16)
-    texts = random_texts(200)
+    texts = random_texts(100)
     plain = [text if text.strip() else "" for text in texts]
     targets = generator.generate(texts, split_sentences=True)
     assert [text if text.strip() else "" for text in targets] == plain
@@ -96,12 +97,13 @@ def test_candidates_of_a_text_join_those_of_its_sentences():
 
 
 @pytest.mark.parametrize(("code", "language"), [("deu_Latn", "deu"), ("de_DE", "de"), (None, "en")])
-def test_language_of_a_multilingual_tokenizer(code, language):
-    generator = identity_generator()
-    source = SimpleNamespace(src_lang=code)
-    stand_in = SimpleNamespace(tokenizers=SimpleNamespace(source=source), model=generator.model)
-    assert make_splitter([stand_in], True).language == language
-    assert make_splitter([stand_in], "fr").language == "fr"
+def test_language_of_a_multilingual_tokenizer(code, language, monkeypatch):
+    languages = []
+    monkeypatch.setattr(module, "split_documents", lambda texts, language, *_: languages.append(language))
+    stand_in = SimpleNamespace(tokenizers=SimpleNamespace(source=SimpleNamespace(src_lang=code)))
+    for choice in (True, "fr"):
+        split_texts([stand_in], ["a"], choice)
+    assert languages == [language, "fr"]
 
 
 def test_risk_of_whole_texts_is_refused():
@@ -118,3 +120,12 @@ def test_command_splits_lines(tmp_path, monkeypatch):
     words = ["model", "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.txt")]
     execute(generate, [*words, "--split_sentences"])
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == text
+
+
+def test_white_space_takes_little_time():
+    text = "a cat" + " " * 100_000 + "b" + "\n" * 100_000 + "a dog; x" + "\u00a0" * 100_000
+    started = time.process_time()
+    [document], _ = split([text], limit=100)
+    assert document.join(document.sentences) == text
+    # A pattern that begins at each space would take minutes.
+    assert time.process_time() - started < 10

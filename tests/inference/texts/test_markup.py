@@ -77,7 +77,7 @@ def test_identity_keeps_random_pages(text_format, monkeypatch):
 def test_any_alignment_keeps_random_pages_well_formed(text_format, monkeypatch):
     draw = random.Random(2)
     monkeypatch.setattr(TextDecoder, "_align", align_by(lambda _, count: draw.choice([None, *range(count)])))
-    pages = [f"<r>{draw_tree(draw, ANY_GAPS)}</r>" for _ in range(500)]
+    pages = [f"<r>{draw_tree(draw, ANY_GAPS)}</r>" for _ in range(200)]
     generator = identity_generator(lambda text: " ".join(reversed(text.split())))
     outputs = TextDecoder(generator, text_format=text_format).decode(pages)
     for page, output in zip(pages, outputs, strict=True):

@@ -5,10 +5,14 @@ from identity_engine import identity_generator
 from tiny_generator import tiny_generator
 from verbs import execute
 
-from metaphrase.inference.texts.markup import Atom
-from metaphrase.inference.texts.plan import Links, Phrase, Sentence, Terms, find_loop, find_words, read_glossary
+from metaphrase.inference.texts.markup import Atom, MarkedText
+from metaphrase.inference.texts.plan import Links, Sentence, Terms, find_loop, find_words, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts import generate
+
+
+def find_atoms(text, keep=(), glossary=None):
+    return Terms(keep, glossary).find(MarkedText(text, is_markup=False))
 
 
 @pytest.mark.parametrize(
@@ -22,22 +26,24 @@ from metaphrase.scripts import generate
     ],
 )
 def test_patterns(name, text, kept):
-    phrases = Terms([name]).find(text)
-    assert [phrase.expected for phrase in phrases] == kept
-    assert all(text[phrase.start : phrase.end] == phrase.expected for phrase in phrases)
+    atoms = find_atoms(text, [name])
+    assert [atom.expected for atom in atoms] == kept
+    assert all(text[atom.start : atom.end] == atom.expected and not atom.ignore_case for atom in atoms)
 
 
 def test_longest_term_wins_and_lower_case_finds_any_case():
-    terms = Terms(glossary={"cat": "Katze", "black cat": "Panther", "US": "USA"})
-    assert terms.find("Black Cat, cats, cat, us, US") == [
-        Phrase(0, 9, "Panther", ignore_case=True),
-        Phrase(17, 20, "Katze", ignore_case=True),
-        Phrase(26, 28, "USA", ignore_case=True),
+    atoms = find_atoms("Black Cat, cats, cat, us, US", glossary={"cat": "Katze", "black cat": "Panther", "US": "USA"})
+    assert all(atom.ignore_case for atom in atoms)
+    assert [(atom.start, atom.end, atom.expected) for atom in atoms] == [
+        (0, 9, "Panther"),
+        (17, 20, "Katze"),
+        (26, 28, "USA"),
     ]
 
 
 def test_patterns_come_before_terms():
-    assert [p.expected for p in Terms(["url"], {"cat": "Katze"}).find("www.cat.org cat")] == ["www.cat.org", "Katze"]
+    atoms = find_atoms("www.cat.org cat", ["url"], {"cat": "Katze"})
+    assert [atom.expected for atom in atoms] == ["www.cat.org", "Katze"]
 
 
 @pytest.mark.parametrize(
