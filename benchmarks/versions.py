@@ -2,9 +2,9 @@
 
     python benchmarks/versions.py before=../before now=. --core 0 --output benchmarks/results/versions_cpu.json
 
-Each version is a checkout with its own `.venv`, or with the interpreter that `--python` names. Both must run with the
-installed torch and transformers. All versions get the same random weights and ids. Searches write 24 tokens, since random weights
-hardly ever end a sentence. A turn of training is a few steps of `contestants.py` of that checkout.
+Each version is a checkout with its own `.venv`. Both must run with the installed torch and transformers. All versions get the
+same random weights and ids. Searches write 24 tokens, since random weights hardly ever end a sentence. A turn of
+training is a few steps of `contestants.py` of that checkout.
 """
 
 import argparse
