@@ -10,7 +10,6 @@ import math
 import operator
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -204,7 +203,7 @@ class Plan:
         *,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
-    ) -> tuple[list[list[Hypothesis]], Counter[str]]:
+    ) -> tuple[list[list[Hypothesis]], dict[str, int]]:
         """Return the hypotheses of each sentence, and the amounts to add to the counters of the caller. See `decode`."""
         generator, *partners = self.generators
         ids, *partner_ids = encoded.ids
@@ -225,11 +224,9 @@ class Plan:
             vocabulary_map=generator.vocabulary_map,
             **self.options,
         )
-        num_unfinished = sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
-        counts = Counter(**encoded.counts, num_unfinished=num_unfinished)
         if isinstance(joint_search, SpeculativeSearch):
-            counts.update(num_drafted=joint_search.num_drafted, num_accepted=joint_search.num_accepted)
-        return hypotheses, counts
+            return hypotheses, {"num_drafted": joint_search.num_drafted, "num_accepted": joint_search.num_accepted}
+        return hypotheses, {}
 
     def decode_texts(
         self, documents: list[Document], hypotheses: list[list[Hypothesis]], return_scores: bool
@@ -642,7 +639,8 @@ class Generator(TextStream):
     ) -> list[list[Hypothesis]]:
         """Decode encoded texts, and count."""
         hypotheses, counts = self.run_search(plan, encoded, return_scores, **progress)
-        self.count(counts)
+        num_unfinished = sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
+        self.count({**encoded.counts, **counts, "num_unfinished": num_unfinished})
         return hypotheses
 
     def _carry_out(

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import anyio
 from fastapi import FastAPI
 from fastapi.responses import Response
+from prometheus_client import generate_latest
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
@@ -45,6 +46,6 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
     @app.get("/metrics", tags=["Server"], response_class=Response)
     async def render_metrics() -> Response:
         """Return metrics for Prometheus."""
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app

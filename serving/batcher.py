@@ -4,7 +4,7 @@ import copy
 import functools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -121,12 +121,12 @@ class Batcher:
 
     def search(
         self, ticket: Ticket, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
-    ) -> tuple[list[list[Hypothesis]], Counter[str]]:
+    ) -> tuple[list[list[Hypothesis]], dict[str, int]]:
         """Decode encoded sentences as `Plan.search` does, and wait for the result. Other errors are those of `Ticket.check`."""
-        generator, counts = plan.generators[0], Counter(encoded.counts)
+        generator = plan.generators[0]
         lengths = [max(map(len, rows)) for rows in zip(*encoded.ids, strict=True)]
         if not lengths:
-            return [], counts
+            return [], {}
         is_random = bool(plan.options.get("do_sample", generator.model.generation_config.do_sample))
         key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), return_scores)
         waiting = sorted(range(len(lengths)), key=lambda index: -lengths[index])
@@ -142,9 +142,7 @@ class Batcher:
             # Nobody needs the sentences that still wait.
             ticket.is_cancelled = True
             raise
-        hypotheses = [search.results[index] for index in range(len(lengths))]
-        counts["num_unfinished"] += sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
-        return hypotheses, counts
+        return [search.results[index] for index in range(len(lengths))], {}
 
     def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
         """Run a function, such as an alignment, while no thread decodes. Errors are those of `search`."""

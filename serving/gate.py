@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,9 +40,9 @@ class Metrics:
     """Metrics of one server, in a registry of their own."""
 
     def __init__(self, service: Service):
-        self._registry = CollectorRegistry()
-        self._requests = self._make(Counter, "requests", "Answered requests", ("route", "status"))
-        self._seconds = self._make(Histogram, "request_seconds", "Time of a request", ("route",))
+        self.registry = CollectorRegistry()
+        self.requests = self._make(Counter, "requests", "Answered requests", ("route", "status"))
+        self.seconds = self._make(Histogram, "request_seconds", "Time of a request", ("route",))
         self._sentences = self._make(Counter, "sentences", "Decoded sentences")
         self._tokens = self._make(Counter, "tokens", "Tokens that the models read or wrote", ("side",))
         waiting = self._make(Gauge, "sentences_waiting", "Sentences that wait for the engine")
@@ -51,21 +51,12 @@ class Metrics:
         service.batcher.observe = self._observe_batch
 
     def _make(self, kind: Callable[..., Any], name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
-        return kind(f"metaphrase_{name}", text, labels, registry=self._registry)
+        return kind(f"metaphrase_{name}", text, labels, registry=self.registry)
 
     def _observe_batch(self, num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
         self._sentences.inc(num_sentences)
         self._tokens.labels("source").inc(num_source_tokens)
         self._tokens.labels("target").inc(num_target_tokens)
-
-    def observe_request(self, route: str, status: int, seconds: float) -> None:
-        """Count an answered request."""
-        self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
-
-    def render(self) -> bytes:
-        """Return all metrics as Prometheus reads them."""
-        return generate_latest(self._registry)
 
 
 class Api(NamedTuple):
@@ -183,7 +174,8 @@ class Gate:
                 await error_response(path, 500, FAILURE)(scope, receive, record_status)
         finally:
             route, status, seconds = route_of(scope), status or 500, time.perf_counter() - started
-            self.metrics.observe_request(route, status, seconds)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
             client, method = (scope.get("client") or ("-",))[0], scope["method"]
             logger.info("client=%s method=%s route=%s status=%d ms=%.1f", client, method, route, status, 1000 * seconds)
 

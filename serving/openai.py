@@ -19,12 +19,6 @@ from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Query, Service, TextStream, cut_at
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
-
-
 class Prompts(BaseModel):
     """Body of a request. Other options of `generate()` may stand beside these fields.
 
@@ -42,7 +36,7 @@ class Prompts(BaseModel):
     stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, bool] | None = None
     user: str | None = None
     # Only values that change nothing.
     echo: Literal[False] | None = None
@@ -73,7 +67,7 @@ def make_router(service: Service) -> APIRouter:
         }
         if body.stream:
             stream = TextStream(service, model, query, seed=body.seed, stops=stops)
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            with_usage = (body.stream_options or {}).get("include_usage", False)
             events = _events(service, model, stream, await stream.start(), frame, with_usage)
             return stream_response(request.url.path, events, "data: [DONE]\n\n")
         result = await service.answer(request, model, query, body.seed)

@@ -45,6 +45,16 @@ def same_environment():
         yield
 
 
+@pytest.fixture(scope="session")
+def server():
+    """Runs commands that are killed."""
+    from killed_outputs import Server
+
+    server = Server()
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def model():
     """A small model for `pairs`."""

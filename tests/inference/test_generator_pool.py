@@ -129,6 +129,7 @@ def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
     stream.close()
 
 
+@pytest.mark.slow
 def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(folder):
     """A chunk that would take minutes."""
     long = {"max_new_tokens": 100_000, "eos_token_id": -1, "num_beams": 1}

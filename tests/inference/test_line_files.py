@@ -6,7 +6,6 @@ import signal
 import sys
 
 import pytest
-from killed_outputs import Server
 from tiny_generator import SOURCES, save_generator, tiny_generator
 from verbs import execute
 
@@ -25,13 +24,6 @@ SEARCHES = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(save_generator(tiny_generator(kind="byte"), tmp_path_factory.mktemp("output") / "model"))
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture

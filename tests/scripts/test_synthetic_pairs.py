@@ -5,7 +5,6 @@ import signal
 
 import datasets
 import pytest
-from killed_outputs import Server
 from sacrebleu import sentence_bleu, sentence_chrf
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 from verbs import execute
@@ -18,13 +17,6 @@ from metaphrase.tokenization import TokenizerPair
 
 CPU = ["--device", "cpu"]
 SAMPLES = ["--temperature", "3", "--num_return_sequences", "2"]
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture
