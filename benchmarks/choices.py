@@ -152,7 +152,7 @@ class MeasuredExperiment(Experiment):
     def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:
         model = super().make_model(tokenizers, with_weights)
         # Early, bad models would write to the limit.
-        longest = self.corpus.reports["train"].target_lengths.longest
+        longest = self.corpus.reports["train"].target_lengths["longest"]
         model.generation_config.max_length = round(1.1 * longest) + 8
         self.sizes["parameters"] = model.num_parameters()
         self.sizes["vocabulary"] = [len(tokenizers.source), len(tokenizers.target)]

@@ -101,9 +101,6 @@ class Augmenter:
         rates: Rates of changes of the texts.
         prefixes: Beginnings of sources that stay.
         terms: Target words of each source word, with case folded, for the change `terms`.
-
-        Raises:
-            ValueError: If a tokenizer cannot be sampled from.
         """
         self.tokenizers, self.seed, self.limits = tokenizers, seed, limits
         self._rates = dict.fromkeys(AUGMENTATIONS, 0.0) | dict(rates or {})
@@ -121,13 +118,7 @@ class Augmenter:
     def __call__(
         self, pairs: Sequence[Mapping[str, Any]], epoch: int, rows: Sequence[int]
     ) -> list[dict[str, list[int]]]:
-        """Return `input_ids` and `labels` of pairs as of an epoch.
-
-        Args:
-            pairs: Pairs with `source`, `target`, `input_ids` and `labels`.
-            epoch: The epoch, or the pass over a stream.
-            rows: Numbers of the pairs in all data.
-        """
+        """Return new `input_ids` and `labels` of pairs with texts, in an epoch. Rows are the numbers of the pairs in all data."""
         generators = [Random(f"{self.seed} {epoch} {row}") for row in rows]
         texts = [
             self.change_texts(*map(pair.get, SIDES), random) for pair, random in zip(pairs, generators, strict=True)
@@ -135,14 +126,11 @@ class Augmenter:
         sides = []
         encoders = self.tokenizers.encode_sources, self.tokenizers.encode_targets
         for encode, sampler, side in zip(encoders, self._samplers, zip(*texts, strict=True), strict=True):
-            options = {}
-            if sampler is not None:
 
-                def segment(number: int, encoding: Encoding, sampler=sampler) -> list[int]:
-                    return sampler(encoding, generators[number])
+            def segment(number: int, encoding: Encoding, sampler=sampler) -> list[int]:
+                return sampler(encoding, generators[number])
 
-                options["segment"] = segment
-            sides.append(encode(list(side), **options))
+            sides.append(encode(list(side), None if sampler is None else segment))
         return [self._within_limits(*row) for row in zip(pairs, texts, zip(*sides, strict=True), strict=True)]
 
     def _within_limits(
@@ -222,16 +210,11 @@ class AugmentedPairs(EpochPairs):
     the mean growth by the changes. So batches have about their token budget; some have more, others less.
 
     Attributes:
-        pairs: The plain pairs, with their texts.
-        augmenter: Makes the changes.
+        pairs: The plain pairs of `encode_pairs`, with their texts.
         column_names: Names of `dataset[name]`, and the fields of a pair.
     """
 
     def __init__(self, pairs: datasets.Dataset, augmenter: Augmenter):
-        """Args:
-        pairs: Pairs of `encode_pairs` with their texts.
-        augmenter: Makes the changes.
-        """
         super().__init__()
         self.pairs, self.augmenter = pairs, augmenter
         self.column_names = [name for name in pairs.column_names if name not in SIDES]

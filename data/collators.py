@@ -14,15 +14,7 @@ _NOT_SHIFTING = ("fsmt",)
 
 
 def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add `decoder_input_ids` (the labels shifted to the right) for a model that does not shift labels itself.
-
-    Args:
-        model: Any encoder-decoder model. Most models need no change.
-        inputs: A batch with `labels`, `(batch, target)`.
-
-    Raises:
-        ValueError: If the model has no start token.
-    """
+    """Add `decoder_input_ids` (the labels shifted to the right) to a batch for a model that does not shift labels itself."""
     config, labels = model.config, inputs.get("labels")
     if config.model_type not in _NOT_SHIFTING or labels is None or "decoder_input_ids" in inputs:
         return dict(inputs)
@@ -40,12 +32,8 @@ class PairCollator:
     """Collator that pads sources and labels on the right, to the longest of the batch. Labels are padded with -100."""
 
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1):
-        """Args:
-        pad_token_id: Padding of `input_ids`.
-        pad_to_multiple_of: Multiple to which widths are rounded up, for tensor cores.
-        """
-        self.pad_token_id = pad_token_id
-        self.pad_to_multiple_of = pad_to_multiple_of
+        """Take the padding of `input_ids`, and a multiple to which widths are rounded up, for tensor cores."""
+        self.pad_token_id, self.pad_to_multiple_of = pad_token_id, pad_to_multiple_of
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Join pairs to `input_ids`, `attention_mask` and `labels`, `(batch, length)` each.
@@ -74,10 +62,9 @@ class PackedCollator:
     """
 
     def __init__(self, pad_token_id: int = 0, pad_to_multiple_of: int = 1):
-        """Args:
-        pad_token_id: Padding of `input_ids`.
-        pad_to_multiple_of: Multiple to which short pairs of padding fill up the tokens of a row. A CPU compiles bfloat16
-            kernels for each shape: few shapes save time and memory.
+        """Take the padding of `input_ids`, and a multiple to which short pairs of padding fill up the tokens of a row.
+
+        A CPU compiles bfloat16 kernels for each shape: few shapes save time and memory.
         """
         self.pad_token_id, self.pad_to_multiple_of = pad_token_id, pad_to_multiple_of
 
@@ -87,9 +74,6 @@ class PackedCollator:
         Returns:
             `input_ids` `(1, source tokens)`, `labels` `(1, target tokens)`, `source_lengths` and `target_lengths` `(pairs,)`,
             and the largest of each as `longest_source` and `longest_target`.
-
-        Raises:
-            ValueError: If a side of a pair is empty.
         """
         sides = [(source_of(pair), pair["labels"]) for pair in pairs]
         sides.sort(key=lambda sides: (len(sides[0]), len(sides[1])), reverse=True)
@@ -109,15 +93,9 @@ class PackedCollator:
 
 
 def filler_lengths(tokens: Sequence[int], longest: Sequence[int], multiple: int) -> list[list[int]]:
-    """Return the lengths of the pairs that fill up two rows to a multiple.
+    """Return the lengths of the pairs that fill up two rows of so many tokens to a multiple, equally many for each row.
 
-    Args:
-        tokens: Tokens of each row.
-        longest: Longest allowed filler of each row, because positions may end there.
-        multiple: Multiple of the tokens of each row.
-
-    Returns:
-        Lengths of at least 1, equally many for each row; none if both rows are full.
+    No filler is empty, or longer than `longest`, because positions may end there.
     """
     missing = [-count % multiple for count in tokens]
     if not any(missing):

@@ -1,6 +1,7 @@
 """Denoising: blocks of plain text as training pairs, by span corruption (T5), text infilling (BART) or a mixture (UL2)."""
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.augmentation import EpochPairs
 from metaphrase.data.encoding import tokenizer_fingerprint
-from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, check_files, read_cached
+from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, read_cached
 from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 
@@ -40,18 +41,11 @@ class SpanCorruption:
 
     The block `Thank you for inviting me to your party last week` may become the source
     `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`, each with an end-of-sequence token.
-    Figure 2 of the paper ends the target with one more sentinel; the published training code does not, and neither does this
-    class.
+    As in the published training code, no further sentinel ends the target.
 
     The length of a block decides how many tokens and spans are hidden; the generator decides which ones. As in the paper's
     code, kept and hidden parts alternate and begin with a kept one: the first token is always kept and the last one always
     hidden. A single span (up to 30 tokens by default) therefore never moves.
-
-    Attributes:
-        sentinel_ids: Ids of the sentinels in the order of use.
-        eos_token_id: End of source and target.
-        noise_density: Share of hidden tokens.
-        mean_span_length: Mean number of tokens in a hidden span.
 
     Source: Raffel et al. 2020, sections 3.1.4, 3.3.3 and 3.3.4 (arXiv 1910.10683).
     """
@@ -76,7 +70,6 @@ class SpanCorruption:
         return block_length - num_noise + num_spans + 1, num_noise + num_spans + 1
 
     def num_sentinels(self, block_length: int) -> int:
-        """Return the number of sentinels that a block needs."""
         return self.noise_counts(block_length)[1]
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -96,14 +89,7 @@ def random_segmentation(num_items: int, num_segments: int, generator: np.random.
 def replace_spans(
     block: Sequence[int] | np.ndarray, spans: np.ndarray, sentinel_ids: Sequence[int], eos_token_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block with each span replaced by a sentinel, and the target: each sentinel followed by its span.
-
-    Args:
-        block: The ids `(tokens,)`.
-        spans: Index of the first token and behind the last token of each span `(spans, 2)`, in order and without overlap.
-        sentinel_ids: At least one for each span.
-        eos_token_id: End of both sides.
-    """
+    """Return the block with each span `(spans, 2)` replaced by a sentinel, and the target: each sentinel followed by its span."""
     block = np.asarray(block, dtype=np.int64)
     source, target, position = [], [], 0
     for (start, end), sentinel in zip(spans, sentinel_ids[: len(spans)], strict=True):
@@ -127,12 +113,7 @@ class TextInfilling:
     blocks), surplus empty spans are dropped: a source is never longer than its block. All positions of the spans are equally
     likely. Two spans that touch leave two masks.
 
-    Attributes:
-        mask_token_id: Mask of a span of any length.
-        eos_token_id: End of source and target, and of documents within a block.
-        full_stop_ids: Tokens that end a sentence. Without any, sentences keep their order.
-        noise_density: Share of masked tokens.
-        mean_span_length: Mean of the Poisson distribution, in tokens.
+    Without `full_stop_ids`, which end a sentence, sentences keep their order.
 
     Source: Lewis et al. 2020, section 2.2 for both kinds of noise, section 5.1 for the share (arXiv 1910.13461).
     """
@@ -194,14 +175,7 @@ def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
 
 
 def mask_spans(ids: np.ndarray, lengths: np.ndarray, mask_token_id: int, generator: np.random.Generator) -> np.ndarray:
-    """Replace spans of the given lengths, in this order, by one mask each. An empty span inserts a mask.
-
-    Args:
-        ids: The tokens `(tokens,)`.
-        lengths: Tokens of each span `(spans,)`, together at most all tokens.
-        mask_token_id: Id of the mask.
-        generator: Randomness of the positions, which are all equally likely.
-    """
+    """Replace spans of the given lengths, in this order, by one mask each. All positions are equally likely."""
     num_items = len(ids) - int(lengths.sum()) + len(lengths)
     is_mask = np.zeros(num_items, dtype=bool)
     is_mask[generator.choice(num_items, size=len(lengths), replace=False)] = True
@@ -227,11 +201,7 @@ class MixtureOfDenoisers:
     lengths_are_exact = False
 
     def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int] | None = None):
-        """Args:
-        sentinel_ids: Ids of the sentinels in the order of use. The first one also replaces the rest of a block.
-        eos_token_id: End of source and target.
-        mode_token_ids: Token before the source by mode; None for no token.
-        """
+        """Take the token before the source by mode; None for no token. The first sentinel also replaces the rest of a block."""
         self.sentinel_ids, self.eos_token_id, self.mode_token_ids = sentinel_ids, eos_token_id, mode_token_ids
         tokens = {"sentinel_ids": sentinel_ids, "eos_token_id": eos_token_id}
         self.spans = [
@@ -273,12 +243,7 @@ Objective = SpanCorruption | TextInfilling | MixtureOfDenoisers
 
 
 def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple[str, ...]:
-    """Return the special tokens that an objective adds to a tokenizer.
-
-    Args:
-        name: As for `make_objective`.
-        num_sentinels: Number of sentinels, if the objective uses them. A block must not need more.
-    """
+    """Return the special tokens that an objective of `make_objective` adds to a tokenizer."""
     if name == "text_infilling":
         return (MASK_TOKEN,)
     modes = tuple(MODE_TOKENS[0].values()) if name == "ul2" else ()
@@ -298,9 +263,6 @@ def make_objective(
         tokenizer: Has the tokens of `objective_tokens(name)`, or of a published T5, UL2 or BART.
         noise_density: Share of hidden tokens; None for that of the paper.
         mean_span_length: Mean tokens of a hidden span; None for that of the paper.
-
-    Raises:
-        ValueError: If the tokenizer lacks the tokens of the objective.
     """
     options = {"noise_density": noise_density, "mean_span_length": mean_span_length}
     options = {option: value for option, value in options.items() if value is not None}
@@ -311,7 +273,8 @@ def make_objective(
             raise ValueError(f"A tokenizer must have a mask token or {MASK_TOKEN} for `objective` {name}, got neither.")
         full_stops = full_stop_ids_of(tokenizer)
         return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
-    sentinels = sentinel_ids_of(tokenizer)
+    names = takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary)))
+    sentinels = tuple(vocabulary[name] for name in names)
     if not sentinels:
         raise ValueError(f"A tokenizer must have <extra_id_0> and further ones for `objective` {name}, got none.")
     if name == "span_corruption":
@@ -319,12 +282,6 @@ def make_objective(
     modes = next((names for names in MODE_TOKENS if any(name in vocabulary for name in names.values())), None)
     mode_token_ids = None if modes is None else {mode: vocabulary[name] for mode, name in modes.items()}
     return MixtureOfDenoisers(sentinels, eos, mode_token_ids)
-
-
-def sentinel_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of `<extra_id_0>`, `<extra_id_1>` and so on, up to the first that the tokenizer lacks."""
-    vocabulary = tokenizer.get_vocab()
-    return tuple(vocabulary[name] for name in takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary))))
 
 
 def full_stop_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -349,13 +306,7 @@ class DenoisingDataset(EpochPairs):
     of a block depends on seed, epoch and index alone, so that it is equal in all orders, batches, workers and processes.
 
     `dataset["source_length"]`, `dataset["target_length"]` and their sum `dataset["length"]` are lengths in tokens, equal in all
-    epochs.
-
-    Attributes:
-        blocks: The blocks, in the column `input_ids`, all of one length.
-        objective: Objective that corrupts a block.
-        seed: Seed of all noise.
-        column_names: Names of `dataset[name]`, and the fields of a pair.
+    epochs. The blocks have the column `input_ids` and one length.
     """
 
     def __init__(self, blocks: datasets.Dataset, objective: Objective, seed: int = 0):
@@ -386,28 +337,19 @@ class DenoisingDataset(EpochPairs):
 
 
 def longest_block(objective: Objective, max_source_length: int, max_target_length: int | None = None) -> int:
-    """Return the length of the longest block whose pair is always within the limits.
+    """Return the length of the longest block whose pair is always within the limits, end-of-sequence tokens counted.
 
     With `SpanCorruption` and no target limit the source has exactly `max_source_length` tokens. It grows by at most one token
     with each token of the block.
 
-    Args:
-        objective: Objective that corrupts the block.
-        max_source_length: Most tokens of a source with its end-of-sequence token.
-        max_target_length: The same for a target; None for no limit.
-
-    Raises:
-        ValueError: If even the shortest block exceeds the limits, or the block needs more sentinels than there are.
-
     Source: `random_spans_helper` of T5's code, for span corruption (Raffel et al. 2020, arXiv 1910.10683).
     """
 
-    def fits(block_length: int) -> bool:
+    def is_too_long(block_length: int) -> bool:
         source, target = objective.lengths(block_length)
-        return source <= max_source_length and (max_target_length is None or target <= max_target_length)
+        return source > max_source_length or target > (max_target_length or math.inf)
 
-    blocks = range(_LONGEST_BLOCK)
-    longest = bisect_left(blocks, True, lo=_SHORTEST_BLOCK, key=lambda length: not fits(length)) - 1
+    longest = bisect_left(range(_LONGEST_BLOCK), True, lo=_SHORTEST_BLOCK, key=is_too_long) - 1
     if longest < _SHORTEST_BLOCK:
         raise ValueError(
             f"`max_source_length` and `max_target_length` must hold the pair of a block of {_SHORTEST_BLOCK} tokens, "
@@ -434,16 +376,7 @@ CACHE_VERSION = 5
 
 @dataclass
 class BlockReport:
-    """Counts of documents, tokens and blocks.
-
-    Attributes:
-        documents: Documents read, used or not.
-        empty_documents: Unused documents of white space only, or without any token.
-        invalid_documents: Unused documents that are not UTF-8.
-        block_length: Tokens in a block.
-        blocks: Number of blocks.
-        remainder_tokens: Unused tokens behind the last block.
-    """
+    """Counts of all documents, of unused ones, of blocks, and of unused tokens behind the last block."""
 
     documents: int
     empty_documents: int
@@ -454,7 +387,6 @@ class BlockReport:
 
     @property
     def tokens(self) -> int:
-        """Number of all tokens, used or not."""
         return self.blocks * self.block_length + self.remainder_tokens
 
     def to_dict(self) -> dict[str, Any]:
@@ -462,52 +394,35 @@ class BlockReport:
         return {**asdict(self), "tokens": self.tokens}
 
     def __str__(self) -> str:
-        counts = {"empty": self.empty_documents, "not UTF-8": self.invalid_documents}
-        unused = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        documents = f"{self.documents} documents" + (f", not used: {unused}" if unused else "")
-        parts = [documents, f"{self.tokens} tokens", f"{self.blocks} blocks of {self.block_length} tokens"]
-        if self.remainder_tokens:
-            parts.append(f"{self.remainder_tokens} tokens behind the last block not used")
-        return "; ".join(parts) + "."
+        unused = f"not used: {self.empty_documents} empty, {self.invalid_documents} not UTF-8"
+        blocks = f"{self.blocks} blocks of {self.block_length}, and {self.remainder_tokens} not used"
+        return f"{self.documents} documents, {unused}; {self.tokens} tokens in {blocks}."
 
 
 def load_texts(
-    files: str | Path | Sequence[str | Path],
+    file: str | Path,
     max_samples: int | None = None,
     cache_dir: str | Path | None = None,
     invalid_utf8: Policy = "error",
     max_line_characters: int = MAX_LINE_CHARACTERS,
 ) -> datasets.Dataset:
-    """Read UTF-8 text files with one document per line, compressed (`.gz`) or not, into the column `text`.
+    """Read a UTF-8 text file with one document per line, compressed (`.gz`) or not, into the column `text`.
 
-    Args:
-        files: The files, read one after the other.
-        max_samples: Number of lines to take from the beginning.
-        cache_dir: Cache folder of `datasets`. A changed file is read again.
-        invalid_utf8: "error", or "skip" to make a line that is not UTF-8 a `None`, which `text_blocks` counts.
-        max_line_characters: Maximum length of a document.
-
-    Raises:
-        ValueError: If a line is too long or not UTF-8, or there is no line at all.
-        FileNotFoundError: If a file does not exist.
+    With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
-    paths = tuple(str(path) for path in ([files] if isinstance(files, str | Path) else files))
-    check_files(paths)
     features = datasets.Features({"text": datasets.Value("string")})
-    arguments = {"paths": paths, "keep_invalid": invalid_utf8 == "skip", "limit": max_line_characters}
-    texts = read_cached(_generate_texts, paths, features, CACHE_VERSION, cache_dir, arguments)
+    arguments = {"path": str(file), "keep_invalid": invalid_utf8 == "skip", "limit": max_line_characters}
+    texts = read_cached(_generate_texts, (str(file),), features, CACHE_VERSION, cache_dir, arguments)
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
 
 
-def _generate_texts(
-    paths: tuple[str, ...], cache_key: Any, keep_invalid: bool, limit: int
-) -> Iterator[dict[str, str | None]]:
+def _generate_texts(path: str, cache_key: Any, keep_invalid: bool, limit: int) -> Iterator[dict[str, str | None]]:
     is_empty = True
-    for line in iterate_lines(paths, keep_invalid, limit):
+    for line in iterate_lines(path, keep_invalid, limit):
         is_empty = False
         yield {"text": line}
     if is_empty:
-        raise ValueError(f"Text files must hold at least one line, got none in {', '.join(paths)}.")
+        raise ValueError(f"A text file must hold at least one line, got none in {path}.")
 
 
 def text_blocks(
@@ -525,9 +440,6 @@ def text_blocks(
 
     Returns:
         The column `input_ids`, and the report.
-
-    Raises:
-        ValueError: If the tokenizers are not joint, or there is no block.
     """
     if not tokenizers.is_joint:
         raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")

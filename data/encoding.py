@@ -13,7 +13,7 @@ import numpy as np
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, DataReport, LengthStatistics
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, DataReport
 from metaphrase.tokenization import TextFrame, TokenizerPair, shorten
 
 _ID_COLUMNS = ("input_ids", "labels")
@@ -23,13 +23,10 @@ _SAMPLED_BYTES = 2**16
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """Return the number of pairs and a hash of all lengths and of the ids of some evenly spread pairs.
+    """Return the number of pairs and a hash of all lengths and of the ids of some evenly spread pairs, as values for JSON.
 
-    Args:
-        dataset: Pairs with the columns of `encode_pairs`, blocks of text, or a stream with a fingerprint of its files.
-
-    Returns:
-        Plain values for JSON, or None for any other data set.
+    The pairs have the columns of `encode_pairs`, are blocks of text, or come from a stream with a fingerprint of its files. The
+    fingerprint of any other data set is None.
     """
     if hasattr(stream := getattr(dataset, "read", None), "fingerprint"):
         return stream.fingerprint()
@@ -50,12 +47,7 @@ def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
 
 
 def file_fingerprint(paths: Sequence[str | Path], rules: Any) -> dict[str, Any]:
-    """Return the sizes of files, and a hash of their first and last bytes and of the rules.
-
-    Args:
-        paths: The files, in order. Their folders do not count.
-        rules: The settings that turn the files into pairs.
-    """
+    """Return the sizes of files, and a hash of their first and last bytes and of the rules that turn them into pairs."""
     digest, sizes = hashlib.blake2b(repr(rules).encode(), digest_size=16), []
     for path in map(Path, paths):
         sizes.append(path.stat().st_size)
@@ -71,11 +63,8 @@ def tokenizer_fingerprint(tokenizers: Any) -> str:
 
     A pickle would not do: it holds state of the last call, such as the padding.
     """
-    parts = getattr(tokenizers, "__dict__", {})
-    if not any(isinstance(part, PreTrainedTokenizerBase) for part in parts.values()):
-        return Hasher.hash(tokenizers)
-    names = sorted(parts)
-    return Hasher.hash((type(tokenizers).__qualname__, names, [_tokenizer_state(parts[name]) for name in names]))
+    parts = sorted(vars(tokenizers).items())
+    return Hasher.hash((type(tokenizers).__qualname__, [(name, _tokenizer_state(part)) for name, part in parts]))
 
 
 def _tokenizer_state(part: Any) -> Any:
@@ -130,11 +119,7 @@ class PairEncoder:
         self.frames = TextFrame.of(self.tokenizers.encode_sources), TextFrame.of(self.tokenizers.encode_targets)
 
     def __call__(self, sources: list[str], targets: list[str], rows: list[int]) -> dict[str, list[Any]]:
-        """Return the columns `FEATURES` of a batch of pairs, dropped pairs included.
-
-        Raises:
-            ValueError: If `too_long` or `empty` refuses a pair.
-        """
+        """Return the columns `FEATURES` of a batch of pairs, dropped pairs included."""
         source_ids, target_ids = self.tokenizers.encode_sources(sources), self.tokenizers.encode_targets(targets)
         encoded = []
         for row, texts, *ids in zip(rows, zip(sources, targets, strict=True), source_ids, target_ids, strict=True):
@@ -169,9 +154,7 @@ def encode_pairs(
     report: DataReport | None = None,
     **rules: Any,
 ) -> tuple[datasets.Dataset, DataReport]:
-    """Turn pairs of text into token ids.
-
-    `datasets` caches the result by data set, tokenizers and arguments, on disk if `dataset` is on disk.
+    """Turn pairs of text into token ids, cached by data set, tokenizers and arguments.
 
     Args:
         dataset: The text columns `source` and `target`.
@@ -211,13 +194,15 @@ def _select_kept_pairs(encoded: datasets.Dataset, report: DataReport) -> dataset
     bookkeeping = encoded.select_columns([name for name in FEATURES if name not in ("input_ids", "labels")])
     columns = bookkeeping.with_format("numpy")[:]
     for index, reason in enumerate(OUTCOMES[1:], start=1):
-        setattr(report, reason, getattr(report, reason) + int(np.sum(columns["outcome"] == index)))
+        report.add(**{reason: int(np.sum(columns["outcome"] == index))})
     rows = np.flatnonzero(columns["outcome"] == 0)
     if rows.size == 0:
         raise ValueError(f"At least one pair must be left to train on, got none. {report}")
     for side in SIDES:
         setattr(report, f"{side}_truncated", int(np.sum(columns[f"{side}_truncated"])))
-        setattr(report, f"{side}_lengths", LengthStatistics.of(columns[f"{side}_length"][rows]))
+        lengths = columns[f"{side}_length"][rows]
+        statistics = {"mean": float(lengths.mean()), "percentile_95": float(np.percentile(lengths, 95))}
+        setattr(report, f"{side}_lengths", statistics | {"longest": int(lengths.max())})
     if rows.size < len(encoded):
         encoded = encoded.select(rows)
     texts = [name for name in encoded.column_names if name not in FEATURES]

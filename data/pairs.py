@@ -10,14 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetGenerationError
-from datasets.fingerprint import Hasher
 
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, read_lines
 
@@ -29,9 +28,8 @@ SIDES = ("source", "target")
 _TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 
 
-@dataclass(frozen=True)
-class PairProblem:
-    """A pair that cannot be used. `kind` is "invalid_utf8", "malformed" or "line_too_long"."""
+class PairProblem(NamedTuple):
+    """A pair that cannot be used. `kind` is one of `PROBLEMS`."""
 
     kind: str
     message: str
@@ -41,11 +39,7 @@ Record = tuple[str, str] | PairProblem
 
 
 def read_parallel(source_file: str, target_file: str, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
-    """Yield the pairs of two text files with one sentence per line.
-
-    Raises:
-        ValueError: If the files differ in their number of lines.
-    """
+    """Yield the pairs of two text files with one sentence per line. Both must have the same number of lines."""
     counts = [count_lines(path) for path in (source_file, target_file)]
     if counts[0] != counts[1]:
         raise ValueError(
@@ -61,9 +55,6 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     """Yield the pairs of a tab-separated file. Quotes are ordinary characters.
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
-
-    Raises:
-        ValueError: If the file does not have the columns.
     """
     names = _with_defaults(columns)
     for line in read_lines(path, limit):
@@ -73,10 +64,9 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
                 check_columns(path, names, fields)
                 source, target, width = *map(fields.index, names), len(fields)
                 continue
-            source, target = (0, 1) if columns == (None, None) else columns
-            width = 2 if columns == (None, None) else len(fields)
+            (source, target), width = ((0, 1), 2) if columns == (None, None) else (columns, len(fields))
             has_columns = all(isinstance(column, int) and 0 <= column < width for column in (source, target))
-            if not has_columns or (columns == (None, None) and len(fields) > 2):
+            if not has_columns or len(fields) > width:
                 raise ValueError(
                     f"`source_column` and `target_column` must name columns in the first line of {path}, or be numbers from 0 of "
                     f"columns without a header, got {columns}; it has {fields}."
@@ -94,9 +84,7 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
 def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are skipped.
 
-    Raises:
-        ValueError: If a column is not in the header, or the quoting is broken or a text too long: no later row could be
-            trusted.
+    Broken quoting and a line that is too long are errors: no later row could be trusted.
     """
 
     def lines() -> Iterator[str]:
@@ -109,7 +97,7 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     names, header = column_names(columns), None
     reader = csv.reader(lines(), strict=True)
     # A quoted text may have many lines.
-    previous_limit = csv.field_size_limit(min(limit, sys.maxsize))
+    csv.field_size_limit(min(limit, sys.maxsize))
     try:
         for row in filter(None, reader):
             if header is None:
@@ -126,8 +114,6 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
             f"{path} must be quoted as RFC 4180 says, with texts of at most `max_line_characters` {limit}, got in line "
             f"{reader.line_num}: {error}."
         ) from error
-    finally:
-        csv.field_size_limit(previous_limit)
 
 
 def column_names(columns: Columns) -> tuple[str, str]:
@@ -156,9 +142,6 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
 
     An object holds the columns itself, or under the key `translation` with language codes as column names. An array is in
     memory as a whole, often as one line: the limit holds for its texts.
-
-    Raises:
-        ValueError: If a JSON array cannot be parsed.
     """
     names = column_names(columns)
     if path.removesuffix(".gz").endswith(".json"):
@@ -211,11 +194,7 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str, limit: int) -
 
 
 def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
-    """Yield the pairs of a Parquet file, with flat columns or a `translation` struct.
-
-    Raises:
-        ValueError: If the file is broken or holds text that is not UTF-8, or a column is missing or occurs twice.
-    """
+    """Yield the pairs of a Parquet file, with flat columns or a `translation` struct. Text must be UTF-8."""
     row, names = 0, column_names(columns)
     try:
         file = pq.ParquetFile(path)
@@ -233,11 +212,7 @@ def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) 
 def read_arrow(
     table: pa.Table | pa.RecordBatch, columns: Columns, where: str, first_row: int, limit: int = MAX_LINE_CHARACTERS
 ) -> Iterator[Record]:
-    """Yield the pairs of an Arrow table, with flat columns or a `translation` struct.
-
-    Raises:
-        ValueError: If a column is missing or occurs twice.
-    """
+    """Yield the pairs of an Arrow table, with flat columns or a `translation` struct."""
     names, present = column_names(columns), table.schema.names
     if "translation" in present and not set(names) <= set(present):
         table = table.select(["translation"])
@@ -256,20 +231,13 @@ def tsv_line(*texts: str) -> str:
     return "\t".join(text.translate(_TSV_BREAKS) for text in texts) + "\n"
 
 
-def json_line(source: str, target: str) -> str:
-    """Return a line of a .jsonl file."""
-    return json.dumps(dict(zip(SIDES, (source, target), strict=True)), ensure_ascii=False) + "\n"
-
-
 def pair_formatter(output: str | None) -> Callable[[str, str], str]:
-    """Return the function that formats a pair for a file; `None` is standard output, which takes tabs.
-
-    Raises:
-        ValueError: If the name of the file does not end in .tsv or .jsonl.
-    """
+    """Return the function that formats a pair for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
     if output is not None and not output.endswith((".tsv", ".jsonl")):
         raise ValueError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
-    return tsv_line if output is None or output.endswith(".tsv") else json_line
+    if output is None or output.endswith(".tsv"):
+        return tsv_line
+    return lambda *pair: json.dumps(dict(zip(SIDES, pair, strict=True)), ensure_ascii=False) + "\n"
 
 
 SPLITS = ("train", "validation", "test")
@@ -299,28 +267,11 @@ DROP_REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class LengthStatistics:
-    """Lengths of one side in tokens, with end-of-sequence tokens."""
-
-    mean: float
-    percentile_95: float
-    longest: int
-
-    @classmethod
-    def of(cls, lengths: np.ndarray) -> "LengthStatistics":
-        """Summarize the lengths of at least one sequence."""
-        return cls(float(np.mean(lengths)), float(np.percentile(lengths, 95)), int(np.max(lengths)))
-
-    def __str__(self) -> str:
-        return f"mean {self.mean:.1f}, 95% within {self.percentile_95:.0f}, longest {self.longest}"
-
-
 @dataclass
 class DataReport:
     """Counts of pairs. `read` equals `kept` plus the counts of all `DROP_REASONS`.
 
-    Truncated pairs are kept. A pair cut on both sides counts on both.
+    Truncated pairs are kept. A pair cut on both sides counts on both. Lengths are in tokens, with end-of-sequence tokens.
     """
 
     read: int = 0
@@ -335,18 +286,21 @@ class DataReport:
     target_too_long: int = 0
     source_truncated: int = 0
     target_truncated: int = 0
-    source_lengths: LengthStatistics | None = None
-    target_lengths: LengthStatistics | None = None
+    source_lengths: dict[str, float] | None = None
+    target_lengths: dict[str, float] | None = None
 
     @property
     def dropped(self) -> int:
-        """Number of unused pairs."""
         return sum(getattr(self, reason) for reason in DROP_REASONS)
 
     @property
     def kept(self) -> int:
-        """Number of used pairs."""
         return self.read - self.dropped
+
+    def add(self, **counts: int) -> None:
+        """Add to counts."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts and statistics as plain values for JSON."""
@@ -361,36 +315,27 @@ class DataReport:
             parts.append(f"not used: {', '.join(reasons.values())}")
         if self.source_truncated or self.target_truncated:
             parts.append(f"truncated: {self.source_truncated} sources, {self.target_truncated} targets")
-        for side in ("source", "target"):
-            if (statistics := getattr(self, f"{side}_lengths")) is not None:
-                parts.append(f"{side} tokens: {statistics}")
+        text = "tokens: mean {mean:.1f}, 95% within {percentile_95:.0f}, longest {longest}"
+        for side in SIDES:
+            if lengths := getattr(self, f"{side}_lengths"):
+                parts.append(f"{side} {text.format(**lengths)}")
         return "; ".join(parts) + "."
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """The pairs of one split: a file, two parallel files, or a data set.
+    """The pairs of one split: a file, two parallel files, or a data set on the Hub or in a folder.
 
     Attributes:
         file: A `.tsv`, `.csv`, `.jsonl`, `.json` or `.parquet` file. All but Parquet may end in `.gz`.
-        source_file: A text file with one source per line. Needs `target_file`.
-        target_file: A text file with one target per line.
-        dataset_name: A data set on the Hub, or a folder that `datasets.load_dataset` understands.
-        dataset_config_name: Configuration of the data set.
-        dataset_split: Split of the data set.
         source_column: Name of the source column, by default `source`. In a `.tsv` file without a header, its number from
             0; by default the first of two columns.
-        target_column: The same for the target.
         source_prefix: Text before each source that is not empty, such as `summarize: `.
         max_samples: Number of good pairs to take from the beginning.
         invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8. In a Parquet file it is always an error.
         malformed: "error", or "skip" to drop and count lines with a wrong number of columns or a missing value.
         line_too_long: "error", or "skip" to drop and count pairs over `max_line_characters`.
         max_line_characters: Maximum characters of a line, or of a text where a pair has no line of its own.
-
-    Raises:
-        ValueError: If the pairs come from none or several of the three origins, or the file has another ending.
-        FileNotFoundError: If a file does not exist.
     """
 
     file: str | Path | None = None
@@ -409,17 +354,16 @@ class PairSource:
     max_line_characters: int = MAX_LINE_CHARACTERS
 
     def __post_init__(self) -> None:
-        if (self.source_file is None) != (self.target_file is None):
-            raise ValueError(
-                f"`source_file` and `target_file` must be given together, got {self.source_file} and {self.target_file}."
-            )
-        origins = [name for name in ("file", "source_file", "dataset_name") if getattr(self, name) is not None]
-        if len(origins) != 1:
+        names = ("file", "source_file", "target_file", "dataset_name")
+        origins = [name for name in names if getattr(self, name) is not None]
+        if origins not in (["file"], ["source_file", "target_file"], ["dataset_name"]):
             raise ValueError(
                 "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
                 f"got {' and '.join(origins) or 'none'}."
             )
-        check_files(self.paths)
+        for path in self.paths:
+            if not Path(path).is_file():
+                raise FileNotFoundError(f"There is no file {path}.")
         if self.file is not None and _suffix(self.paths[0]) not in READERS:
             raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}.")
 
@@ -441,23 +385,62 @@ class PairSource:
         """Return the data set called `dataset_name`."""
         return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
 
-    def read_files(self) -> Iterator[Record]:
-        """Yield the pairs of the files, or the problem with a pair, one by one."""
+    def records(self, **options: Any) -> Iterator[Record]:
+        """Yield the pairs, or the problem with a pair, one by one. Options are those of `load_dataset`."""
+        if not self.paths:
+            return self._records_of_dataset(**options)
         first, *other = self.paths
         if other:
             return read_parallel(first, *other, self.max_line_characters)
         return READERS[_suffix(first)](first, self.columns, self.max_line_characters)
 
-    def to_row(self, record: Record) -> dict[str, str]:
-        """Return a row of `RECORD_FEATURES`, with the prefix. Raise a `ValueError` for a bad pair that is not skipped."""
-        if isinstance(record, PairProblem):
-            if getattr(self, record.kind) == "error":
-                hint = "" if record.kind == "line_too_long" else f" `{record.kind}: skip` drops and counts such pairs."
-                raise ValueError(record.message + hint)
-            return {"source": "", "target": "", "problem": record.kind}
-        source, target = record
-        prefix = self.source_prefix if self.source_prefix and source.strip() else ""
-        return {"source": prefix + source, "target": target, "problem": ""}
+    def _records_of_dataset(self, **options: Any) -> Iterator[Record]:
+        row = 0
+        for table in self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ):
+            yield from read_arrow(table, self.columns, self.name, row, self.max_line_characters)
+            row += table.num_rows
+
+    def rows(self, **options: Any) -> Iterator[dict[str, str]]:
+        """Yield the records as rows of `RECORD_FEATURES`, with the prefix.
+
+        Raises:
+            ValueError: At the first bad pair that is not skipped, or if there is no pair at all.
+        """
+        is_empty = True
+        for record in self.records(**options):
+            is_empty = False
+            if isinstance(record, PairProblem):
+                if getattr(self, record.kind) == "error":
+                    is_long = record.kind == "line_too_long"
+                    hint = "" if is_long else f" `{record.kind}: skip` drops and counts such pairs."
+                    raise ValueError(record.message + hint)
+                yield {"source": "", "target": "", "problem": record.kind}
+                continue
+            source, target = record
+            prefix = self.source_prefix if self.source_prefix and source.strip() else ""
+            yield {"source": prefix + source, "target": target, "problem": ""}
+        if is_empty:
+            raise ValueError(f"{self.name} must hold at least one pair, got none.")
+
+    def pairs(self, report: "DataReport | None" = None) -> Iterator[tuple[str, str]]:
+        """Stream the good pairs, and count all pairs in the report. Each call reads anew."""
+        report = DataReport() if report is None else report
+        rows = self.rows() if self.paths else self.rows(streaming=True)
+        num_good = 0
+        for row in rows:
+            report.read += 1
+            if row["problem"]:
+                report.add(**{row["problem"]: 1})
+                continue
+            num_good += 1
+            yield row["source"], row["target"]
+            if num_good == self.max_samples:
+                return
+
+    def side(self, index: int) -> Iterator[str]:
+        """Stream the sources (0), without prefix, or the targets (1)."""
+        start = len(self.source_prefix or "") if index == 0 else 0
+        return (pair[index][start:] for pair in self.pairs())
 
 
 def load_pairs(
@@ -477,14 +460,14 @@ def load_pairs(
         ValueError: If a field of `PairSource` is wrong, the file is broken, or there is no good pair.
         FileNotFoundError: If a file does not exist.
     """
-    source = PairSource(**fields)
-    if source.paths:
-        # All pairs are cached, so that another number of samples needs no new reading.
-        arguments = {"source": replace(source, max_samples=None)}
-        records = read_cached(generate_records, source.paths, RECORD_FEATURES, CACHE_VERSION, cache_dir, arguments)
-    else:
-        records = _read_dataset(source, cache_dir)
-    report = report if report is not None else DataReport()
+    source, report = PairSource(**fields), DataReport() if report is None else report
+    # All pairs are cached, so that another number of samples needs no new reading.
+    arguments: dict[str, Any] = {"source": replace(source, max_samples=None)}
+    version: Any = CACHE_VERSION
+    if not source.paths:
+        arguments["cache_dir"] = cache_dir
+        version = CACHE_VERSION, source.load_dataset(cache_dir=cache_dir)._fingerprint
+    records = read_cached(_generate_rows, source.paths, RECORD_FEATURES, version, cache_dir, arguments)
     pairs = _select_good_pairs(records, source.name, report)
     if source.max_samples is not None and source.max_samples < len(pairs):
         report.beyond_max_samples += len(pairs) - source.max_samples
@@ -504,36 +487,24 @@ def data_seed(arguments: Any) -> int:
     return arguments.seed if arguments.data_seed is None else arguments.data_seed
 
 
-def check_files(paths: tuple[str, ...]) -> None:
-    """Raise a `FileNotFoundError` for the first missing file."""
-    for path in paths:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no file {path}.")
-
-
 def _suffix(path: str) -> str:
     suffix = Path(path.removesuffix(".gz")).suffix
     return "" if suffix == ".parquet" and path.endswith(".gz") else suffix
+
+
+def _generate_rows(source: PairSource, cache_key: Any, **options: Any) -> Iterator[dict[str, str]]:
+    return source.rows(**options)
 
 
 def read_cached(
     generate: Callable[..., Iterator[dict]],
     paths: tuple[str, ...],
     features: datasets.Features,
-    version: int,
+    version: Any,
     cache_dir: str | Path | None,
     arguments: dict[str, Any],
 ) -> datasets.Dataset:
-    """Return the rows of `generate(cache_key=..., **arguments)`, cached until an argument or a file changes.
-
-    Args:
-        generate: A generator function.
-        paths: Its files.
-        features: The columns.
-        version: Part of the cache key.
-        cache_dir: Cache folder of `datasets`.
-        arguments: Other arguments of the generator.
-    """
+    """Return the rows of `generate(cache_key=..., **arguments)`, cached until an argument, the version or a file changes."""
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     key = (version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
     try:
@@ -547,49 +518,10 @@ def read_cached(
         raise
 
 
-def generate_records(source: PairSource, cache_key: Any = None) -> Iterator[dict[str, str]]:
-    """Yield the records of one file or of two parallel files. The cache key is not read.
-
-    Raises:
-        ValueError: At the first bad pair that is not skipped, or if there is no pair at all.
-    """
-    is_empty = True
-    for record in source.read_files():
-        is_empty = False
-        yield source.to_row(record)
-    if is_empty:
-        raise ValueError(f"{source.name} must hold at least one pair, got none.")
-
-
-def _read_dataset(source: PairSource, cache_dir: str | Path | None) -> datasets.Dataset:
-    dataset = source.load_dataset(cache_dir=cache_dir)
-
-    def to_records(table: pa.Table, rows: list[int]) -> pa.Table:
-        pairs = read_arrow(table, source.columns, source.name, rows[0], source.max_line_characters)
-        records = [source.to_row(record) for record in pairs]
-        return pa.Table.from_pylist(records, schema=RECORD_FEATURES.arrow_schema)
-
-    return (
-        dataset.with_format("arrow")
-        .map(
-            to_records,
-            batched=True,
-            with_indices=True,
-            remove_columns=dataset.column_names,
-            features=RECORD_FEATURES,
-            new_fingerprint=Hasher.hash((dataset._fingerprint, replace(source, max_samples=None), CACHE_VERSION)),
-            desc="Reading pairs",
-        )
-        .with_format(None)
-    )
-
-
 def _select_good_pairs(records: datasets.Dataset, name: str, report: DataReport) -> datasets.Dataset:
     problems = records.with_format("numpy")["problem"][:]
     counts = Counter(problems.tolist())
-    report.read += len(records)
-    for kind in PROBLEMS:
-        setattr(report, kind, getattr(report, kind) + counts[kind])
+    report.add(read=len(records), **{kind: counts[kind] for kind in PROBLEMS})
     if not counts[""]:
         raise ValueError(f"{name} must hold at least one good pair, got none. {report}")
     if counts[""] < len(records):
@@ -602,13 +534,10 @@ def _select_good_pairs(records: datasets.Dataset, name: str, report: DataReport)
 def split_pairs(
     dataset: datasets.Dataset, num_validation: int, num_test: int = 0, seed: int = 42
 ) -> datasets.DatasetDict:
-    """Hold out validation and test pairs, so that no source text occurs in two splits.
+    """Hold out validation and test pairs, so that no source text occurs in two splits. Each split keeps the order of the pairs.
 
     Pairs with the same source (except for white space around it) stay together. The choice depends on the seed and the
     source texts alone, not on the order of the pairs or on library versions.
-
-    Returns:
-        `train`, and `validation` and `test` if their number is not 0. Each keeps the order of the pairs.
 
     Raises:
         ValueError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
@@ -659,15 +588,11 @@ _LONG = 0.999
 
 @dataclass(frozen=True)
 class SideProfile:
-    """Texts of one side. Words are split at white space.
+    """Texts of one side. Words are split at white space. One text of 1,000 is longer than a `long_` number.
 
     Attributes:
         repetitions: Mean number of times that a text occurs.
-        mean_characters: Mean length of a text.
-        long_letters: Length that 1 text of 1,000 exceeds, in characters that Unicode has taken apart (NFD).
-        long_bytes: The same in bytes of UTF-8.
-        mean_words: Mean number of words of a text.
-        long_words: Number of words that 1 text of 1,000 exceeds.
+        long_letters: Characters that Unicode has taken apart (NFD).
         alphabet: Different characters.
         num_letters: Number of different characters that Unicode has taken apart.
         is_decomposed: True if no text has a character that Unicode can take apart.
@@ -694,7 +619,6 @@ class SideProfile:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "SideProfile":
-        """Measure the texts of one side."""
         words = [text.split() for text in texts]
         counts = Counter(word for line in words for word in line)
         letters = [unicodedata.normalize("NFD", text) for text in texts]
@@ -716,14 +640,7 @@ class SideProfile:
 
 @dataclass(frozen=True)
 class CorpusProfile:
-    """Training pairs.
-
-    Attributes:
-        pairs: Number of pairs.
-        source: The sources.
-        target: The targets.
-        shared_characters: Share of the targets' visible characters that occur in the sources too.
-    """
+    """Number of training pairs, profiles of both sides, and the share of the targets' visible characters that sources have."""
 
     pairs: int
     source: SideProfile

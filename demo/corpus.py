@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -288,6 +288,8 @@ MIN_WORDS, MAX_WORDS = 3, 18  # of an English sentence
 MIN_OCCURRENCES = 20
 MIN_SENTENCES, MAX_SENTENCES = 2, 3  # of a text
 _DEFAULT_NUM_TRAIN = 30000
+# Structures, whose fields may be structures. All else is a word.
+_STRUCTURES = (Sentence, JoinedClause, Clause, grammar.PrepositionalPhrase, grammar.Coordination, NounPhrase)
 _HELD_OUT_MODULUS = 16
 _NUMBERS = {
     word: number for words in (grammar.NOUNS, grammar.ADJECTIVES, grammar.VERBS) for number, word in enumerate(words)
@@ -307,37 +309,24 @@ def split_of_combination(combination: Combination) -> str:
     return {_TEST_REST: "test", _VALIDATION_REST: "validation"}.get(rest, "train")
 
 
-def _noun_phrases(nominal: grammar.Nominal | None) -> list[NounPhrase]:
+def _nouns(nominal: grammar.Nominal | None) -> list[grammar.Noun]:
     if isinstance(nominal, grammar.Coordination):
-        return [nominal.first, nominal.second]
-    return [nominal] if isinstance(nominal, NounPhrase) else []
+        return [nominal.first.noun, nominal.second.noun]
+    return [nominal.noun] if isinstance(nominal, NounPhrase) else []
 
 
-def combinations(
-    part: Sentence | JoinedClause | Clause | grammar.PrepositionalPhrase | grammar.Nominal | grammar.Particle | None,
-) -> Iterator[Combination]:
+def combinations(part: Any) -> Iterator[Combination]:
     """Yield all combinations of a sentence, or of a part of it: adjective and noun, subject and verb, verb and object."""
-    match part:
-        case Sentence():
-            parts = (part.clause, part.front, part.joined)
-        case JoinedClause():
-            parts = (part.clause,)
-        case grammar.PrepositionalPhrase():
-            parts = (part.complement,)
-        case grammar.Coordination():
-            parts = (part.first, part.second)
-        case NounPhrase():
-            yield from ((adjective, part.noun) for adjective in part.adjectives)
-            parts = (part.possessor, part.relative)
-        case Clause():
-            for phrase in _noun_phrases(part.subject):
-                yield (part.predicate, phrase.noun) if part.verb is BE else (phrase.noun, part.verb)
-            objects = (part.indirect_object, part.direct_object)
-            yield from ((part.verb, phrase.noun) for nominal in objects for phrase in _noun_phrases(nominal))
-            parts = (part.subject, *objects, part.phrase)
-        case _:
-            parts = ()
-    yield from chain.from_iterable(map(combinations, parts))
+    if isinstance(part, NounPhrase):
+        yield from ((adjective, part.noun) for adjective in part.adjectives)
+    elif isinstance(part, Clause):
+        for noun in _nouns(part.subject):
+            yield (part.predicate, noun) if part.verb is BE else (noun, part.verb)
+        yield from (
+            (part.verb, noun) for nominal in (part.indirect_object, part.direct_object) for noun in _nouns(nominal)
+        )
+    if isinstance(part, _STRUCTURES):
+        yield from chain.from_iterable(combinations(getattr(part, field.name)) for field in fields(part))
 
 
 def split_of_sentence(sentence: Sentence) -> str | None:
@@ -368,14 +357,8 @@ def make_demo_corpus(
 
     Every word form of validation and test occurs in training at least `MIN_OCCURRENCES` times. A training split smaller
     than the default needs proportionally fewer, but at least one. "The cat is black." is always the first test pair.
-
-    Raises:
-        ValueError: If `num_train` or `num_test` is below 1, or the grammar does not give enough distinct sentences.
     """
     counts = dict(zip(SPLITS, (num_train, num_validation, num_test), strict=True))
-    for split in ("train", "test"):
-        if counts[split] < 1:
-            raise ValueError(f"`num_{split}` must be at least 1, got {counts[split]}.")
     pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
     sources: set[str] = set()
 
@@ -409,12 +392,7 @@ def make_demo_corpus(
 
 
 def write_demo_corpus(folder: str | Path, **arguments: int) -> dict[str, Path]:
-    """Write train.tsv, validation.tsv and test.tsv (UTF-8; English, tab, German; no header) and return their paths.
-
-    Args:
-        folder: The folder, made if missing.
-        **arguments: Arguments of `make_demo_corpus`.
-    """
+    """Write train.tsv, validation.tsv and test.tsv of `make_demo_corpus` (English, tab, German) and return their paths."""
     return _write_splits(folder, make_demo_corpus(**arguments), "")
 
 
@@ -454,9 +432,6 @@ def make_demo_summaries(
     relative clauses, adverbs, material around the main clause, and optional phrases. Of *I know that the dog sleeps* it keeps the
     subordinate clause. The text determines the summary, so exact match is a fair score. The splits are those of the corpus: no
     sentence of a training text has a held-out combination of words, and each sentence of a test text has one.
-
-    Raises:
-        ValueError: If the grammar does not give enough texts.
     """
     counts = dict(zip(SPLITS, (num_train, num_validation, num_test), strict=True))
     pairs: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
@@ -478,8 +453,5 @@ def make_demo_summaries(
 
 
 def write_demo_summaries(folder: str | Path, **arguments: int) -> dict[str, Path]:
-    """Write summaries_train.tsv, summaries_validation.tsv and summaries_test.tsv (UTF-8; text, tab, summary; no header).
-
-    Arguments and result are as for `write_demo_corpus`, with the arguments of `make_demo_summaries`.
-    """
+    """Write summaries_train.tsv and so on (text, tab, summary), as `write_demo_corpus`."""
     return _write_splits(folder, make_demo_summaries(**arguments), "summaries_")

@@ -32,13 +32,7 @@ Systems = dict[str, SegmentStatistics]
 
 @dataclass(frozen=True)
 class TestSet:
-    """Outputs of the systems for the same sources, and the references.
-
-    Attributes:
-        outputs: Texts by the name of the system. The first system is the baseline.
-        references: A text for each source.
-        sources: The sources, or None.
-    """
+    """Outputs for the same sources, by the name of the system, and the references. The first system is the baseline."""
 
     outputs: Mapping[str, Sequence[str]]
     references: Sequence[str]

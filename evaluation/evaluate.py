@@ -32,13 +32,6 @@ def corpus_loss(
 ) -> dict[str, float | None]:
     """Return the mean negative log-likelihood per target token (end-of-sequence tokens included), without label smoothing.
 
-    Args:
-        model: The model, in evaluation mode.
-        sources: Ids of each source, at least one.
-        targets: Ids of each target.
-        batch_size: Most pairs in a batch.
-        max_tokens_per_batch: Most tokens of both sides in a batch, with padding.
-
     Returns:
         `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A value that is not finite, which JSON lacks, is
         None, with a warning.
@@ -152,13 +145,7 @@ class TaskScores:
         self.options = metric_options(metrics, bleu_tokenize)
 
     def check(self, references: list[str], tasks: list[str], what: str) -> None:
-        """Refuse references that have no score, as `check_references`.
-
-        Args:
-            references: One text for each line.
-            tasks: The task of each line; empty without tasks.
-            what: Description of the references for the message.
-        """
+        """Refuse references that have no score, as `check_references`. Without tasks, `tasks` is empty."""
         check_references(references, self.metrics, what)
         for task, rows in _rows_by_task(tasks).items():
             check_references([references[row] for row in rows], self.metrics, f"{what} of task {task!r}")
@@ -196,15 +183,7 @@ class ValidationSample:
     def __init__(
         self, pairs: datasets.Dataset, most: int | None, has_tasks: bool, tokenizers: TokenizerPair, scores: TaskScores
     ):
-        """Choose evenly spread pairs.
-
-        Args:
-            pairs: All validation pairs.
-            most: Most pairs to choose; None for all.
-            has_tasks: True if pairs belong to tasks. Each task then has at least one pair, beyond `most` if need be.
-            tokenizers: Tokenizers of the model.
-            scores: The scores to compute.
-        """
+        """Choose at most `most` evenly spread pairs; None means all. Each task has a pair, beyond `most` if need be."""
         self.tokenizers, self.scores = tokenizers, scores
         self.rows = spread(len(pairs), most)
         if has_tasks:
@@ -221,11 +200,9 @@ class ValidationSample:
         self.scores.check(self.references, self.tasks, what)
 
     def __call__(self, decoded: list[list[int]], labels: list[list[int]]) -> dict[str, float]:
-        """Return the scores by name, and scores of a task under `<task>_<name>`.
+        """Return the scores of generated ids by name, and scores of a task under `<task>_<name>`.
 
-        Args:
-            decoded: Token ids that the model generated for each pair.
-            labels: Only their lengths are read, because the references are the original texts.
+        Of the labels only the lengths are read, because the references are the original texts.
         """
         texts = self.tokenizers.decode_targets(decoded)
         # Leave empty sources empty: a generator skips them.

@@ -63,13 +63,9 @@ class _Known:
 
 @dataclass(frozen=True)
 class SegmentStatistics:
-    """Numbers of each segment whose sums give a corpus score.
+    """Numbers of each segment whose sums give a corpus score, with its signature, and details for `metrics.json`.
 
-    Attributes:
-        scorer: A metric of sacreBLEU, or `Ratio`.
-        rows: A row of numbers for each segment.
-        signature: The signature of the score.
-        details: Other results, for `metrics.json`.
+    The scorer is a metric of sacreBLEU, or `Ratio`.
     """
 
     scorer: Any
@@ -107,9 +103,6 @@ def paired_test(
 
     Returns:
         A result for each system, and the seed: 12345, or the environment variable `SACREBLEU_SEED`.
-
-    Raises:
-        ValueError: If the test would need more than `MAX_TEST_BYTES`.
     """
     first = next(iter(systems.values()))
     bytes_per_sample = len(first.rows) * (4 * (len(first.rows[0]) + 2) if kind == "bs" else 8)
@@ -261,13 +254,7 @@ def metric_options(
 ) -> dict[str, dict[str, Any]]:
     """Check names and tokenizer before any work, and return the options of each score for `compute_metrics`.
 
-    Args:
-        names: Keys of `METRICS`.
-        bleu_tokenize: Tokenizer of sacreBLEU, which is downloaded if need be.
-        lowercase: True to compare without case.
-
-    Raises:
-        ValueError: If a score or tokenizer is unknown or not installed, or an option has no effect.
+    A tokenizer of sacreBLEU is downloaded if need be. An option without effect is refused.
     """
     for name in names:
         _check_choice("A name in `metrics`", name, METRICS)
@@ -292,16 +279,7 @@ def metric_options(
 
 
 def check_references(references: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Refuse references that have no score, before any work.
-
-    Args:
-        references: One text for each example.
-        names: Keys of `METRICS`.
-        where: Description of the references for the message.
-
-    Raises:
-        ValueError: If a score is unknown, or an error rate has no word or character to count.
-    """
+    """Refuse an error rate of references without a word or character, before any work. The message has a description of them."""
     metric_options(names)
     for name in names:
         unit = METRICS[name].unit
@@ -351,11 +329,7 @@ def metrics_path(path: str | os.PathLike) -> Path:
 
 
 def write_metrics(path: str | os.PathLike, metrics: Mapping[str, Any]) -> Path:
-    """Write metrics as JSON by an atomic rename, and return the path (see `metrics_path`).
-
-    Raises:
-        ValueError: If a value is not finite, which JSON lacks. The old file stays.
-    """
+    """Write metrics as JSON by an atomic rename, and return the path (see `metrics_path`). All values must be finite."""
     path, text = metrics_path(path), json.dumps(metrics, indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_in_one_step(path) as temporary:

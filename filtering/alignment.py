@@ -27,7 +27,6 @@ class Vocabulary:
     """Numbers of words. A rare word has the number of its beginning, or 0."""
 
     def __init__(self, texts: Iterable[Sequence[str]]):
-        """Count the words of texts."""
         words = Counter(chain.from_iterable(texts))
         entries = Counter()
         for word, count in words.items():
@@ -101,12 +100,7 @@ class AlignmentModel:
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], seed: int = 0):
-        """Learn from pairs.
-
-        Args:
-            pairs: Pairs in random order. The first ones are used, up to a number of word pairs.
-            seed: Seed of the shuffled pairs.
-        """
+        """Learn from pairs in random order. The first ones are used, up to a number of word pairs."""
         words = _split(pairs[:MAX_PAIRS])
         sizes = accumulate(len(source) * len(target) for source, target in zip(*words, strict=True))
         num_pairs = sum(1 for size in sizes if size <= MAX_WORD_PAIRS)
@@ -181,10 +175,6 @@ def find_threshold(scores: np.ndarray, shuffled: np.ndarray) -> tuple[float, flo
 
     Shuffled pairs have the scores of misaligned pairs. Hardly any aligned pair has one of the lowest of these scores, which
     therefore tell the share. The threshold has the lowest cost of errors under this estimate. A clean corpus loses hardly a pair.
-
-    Args:
-        scores: Scores of the corpus.
-        shuffled: Scores of shuffled pairs.
     """
     scores, shuffled = np.sort(scores), np.sort(shuffled)
     share = float(np.searchsorted(scores, np.quantile(shuffled, _TAIL))) / len(scores) / _TAIL

@@ -28,13 +28,8 @@ def make_vocabulary_map(
     """Learn a vocabulary map from pairs.
 
     Each source token permits its most probable target tokens, and itself in a joint vocabulary. Every target may hold the most
-    frequent tokens, the special tokens and single characters or bytes, of which a tokenizer can spell any word.
-
-    Args:
-        pairs: Pairs in random order. The first ones are used, up to a number of token pairs.
-        tokenizers: Those of the model.
-        num_per_token: Target tokens that a source token permits.
-        num_frequent: Most frequent target tokens.
+    frequent tokens, the special tokens and single characters or bytes, of which a tokenizer can spell any word. The pairs are in
+    random order: the first ones are used, up to a number of token pairs.
     """
     texts = [list(side) for side in zip(*pairs, strict=True)]
     sources, targets, lengths = _join(tokenizers.encode_sources(texts[0]), tokenizers.encode_targets(texts[1]))
@@ -64,8 +59,6 @@ def learn_lexicon(
 
     The end of sequence, which all sources have, takes the place of the null word.
 
-    Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
-
     Args:
         sources: Tokens of all sources, one text after the other.
         targets: Tokens of all targets.
@@ -74,6 +67,8 @@ def learn_lexicon(
 
     Returns:
         Source token, target token and probability of all token pairs that occur, ordered by tokens.
+
+    Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
     """
 
     def batches() -> Iterator[tuple[WordPairs, np.ndarray]]:
@@ -97,13 +92,8 @@ def learn_lexicon(
 def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Learn words of two languages that translate each other: each is a probable partner of the other.
 
-    Rare words and the most frequent ones are left out, and so are scripts without spaces between words.
-
-    Args:
-        pairs: Pairs of texts. The first ones are used, up to a number of word pairs.
-
-    Returns:
-        Target words of each source word, with case folded.
+    Rare words and the most frequent ones are left out, and so are scripts without spaces between words. The result has the target
+    words of each source word, with case folded. The first pairs are used, up to a number of word pairs.
     """
     sides = [[_words_of_letters(text) for text in side] for side in zip(*pairs, strict=True)]
     names = [_frequent_words(side) for side in sides]
@@ -135,9 +125,8 @@ def _words_of_letters(text: str) -> list[str]:
 def _frequent_words(texts: Iterable[Iterable[str]]) -> list[str]:
     """Return the words that are not rare, the most frequent first."""
     counts = Counter(chain.from_iterable(texts))
-    return sorted(
-        (word for word, count in counts.items() if count >= _MIN_COUNT), key=lambda word: (-counts[word], word)
-    )
+    words = (word for word, count in counts.items() if count >= _MIN_COUNT)
+    return sorted(words, key=lambda word: (-counts[word], word))
 
 
 def _join(

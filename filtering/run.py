@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from metaphrase.data.pairs import PROBLEMS, PairProblem, PairSource, Record, json_line, tsv_line
+from metaphrase.data.pairs import PROBLEMS, PairProblem, PairSource, Record, pair_formatter, tsv_line
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import (
     RULES,
@@ -52,24 +52,14 @@ class PairFilter:
     """
 
     def __init__(self, source: PairSource, settings: FilterSettings, score_pairs: PairScorer | None = None):
-        """Read the corpus once and learn from a sample of it.
-
-        Args:
-            source: Files with the pairs.
-            settings: The settings.
-            score_pairs: Scores of two models for the rule `dual_cross_entropy`; without them the rule is off.
-
-        Raises:
-            ImportError: If a package of the extra `filter` is missing.
-            ValueError: If the files are broken or hold no pair, or a language is unknown.
-        """
+        """Read the corpus once and learn from a sample of it. Without `score_pairs` the rule `dual_cross_entropy` is off."""
         self._settings, self._score_pairs = settings, score_pairs
         self._active = set(RULES if settings.rules is None else settings.rules)
         has_language = "language" in self._active and (settings.source_lang, settings.target_lang) != (None, None)
         self._language_rule = LanguageRule(settings) if has_language else None
         # Packages that are missing must show before the corpus is read.
         PairRules(settings, ())
-        self.num_records, sample = sample_pairs(source.read_files(), MAX_PAIRS)
+        self.num_records, sample = sample_pairs(source.records(), MAX_PAIRS)
         check_sample(source, self.num_records, sample)
         if settings.normalize:
             sample = [(normalize(first), normalize(second)) for first, second in sample]
@@ -90,15 +80,9 @@ class PairFilter:
     def decide(
         self, records: Sequence[Record], seen_pairs: SeenHashes, seen_sources: SeenHashes
     ) -> tuple[list[Verdict], bytes, bytes]:
-        """Apply all rules to records.
+        """Return the verdict of each record, and the new hashes of pairs and of sources of pairs that stay.
 
-        Args:
-            records: Pairs, or problems with a pair.
-            seen_pairs: Hashes of earlier pairs. The new ones are added.
-            seen_sources: Hashes of the sources of earlier pairs that were kept. The new ones are added.
-
-        Returns:
-            The verdict of each record. New hashes of pairs and of sources.
+        The new hashes are added to those of earlier records.
         """
         settings, verdicts = self._settings, []
         forms_of: dict[int, Pair] = {}
@@ -163,22 +147,16 @@ def sample_pairs(records: Iterator[Record], most: int) -> tuple[int, list[Pair]]
 
 
 def check_sample(source: PairSource, num_records: int, sample: Sequence[Pair]) -> None:
-    """Check that a sample of `sample_pairs` holds a pair.
-
-    Raises:
-        ValueError: If there is no pair, with the first problem.
-    """
-    if sample:
-        return
-    problem = f" in {num_records:,} records. {next(source.read_files()).message}" if num_records else "."
-    raise ValueError(f"{source.name} must hold at least one pair, got none{problem}")
+    """Check that a sample of `sample_pairs` holds a pair. The error has the first problem."""
+    if not sample:
+        problem = f" in {num_records:,} records. {next(source.records()).message}" if num_records else "."
+        raise ValueError(f"{source.name} must hold at least one pair, got none{problem}")
 
 
 class FilterReport:
     """Counts of a run by rule, with the first examples of each. It is kept in the state of a run."""
 
     def __init__(self, content: dict[str, Any] | None = None):
-        """Begin with the content of a stopped run, or with nothing."""
         content = content or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
         self.num_read, self.num_kept, self.examples = content["read"], content["kept"], content["examples"]
         self.dropped = Counter(content["dropped"])
@@ -219,13 +197,7 @@ class WorkFolder(contextlib.AbstractContextManager):
     def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
         """Read the state of a stopped run. Nothing is written before `with`.
 
-        Args:
-            outputs: Final path of each output by name.
-            key: Settings and input of the run, as values of JSON. A stopped run must have the same.
-            resume: True to continue a stopped run, False to start again.
-
-        Raises:
-            ValueError: If the stopped run had another key, or no run has written the folder.
+        The key is the settings and the input of the run, as values of JSON. A stopped run must have the same.
         """
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
@@ -256,11 +228,7 @@ class WorkFolder(contextlib.AbstractContextManager):
         self._lock.release()
 
     def cut_files(self) -> None:
-        """Cut off what was appended after the state, and make the outputs, of which some may stay empty.
-
-        Raises:
-            ValueError: If a file is shorter than the state says.
-        """
+        """Cut off what was appended after the state, and make the outputs, of which some may stay empty."""
         for name, size in self._sizes.items():
             if not (self.path / name).exists() or (self.path / name).stat().st_size < size:
                 # The machine stopped before its disk had everything.
@@ -343,13 +311,6 @@ def filter_pairs(
         resume: True to continue a stopped run.
         on_start: Is called with the number of pairs, and with that of the pairs that a stopped run has done.
         on_chunk: Is called with a number of pairs that are done.
-
-    Returns:
-        The report.
-
-    Raises:
-        ImportError: If a package of the extra `filter` is missing.
-        ValueError: If settings or files are wrong, or a stopped run had other settings.
     """
     files = {f"output_{number}": Path(path) for number, path in enumerate(outputs)}
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
@@ -368,7 +329,7 @@ def filter_pairs(
             part = shard_range(pair_filter.num_records, shard)
             on_start(len(part), result.num_read)
             seen_pairs, seen_sources = (SeenHashes(folder.read(name)) for name in ("pairs", "sources"))
-            records = islice(source.read_files(), part.start + result.num_read, part.stop)
+            records = islice(source.records(), part.start + result.num_read, part.stop)
             while chunk := list(islice(records, PAIRS_PER_CHUNK)):
                 verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
                 result.add(verdicts)
@@ -393,8 +354,8 @@ def _append_verdicts(folder: WorkFolder, verdicts: Sequence[Verdict]) -> None:
     if "output_1" in folder.outputs:
         lines = {f"output_{side}": [f"{pair[side].translate(_LINE_BREAKS)}\n" for pair in pairs] for side in (0, 1)}
     else:
-        is_json = folder.outputs["output_0"].name.removesuffix(".gz").endswith(".jsonl")
-        lines = {"output_0": [(json_line if is_json else tsv_line)(*pair) for pair in pairs]}
+        format_pair = pair_formatter(folder.outputs["output_0"].name.removesuffix(".gz"))
+        lines = {"output_0": [format_pair(*pair) for pair in pairs]}
     if "rejected" in folder.outputs:
         lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
     for name, texts in lines.items():

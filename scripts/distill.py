@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
         return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
     # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
-    total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.read_files())
+    total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.records())
     records = line_records(arguments) if pairs is None else read_pairs(pairs)
     num_targets = None if select is None else 1
     decode_records(arguments, options, records, total, format_pairs, num_targets=num_targets)
@@ -60,7 +60,7 @@ def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:
 
 def read_pairs(pairs: PairSource) -> Iterator[tuple[str, str]]:
     """Yield each source and its reference. A line that holds no pair is an error."""
-    for record in pairs.read_files():
+    for record in pairs.records():
         if isinstance(record, PairProblem):
             raise ValueError(f"{record.message} `metaphrase filter` drops such lines.")
         yield record

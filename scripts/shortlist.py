@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> None:
             f"`{next(iter(columns))}` must be left out with two parallel files, got {files[0]} and {files[1]}."
         )
     source = PairSource(**dict(zip(names, files, strict=True)), **columns)
-    num_records, pairs = sample_pairs(source.read_files(), MAX_PAIRS)
+    num_records, pairs = sample_pairs(source.records(), MAX_PAIRS)
     check_sample(source, num_records, pairs)
     logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
     tokenizers = TokenizerPair.from_pretrained(path.parent)

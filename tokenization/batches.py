@@ -5,15 +5,9 @@ from collections.abc import Sequence
 
 
 def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_batch: int) -> list[list[int]]:
-    """Group sources of similar length, longest first, so that a batch that does not fit into memory fails at once.
+    """Return batches of the indices of sources of similar length, longest first.
 
-    Args:
-        lengths: Tokens of each source.
-        batch_size: Most sources in a batch.
-        max_tokens_per_batch: Most tokens in a batch, padding counted. A longer source has a separate batch.
-
-    Returns:
-        The indices of the sources of each batch.
+    A batch that does not fit into memory fails at once. A source of more than `max_tokens_per_batch` has a separate batch.
     """
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     # A source alone counts as a pair with an empty target.
@@ -28,11 +22,8 @@ def cut_into_batches(
 ) -> list[list[int]]:
     """Cut an order of pairs into consecutive batches, each as large as the bounds allow.
 
-    Args:
-        order: Indices of pairs.
-        lengths: Tokens of source and target of each of them.
-        max_tokens_per_batch: Most tokens of both sides of a batch, padding counted. A longer pair has a separate batch.
-        batch_size: Most pairs in a batch.
+    `lengths` are those of source and target in that order. The tokens of a batch count padding, on both sides. A longer pair has
+    a separate batch.
     """
     batches: list[list[int]] = []
     longest_source = longest_target = 0

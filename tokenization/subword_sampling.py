@@ -29,13 +29,7 @@ class SubwordSampler:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rate: float):
-        """Args:
-        tokenizer: A tokenizer of the library `tokenizers` with BPE merges.
-        rate: Probability of skipping a merge. 0 gives the plain segmentation.
-
-        Raises:
-            ValueError: If the tokenizer has another model.
-        """
+        """Take a tokenizer with BPE merges, and the probability of skipping a merge. 0 gives the plain segmentation."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         model = {} if backend is None else json.loads(backend.to_str())["model"]
         has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
@@ -49,7 +43,7 @@ class SubwordSampler:
         self._whole = {*tokenizer.get_added_vocab().values(), tokenizer.unk_token_id}
         if model.get("byte_fallback"):
             self._whole |= {index for index, piece in self._pieces.items() if piece.startswith("<0x")}
-        # Divisors that turn a uniform number into a geometric one. They are finite, so that a rate of 0 needs no case of its own.
+        # Divisors that turn a uniform number into a geometric one. They are finite, also for a rate of 0.
         self._log_skipped, self._log_merged = math.log(rate or _NEAR_ZERO), math.log1p(-rate) or -_NEAR_ZERO
         self._merges: dict[Ids, tuple[int, int]] = {}
         for rank, merge in enumerate(model["merges"]):
@@ -60,12 +54,7 @@ class SubwordSampler:
         self._permitted: dict[Ids, list[tuple[int, int]]] = {}
 
     def __call__(self, encoding: Encoding, random: Random) -> list[int]:
-        """Return the ids of a text in a new segmentation.
-
-        Args:
-            encoding: The plain segmentation.
-            random: Source of all random choices.
-        """
+        """Return the ids of a text in a new segmentation, from the plain one."""
         ids: list[int] = []
         plain_ids, start = encoding.ids, 0
         for word, tokens in groupby(encoding.word_ids):

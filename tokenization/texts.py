@@ -26,13 +26,10 @@ SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 
 
 class Line(NamedTuple):
-    """A line of a text file.
+    """A line of a text file, with its number from 1, and the problem with it, if any, as a message.
 
-    Attributes:
-        number: Its number from 1.
-        text: Its text with the line end. Bytes that are not UTF-8 are lone surrogates. Of a line that is too long, the beginning.
-        problem: Message about the length, or about the first byte that is not UTF-8, if any.
-        kind: Kind of the problem, "line_too_long" or "invalid_utf8", if any.
+    The text has the line end. Bytes that are not UTF-8 are lone surrogates. Of a line that is too long, it is the beginning.
+    The kind of a problem is "line_too_long" or "invalid_utf8".
     """
 
     number: int
@@ -48,12 +45,7 @@ class Line(NamedTuple):
 
 @contextlib.contextmanager
 def open_bytes(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a file, plain or compressed (`.gz`).
-
-    Raises:
-        OSError: If a compressed file is damaged.
-        EOFError: If a compressed file is truncated.
-    """
+    """Open a file, plain or compressed (`.gz`). A damaged compressed file is an `OSError`, a truncated one an `EOFError`."""
     with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
         try:
             yield file
@@ -63,7 +55,7 @@ def open_bytes(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def count_lines(path: str | os.PathLike) -> int:
-    """Return the number of lines of a file, plain or compressed. Errors are as for `open_bytes`."""
+    """Return the number of lines of a file, plain or compressed."""
     count, chunk = 0, b"\n"
     with open_bytes(path) as file:
         while following := file.read(_BYTES_PER_CHUNK):
@@ -73,15 +65,9 @@ def count_lines(path: str | os.PathLike) -> int:
 
 
 def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> range:
-    """Return the items of one of several parts of nearly equal size.
+    """Return the items of one of several parts of nearly equal size. A part starts at a multiple of `unit`.
 
-    Args:
-        total: Number of all items.
-        shard: Number of the part, from 1, and number of parts; `None` for all items.
-        unit: Items that stay together. A part starts at a multiple of this number.
-
-    Raises:
-        ValueError: If there are more parts than units.
+    `shard` is the number of the part, from 1, and the number of parts; None is for all items.
     """
     number, num_shards = shard or (1, 1)
     num_units = -(-total // unit)
@@ -95,7 +81,7 @@ def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> ran
 
 
 def read_lines(path: str | os.PathLike, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[Line]:
-    """Yield the lines of a UTF-8 text file, without a byte-order mark. Errors are as for `open_bytes`."""
+    """Yield the lines of a UTF-8 text file, without a byte-order mark."""
     with open_bytes(path) as file:
         yield from decode_lines(file, f"`{os.fspath(path)}`", max_line_characters)
 
@@ -105,11 +91,6 @@ def decode_lines(file: BinaryIO, name: str, max_line_characters: int = MAX_LINE_
 
     Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
     parallel.
-
-    Args:
-        file: The bytes.
-        name: The name of the file, for messages.
-        max_line_characters: Maximum length of a line without its end.
     """
     # A character has at most four bytes. The other bytes are a byte-order mark and the line end.
     size = min(4 * max_line_characters + 5, sys.maxsize)
@@ -166,10 +147,6 @@ def iterate_lines(
 
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
     """Yield the same texts, and check each of them.
-
-    Args:
-        texts: Any number of texts.
-        name: The argument's name, for errors.
 
     Raises:
         ValueError: If `texts` is a single string, or holds anything but strings that UTF-8 can write.

@@ -37,9 +37,6 @@ class TokenizerPair:
         source: Encodes texts for the encoder.
         target: Encodes labels and decodes generated ids.
         whole: The tokenizer with two vocabularies that both were split from, saved in their place; else None.
-
-    Raises:
-        ValueError: If a tokenizer lacks padding or an end of sequence, or their padding ids differ.
     """
 
     source: PreTrainedTokenizerBase
@@ -125,10 +122,8 @@ class TokenizerPair:
             kwargs: Passed to `AutoTokenizer.from_pretrained` for both, such as `revision` or `pad_token`.
 
         Raises:
-            ValueError: If the constructor raises it, a separate target tokenizer is missing, or a tokenizer needs code
-                that is not trusted.
+            ValueError: If a separate target tokenizer is missing, or a tokenizer needs code that is not trusted.
             OSError: If a tokenizer cannot be found.
-            ImportError: If a tokenizer needs a library that is not installed.
         """
         kwargs["trust_remote_code"] = trust_remote_code
         source = _load(name_or_path, **kwargs)
@@ -145,10 +140,7 @@ class TokenizerPair:
         """Save the source tokenizer, and a separate target tokenizer in `target_tokenizer/` below it.
 
         `AutoTokenizer.from_pretrained(folder)` loads the source, and `subfolder="target_tokenizer"` the target. Tokenizers
-        split from one are saved as that one.
-
-        Raises:
-            ValueError: If one tokenizer is saved into a folder that holds a separate target tokenizer.
+        split from one are saved as that one. `folder` must not hold another separate target tokenizer.
         """
         target_folder = os.path.join(folder, TARGET_SUBFOLDER)
         is_one = self.is_joint or self.whole is not None
@@ -157,7 +149,7 @@ class TokenizerPair:
                 f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, because it would be loaded "
                 f"as the target tokenizer, got {os.fspath(folder)!r}. Remove it or choose another folder."
             )
-        # Only the copy gets the mark below: the source saved alone must not require a target.
+        # Only the copy gets the mark: the source saved alone must not require a target.
         source = copy.copy(self.source if self.whole is None else self.whole)
         source.init_kwargs = {key: value for key, value in source.init_kwargs.items() if key != TARGET_SUBFOLDER}
         if not is_one:
@@ -167,11 +159,7 @@ class TokenizerPair:
         source.save_pretrained(folder)
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Add entries to a joint vocabulary, like `additional_special_tokens` of `train_tokenizer`.
-
-        Raises:
-            ValueError: If source and target have separate vocabularies.
-        """
+        """Add entries to a joint vocabulary, like `additional_special_tokens` of `train_tokenizer`."""
         if not self.is_joint:
             raise ValueError(
                 f"`additional_special_tokens` must be empty for two vocabularies, got {list(tokens)}. Train a joint one."
@@ -197,11 +185,7 @@ class TokenizerPair:
         return _encode(self.source, texts, "text", segment)
 
     def encode_targets(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
-        """Return the ids of each target text, like `encode_sources`, in the tokenizer's mode for targets if it has one.
-
-        Raises:
-            ValueError: If `texts` is not a list of strings, or the tokenizer needs a target language and has none.
-        """
+        """Return the ids of each target text, like `encode_sources`, in the tokenizer's mode for targets if it has one."""
         check_target_language(self.target)
         return _encode(self.target, texts, "text_target", segment)
 
@@ -340,23 +324,25 @@ def set_languages(
     Raises:
         ValueError: If the tokenizer has no languages, or does not know the code.
     """
-    if source_lang is not None:
-        _known_language(tokenizers.source, "source_lang", "src_lang", source_lang)
-        tokenizers.source.src_lang = source_lang
+    code = None
+    for tokenizer, field, attribute, language in (
+        (tokenizers.source, "source_lang", "src_lang", source_lang),
+        (tokenizers.target, "target_lang", "tgt_lang", target_lang),
+    ):
+        if language is not None:
+            if not hasattr(tokenizer, attribute):
+                name = type(tokenizer).__name__
+                raise ValueError(f"`{field}` must be left out for a {name}, which has no languages, got {language!r}.")
+            code = language_id(tokenizer, field, language)
+            setattr(tokenizer, attribute, language)
     if target_lang is None:
         return {}
-    code = _known_language(tokenizers.target, "target_lang", "tgt_lang", target_lang)
-    tokenizers.target.tgt_lang = target_lang
     [ids] = tokenizers.encode_targets(["a"])
     return {"forced_bos_token_id" if ids[0] == code else "decoder_start_token_id": code}
 
 
 def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a tokenizer knows the language of targets. Warn if mBART's or NLLB's uses that of the sources.
-
-    Raises:
-        ValueError: If M2M100's tokenizer has no target language.
-    """
+    """Check that M2M100's tokenizer has a target language. Warn if mBART's or NLLB's uses that of the sources."""
     if hasattr(tokenizer, "lang_code_to_token"):
         language_id(tokenizer, "target_lang", tokenizer.tgt_lang)
     elif getattr(tokenizer, "tgt_lang", "") is None and getattr(tokenizer, "src_lang", None) is not None:
@@ -365,29 +351,13 @@ def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _known_language(tokenizer: PreTrainedTokenizerBase, field: str, attribute: str, code: str) -> int:
-    if not hasattr(tokenizer, attribute):
-        name = type(tokenizer).__name__
-        raise ValueError(f"`{field}` must be left out for a {name}, which has no languages, got {code!r}.")
-    return language_id(tokenizer, field, code)
-
-
 def has_languages(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if a tokenizer marks sources with their language."""
     return hasattr(tokenizer, "_build_translation_inputs")
 
 
 def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None) -> int:
-    """Return the id of the token of a language.
-
-    Args:
-        tokenizer: A multilingual tokenizer.
-        field: Name of the code in error messages.
-        code: Code of the language in the tokenizer's class.
-
-    Raises:
-        ValueError: If the code is None or unknown.
-    """
+    """Return the id of the token of a language. `field` names the code in error messages."""
     name = type(tokenizer).__name__
     if code is None:
         raise ValueError(f"`{field}` must be given for a {name}, which has many languages, got None.")
@@ -413,11 +383,9 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
 
 @dataclass(frozen=True)
 class TextFrame:
-    """Special ids that an encoder puts around every text.
+    """Special ids that an encoder puts around every text: their number, and those behind the text.
 
-    Attributes:
-        length: Number of all these ids.
-        end: Ids behind the text: the end of sequence, and the language code that some tokenizers put behind it.
+    The end has the end of sequence, and the language code that some tokenizers put behind it.
     """
 
     length: int
@@ -452,10 +420,6 @@ def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[l
 
     Inside a text, a space precedes a word. A phrase that begins with punctuation may also follow without a space, and a
     phrase in a script without spaces, such as Chinese or Thai, always does. White space around the phrase is ignored.
-
-    Args:
-        tokenizer: The tokenizer of the targets.
-        text: One word or several.
 
     Returns:
         Ids of the phrase inside a text, most usual first, and different ids of the phrase at the start of a text, if any.

@@ -63,9 +63,6 @@ class TokenizerSettings:
             has two or more printable ASCII characters without a space.
         model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
         show_progress: True to show progress bars.
-
-    Raises:
-        ValueError: If a field is invalid.
     """
 
     kind: str = "byte_bpe"
@@ -111,11 +108,7 @@ class TokenizerSettings:
         self.require_room_for(256 if has_all_bytes else 1, "bytes" if has_all_bytes else "character or piece")
 
     def require_room_for(self, count: int, noun: str) -> None:
-        """Check that `vocab_size` has room for the special tokens and `count` more entries.
-
-        Raises:
-            ValueError: If there is too little room.
-        """
+        """Check that `vocab_size` has room for the special tokens and `count` more entries."""
         specials = len(self.special_tokens)
         if self.vocab_size is not None and self.vocab_size < specials + count:
             raise ValueError(
@@ -155,8 +148,7 @@ def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenize
         **settings: Fields of `TokenizerSettings`.
 
     Raises:
-        ValueError: If a setting is invalid, the texts hold no visible character, or their characters do not fit into
-            `vocab_size` and the kind has no bytes.
+        ValueError: If a setting is invalid, or the texts hold no visible character or more than fit into `vocab_size`.
     """
     settings = TokenizerSettings(**settings)
     tokenizer = _make_pipeline(_train_model(texts, settings), settings)

@@ -27,10 +27,7 @@ class VocabularyMap:
     """
 
     def __init__(self, always: Sequence[int], tokens: Mapping[int, Sequence[int]]):
-        """Args:
-        always: Ids that every target may hold.
-        tokens: For each source id, ids that a target may hold.
-        """
+        """Take the ids that every target may hold, and for each source id those that a target may hold."""
         self._tokens = {key: np.asarray(ids, dtype=np.int64) for key, ids in tokens.items()}
         largest = max(int(ids.max(initial=0)) for ids in (np.asarray(always, dtype=np.int64), *self._tokens.values()))
         self._is_always = np.zeros(1 + largest, dtype=bool)
@@ -39,15 +36,7 @@ class VocabularyMap:
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike, tokenizers: TokenizerPair) -> "VocabularyMap":
-        """Load the map of a model.
-
-        Args:
-            name_or_path: Folder or Hub id of the model.
-            tokenizers: Those of the model.
-
-        Raises:
-            ValueError: If the model has no map, or the map is not of its vocabularies.
-        """
+        """Load the map of a model, a folder or a Hub id, with its tokenizers."""
         path = find_vocabulary_map(name_or_path)
         if path is None:
             raise ValueError(
@@ -60,11 +49,7 @@ class VocabularyMap:
         return loaded
 
     def save(self, path: str | os.PathLike, tokenizers: TokenizerPair) -> None:
-        """Write the map.
-
-        Raises:
-            ValueError: If a token has white space, which the format does not allow.
-        """
+        """Write the map. The format allows no token with white space."""
         vocabularies = tokenizers.source.get_vocab(), tokenizers.target.get_vocab()
         if spaced := [name for names in vocabularies for name in names if not name or set(name) & set(" \t\r\n")]:
             raise ValueError(
@@ -102,6 +87,5 @@ def _read(path: Path, sources: Mapping[str, int], targets: Mapping[str, int]) ->
             yield sources[source] if source else None, [targets[name] for name in names.split(" ") if name]
         except KeyError as error:
             raise ValueError(
-                f"Line {number} of {path.name} must hold tokens of the model, got {error.args[0]!r} in {str(path)!r}. Make the "
-                "file again by `metaphrase shortlist`."
+                f"Line {number} of {path} must hold tokens of the model, got {error}. Make the file by `metaphrase shortlist`."
             ) from error

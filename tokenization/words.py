@@ -82,25 +82,21 @@ def words_of_decoded(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[in
     return words, [None if index is None or index >= len(words) else index for index in word_ids]
 
 
-def _split(text: str, joiner: str | None) -> tuple[list[str], list[tuple[int, int | None]]]:
+def _split(text: str, joiner: str | None) -> tuple[list[str], list[tuple[int, int]]]:
     """Return the words, and for each white-space piece its start and the index of its word."""
     words: list[str] = []
-    pieces: list[tuple[int, int | None]] = []
+    pieces: list[tuple[int, int]] = []
     open_end = None  # end of the last piece, if the next one continues it
     for match in _PIECE.finditer(text):
         start, end = match.span()
         is_open = joiner is not None and match.group().endswith(joiner) and text[end : end + 1] in ("", " ")
         piece = match.group().removesuffix(joiner) if is_open else match.group()
-        # A leading joiner alone joins any piece.
-        if open_end is not None and (start == open_end + 1 or not words[-1]):
+        if open_end is not None and start == open_end + 1:
             words[-1] += piece
         else:
             words.append(piece)
         pieces.append((start, len(words) - 1))
         open_end = end if is_open else None
-    if words and not words[-1]:  # A trailing joiner alone joins nothing.
-        words.pop()
-        pieces = [(start, word if word < len(words) else None) for start, word in pieces]
     return words, pieces
 
 
@@ -110,7 +106,7 @@ def word_ids_by_offsets(
     ids: list[int],
     argument: str,
     prefix_length: int,
-    pieces: list[tuple[int, int | None]],
+    pieces: list[tuple[int, int]],
 ) -> WordIds | None:
     """Find words by each token's offset, or return None if the ids are not those of the text."""
     options = {"padding": False, "truncation": False, "return_offsets_mapping": True, "verbose": False}

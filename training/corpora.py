@@ -22,9 +22,18 @@ from metaphrase.data.denoising import (
     text_blocks,
 )
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pairs import SPLITS, TASK_COLUMN, DataReport, column_texts, data_seed, load_pairs, split_pairs
+from metaphrase.data.pairs import (
+    SPLITS,
+    TASK_COLUMN,
+    DataReport,
+    PairSource,
+    column_texts,
+    data_seed,
+    load_pairs,
+    split_pairs,
+)
 from metaphrase.data.stages import StagedPairs, parse_stages
-from metaphrase.data.token_budget import PairStream, TextStream, TokenBudgetStream
+from metaphrase.data.token_budget import PairStream, TokenBudgetStream
 from metaphrase.filtering.lexicon import learn_terms
 from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
@@ -203,7 +212,7 @@ class StreamedPairCorpus(PairCorpus):
             )
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
-        return TextStream(**options) if split == "train" else super()._read(split, options)
+        return PairSource(**options) if split == "train" else super()._read(split, options)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         return self.splits["train"].side(0), self.splits["train"].side(1)

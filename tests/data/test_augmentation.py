@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from metaphrase.data.augmentation import AugmentedPairs, Augmenter
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.token_budget import PairStream, TextStream
+from metaphrase.data.pairs import PairSource
+from metaphrase.data.token_budget import PairStream
 from metaphrase.tokenization import TokenizerPair
 
 NOUNS, VERBS = ("dog", "cat", "bird", "fish", "cow"), ("runs", "sees", "eats", "sleeps")
@@ -83,7 +84,7 @@ def test_a_stream_draws_anew_in_each_pass(encoded, tokenizers, tmp_path):
     (tmp_path / "train.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in [*PAIRS, ("", "empty")]), encoding="utf-8")
     augmenter = Augmenter(tokenizers, 7, LIMITS, 0.2)
     rules = {"max_source_length": 40, "max_target_length": 40}
-    stream = PairStream(TextStream(file=tmp_path / "train.tsv"), tokenizers, augmenter, **rules)
+    stream = PairStream(PairSource(file=tmp_path / "train.tsv"), tokenizers, augmenter, **rules)
     first, again, second = list(stream(0)), list(stream(0)), list(stream(1))
     assert first == again != second and stream.report.empty_source == 1
     pairs = AugmentedPairs(encoded, augmenter)

@@ -27,11 +27,6 @@ def test_widths_are_rounded_up(multiple, widths):
     assert batch["attention_mask"].sum() == 4 and (batch["labels"] != -100).sum() == 6
 
 
-def test_a_batch_of_sources_has_no_labels():
-    batch = PairCollator(0)([{"input_ids": pair["input_ids"]} for pair in PAIRS])
-    assert batch.keys() == {"input_ids", "attention_mask"}
-
-
 @pytest.mark.parametrize("multiple", [2, 32])
 @pytest.mark.parametrize("tokens", [(32, 64), (31, 64), (32, 33), (1, 1), (45, 19)])
 @pytest.mark.parametrize("longest", [(1, 19), (7, 5), (31, 1), (45, 64)])

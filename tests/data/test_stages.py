@@ -20,7 +20,7 @@ LENGTHS = np.random.default_rng(0).integers(3, 30, (100, 2))
 
 
 def make_sampler(stages=STAGES, sizes=SIZES, seed=1, processes=(1, 0), lengths=LENGTHS):
-    return StagedSampler(lengths, sizes, parse_stages(stages, list(sizes)), 120, seed, *processes)
+    return StagedSampler(sizes, parse_stages(stages, list(sizes)), lengths, 120, seed, *processes)
 
 
 def test_stages_read_their_shares_in_order():
@@ -65,7 +65,7 @@ def test_a_round_with_fewer_pairs_than_processes_repeats_some():
 
 
 def test_shares_are_in_proportion():
-    stage = Stage("start", {"a": 3, "b": 1}, until="b", times=0.5)
+    stage = Stage(shares={"a": 3, "b": 1}, until={"b": 0.5})
     assert stage.num_pairs({"a": 7, "b": 40, "c": 5}) == {"a": 60, "b": 20, "c": 0}
 
 
@@ -91,12 +91,11 @@ SHARES = {"shares": {"clean": 1, "synthetic": 1}}
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ("clean", "`stages.start` must hold `shares` of data sets and `until` with one, .* got 'clean'"),
-        (SHARES, "`stages.start` must hold `shares`"),
-        (SHARES | {"until": 5}, "`stages.start` must hold `shares`"),
-        (SHARES | {"until": {"clean": 1, "synthetic": 1}}, "`stages.start` must hold `shares`"),
+        ("clean", "`stages.start` must be a valid dictionary .* got 'clean'"),
+        (SHARES, "`stages.start.until` must be given"),
+        (SHARES | {"until": {"clean": 1, "synthetic": 1}}, "`stages.start.until` .* at most 1 item"),
         (SHARES | {"until": {"cleen": 1}}, "`stages.start` must name `datasets`, got 'cleen'. Did you mean"),
-        (SHARES | {"until": {"clean": 0}}, "`stages.start` must hold numbers above 0, got 0 for 'clean'"),
+        (SHARES | {"until": {"clean": 0}}, "`stages.start.until.clean` must be above 0, got 0"),
         (
             {"shares": {"synthetic": 1}, "until": {"clean": 1}},
             "`stages.start.until` must name a data set of its `shares`",

@@ -1,21 +1,30 @@
 """Batches within a token budget, and batches of similar length."""
 
 import itertools
+from itertools import islice
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from letter_pair import LetterPair
 from random_lengths import random_lengths
+from torch.utils.data import DataLoader
 
+from metaphrase.data import token_budget
+from metaphrase.data.encoding import encode_pairs
+from metaphrase.data.pairs import DataReport, PairSource, load_pairs
 from metaphrase.data.token_budget import (
     LengthGroupedSampler,
+    PairStream,
     TokenBudgetSampler,
+    TokenBudgetStream,
     WithFillers,
+    fill_to_count,
     padded_cost,
-    split_to_count,
 )
 from metaphrase.tokenization.batches import cut_into_batches
 
@@ -28,30 +37,18 @@ def test_batches_are_as_large_as_the_budget_allows_and_no_larger():
     assert cut_into_batches([2, 3, 0], [lengths[index] for index in (2, 3, 0)], 12) == [[2], [3, 0]]
 
 
-@pytest.mark.parametrize(("processes", "window"), [(1, 200), (3, 2)])
-def test_every_pair_occurs_once_within_the_budget_and_all_processes_have_equally_many_batches(processes, window):
+def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs(monkeypatch):
     lengths = random_lengths()
-    shards = [TokenBudgetSampler(lengths, 600, 7, processes, rank, window) for rank in range(processes)]
-    for epoch in range(3):
-        for shard in shards:
-            shard.set_epoch(epoch)
-        batches = [list(shard) for shard in shards]
-        assert set(map(len, batches)) == {len(shards[0])}
-        indices = [index for shard_batches in batches for batch in shard_batches for index in batch]
-        assert sorted(indices) == list(range(len(lengths)))
-        assert all(padded_cost(*lengths[batch].T) <= 600 for batch in itertools.chain(*batches))
-
-
-def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs():
-    lengths = random_lengths()
-    sampler = TokenBudgetSampler(lengths, 600, 7, batches_per_chunk=2)
-    whole = TokenBudgetSampler(lengths, 600, 7, batches_per_chunk=10**6)
+    monkeypatch.setattr(token_budget, "_BATCHES_PER_CHUNK", 2)
+    sampler = TokenBudgetSampler(lengths, 600, 7)
+    monkeypatch.setattr(token_budget, "_BATCHES_PER_CHUNK", 10**6)
+    whole = TokenBudgetSampler(lengths, 600, 7)
     assert len(whole) < 0.95 * len(sampler)
     sampler.batches_per_process = len(whole)
     batches = list(sampler)
     assert len(batches) == len(whole)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    assert all(padded_cost(*lengths[batch].T) <= 600 for batch in batches)
+    assert all(padded_cost(lengths[batch]) <= 600 for batch in batches)
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -73,7 +70,7 @@ def test_little_is_padded():
     lengths = random_lengths()
     sampler = TokenBudgetSampler(lengths, 2000, 0)
     shuffled = np.random.default_rng(0).permutation(len(lengths))
-    costs = sum(padded_cost(*lengths[shuffled[i : i + 64]].T) for i in range(0, len(shuffled), 64))
+    costs = sum(padded_cost(lengths[shuffled[i : i + 64]]) for i in range(0, len(shuffled), 64))
     assert sampler.padding_share() < 0.15 < 0.4 < 1 - lengths.sum() / costs
 
 
@@ -90,19 +87,14 @@ def test_longest_pair_that_no_batch_can_hold_is_refused_by_name():
     assert len(TokenBudgetSampler(lengths, 550, 0)) >= 1
 
 
-def test_fewer_pairs_than_processes_are_refused():
-    with pytest.raises(ValueError, match="at least 3 pairs"):
-        TokenBudgetSampler(np.array([[3, 2], [3, 2]]), 100, 0, num_processes=3)
-
-
 def test_splitting_halves_the_largest():
-    assert split_to_count([[1, 2, 3, 4], [5]], 3) == [[1, 2], [3, 4], [5]]
+    assert fill_to_count([[1, 2, 3, 4], [5]], 3, 9) == [[1, 2], [3, 4], [5]]
     # The first of equals is split, and its halves take its place.
-    assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 5) == [[1, 2], [3], [4, 5], [6], [7, 8]]
-    assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 6) == [[1], [2], [3], [4, 5], [6], [7, 8]]
+    assert fill_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 5, 9) == [[1, 2], [3], [4, 5], [6], [7, 8]]
+    assert fill_to_count([[1, 2], [3]], 4, 9) == [[1], [2], [3], [9]]
 
 
-@pytest.mark.parametrize(("pairs", "processes"), [(5, 2), (7, 3), (6, 3)])
+@pytest.mark.parametrize(("pairs", "processes"), [(5, 2), (7, 3), (6, 3), (2, 3)])
 def test_pairs_that_take_a_batch_each_are_filled_up_to_whole_steps(pairs, processes):
     lengths = np.array([[1000, 100]] * pairs)
     lengths[1] = 999, 100
@@ -166,14 +158,168 @@ def test_grouped_batches_hold_similar_lengths_in_an_order_of_seed_and_epoch():
     seed=st.integers(0, 2**31),
 )
 def test_no_pair_of_any_corpus_is_lost(lengths, processes, more, seed):
-    lengths = np.array(lengths + [(1, 1)] * (processes - 1))
+    lengths = np.array(lengths)
     budget = int(lengths.sum(axis=1).max()) + more
-    sampler = TokenBudgetSampler(lengths, budget, seed, processes)
+    shards = [TokenBudgetSampler(lengths, budget, seed, processes, rank) for rank in range(processes)]
     for epoch in range(2):
-        batches = sampler.epoch_batches(epoch)
-        assert len(batches) == len(sampler) * processes
+        for shard in shards:
+            shard.set_epoch(epoch)
+        shares = list(map(list, shards))
+        assert set(map(len, shares)) == {len(shards[0])}
+        batches = list(itertools.chain(*shares))
         indices = sorted(index for batch in batches for index in batch)
         # Indices behind the last pair are fillers, which have no labels.
         assert [index for index in indices if index < len(lengths)] == list(range(len(lengths)))
         pairs = [[index for index in batch if index < len(lengths)] for batch in batches]
-        assert all(padded_cost(*lengths[batch].T) <= budget for batch in pairs if batch)
+        assert all(padded_cost(lengths[batch]) <= budget for batch in pairs if batch)
+
+
+# Batches within a token budget from a stream
+
+PAIRS = 700
+
+
+@pytest.fixture
+def pairs():
+    lengths = random_lengths(PAIRS)
+    return [
+        {"input_ids": [number] * source, "labels": [number] * target} for number, (source, target) in enumerate(lengths)
+    ]
+
+
+def stream_of(pairs, **options):
+    return TokenBudgetStream(lambda number: pairs, 300, seed=3, **{"pairs_in_buffer": 200, **options})
+
+
+def numbers(batch):
+    return [pair["input_ids"][0] for pair in batch]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_every_pair_occurs_once_in_a_pass(pairs, processes):
+    streams = [iter(stream_of(pairs, num_processes=processes, process_index=rank)) for rank in range(processes)]
+    seen = []
+    while len(seen) < 2 * PAIRS:
+        for stream in streams:
+            batch = next(stream)
+            assert padded_cost(np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in batch])) <= 300
+            seen += numbers(batch)
+    assert sorted(seen[:PAIRS]) == sorted(seen[PAIRS:]) == list(range(PAIRS))
+
+
+@pytest.mark.parametrize("pairs_in_buffer", [349, 699, 700])
+def test_a_rest_of_less_than_a_pair_for_each_process_is_not_lost(pairs, pairs_in_buffer):
+    options = {"num_processes": 3, "pairs_in_buffer": pairs_in_buffer}
+    streams = [iter(stream_of(pairs, process_index=rank, **options)) for rank in range(3)]
+    seen = []
+    while len(seen) < PAIRS:
+        batches = [next(stream) for stream in streams]
+        seen += [pair["input_ids"][0] for batch in batches for pair in batch if pair["labels"][0] != -100]
+    assert sorted(seen) == list(range(PAIRS))
+
+
+def test_pairs_of_a_stream_that_take_a_batch_each_are_filled_up():
+    pairs = [{"input_ids": [number] * 200, "labels": [number] * 50} for number in range(21)]
+    options = {"num_processes": 2, "pairs_in_buffer": 10}
+    streams = [iter(stream_of(pairs, process_index=rank, **options)) for rank in range(2)]
+    batches = [next(stream) for _ in range(11) for stream in streams]
+    counted = [numbers(batch)[0] for batch in batches if batch[0]["labels"][0] != -100]
+    assert sorted(counted) == list(range(21))
+    # The pass after it begins in the same step for all.
+    assert len(batches) == 22
+
+
+def test_lengths_of_a_stream_are_rounded_up():
+    stream = stream_of([{"input_ids": [1] * 9, "labels": [1] * 9}] * 100)
+    stream.length_multiple = 8
+    assert max(len(batch) * 32 for batch in islice(stream, 20)) <= 300
+
+
+def test_passes_differ_and_the_seed_decides(pairs):
+    first = [numbers(batch) for batch in islice(stream_of(pairs), 200)]
+    other = TokenBudgetStream(lambda number: pairs, 300, seed=20240602, pairs_in_buffer=200)
+    assert first[:9] != [numbers(batch) for batch in islice(other, 9)]
+    length, count = 0, 0
+    while count < PAIRS:
+        count += len(first[length])
+        length += 1
+    assert first[:10] != first[length : length + 10]
+    # Workers of a loader give the order of one process.
+    loader = DataLoader(stream_of(pairs), batch_size=None, num_workers=2, collate_fn=numbers)
+    assert list(islice(loader, 30)) == first[:30]
+
+
+def test_a_pair_that_no_batch_can_hold_is_refused(pairs):
+    pairs[500] = {"input_ids": [1] * 200, "labels": [1] * 101}
+    with pytest.raises(ValueError, match="number 501 of those to train on, with 200 source and 101 target"):
+        list(islice(stream_of(pairs), PAIRS))
+
+
+def test_an_empty_stream_is_refused():
+    with pytest.raises(ValueError, match="at least one pair"):
+        next(iter(stream_of([])))
+
+
+# Streamed pairs
+
+LINES = ["ab\tc", "abcd\tbcde", "", "a\tabc", "x\ty\tz", " \tb", "abcd\tbcd", "c\tcc", "d\td"]
+LIMITS = {"max_source_length": 4, "max_target_length": 4}
+COUNTS = ("read", "kept", "malformed", "empty_source", "empty_target", "source_too_long", "target_too_long")
+COUNTS += ("source_truncated", "target_truncated")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("too_long", ["skip", "truncate"])
+@pytest.mark.parametrize("prefix", [None, "x"])
+def test_a_stream_equals_reading_a_whole_file(file, too_long, prefix, tmp_path):
+    place = {"file": file, "malformed": "skip", "source_prefix": prefix}
+    report = DataReport()
+    pairs = load_pairs(**place, report=report, cache_dir=tmp_path / "cache")
+    expected, report = encode_pairs(pairs, LetterPair(), **LIMITS, too_long=too_long, report=report)
+    stream = PairStream(PairSource(**place), LetterPair(), **LIMITS, too_long=too_long)
+    for number in (0, 1):
+        streamed = list(stream(number))
+        assert [pair["input_ids"] for pair in streamed] == expected["input_ids"][:]
+        assert [pair["labels"] for pair in streamed] == expected["labels"][:]
+        assert {name: getattr(stream.report, name) for name in COUNTS} == {
+            name: getattr(report, name) for name in COUNTS
+        }
+
+
+@pytest.mark.parametrize(("workers", "start"), [(2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)])
+def test_pairs_read_by_workers_are_counted(file, workers, start):
+    counts = []
+    for options in ({}, {"num_workers": workers, "multiprocessing_context": start}):
+        stream = PairStream(PairSource(file=file, malformed="skip"), LetterPair(), **LIMITS)
+        loader = DataLoader(TokenBudgetStream(stream, 12, seed=0), batch_size=None, collate_fn=list, **options)
+        next(iter(loader))
+        counts.append(stream.to_dict())
+    assert counts[1] == counts[0] and (counts[0]["read"], counts[0]["kept"], counts[0]["malformed"]) == (9, 4, 2)
+
+
+def test_malformed_lines_and_long_pairs_are_refused(file):
+    with pytest.raises(ValueError, match="`malformed: skip`"):
+        list(PairSource(file=file).pairs())
+    stream = PairStream(PairSource(file=file, malformed="skip"), LetterPair(), **LIMITS, too_long="error")
+    with pytest.raises(ValueError, match=r"got in row 1 5 and 5 tokens"):
+        list(stream(0))
+
+
+def test_the_first_samples_alone(file):
+    texts = PairSource(file=file, malformed="skip", max_samples=2, source_prefix="t: ")
+    assert list(texts.pairs()) == [("t: ab", "c"), ("t: abcd", "bcde")]
+    assert list(texts.side(0)) == ["ab", "abcd"]
+    assert list(texts.side(1)) == ["c", "bcde"]
+
+
+def test_a_data_set_is_streamed(tmp_path):
+    pairs = [{"translation": {"en": f"a{number}", "de": f"b{number}"}} for number in range(2500)]
+    datasets.Dataset.from_list(pairs).to_parquet(str(tmp_path / "train.parquet"))
+    texts = PairSource(dataset_name=str(tmp_path), source_column="en", target_column="de")
+    assert list(texts.pairs()) == [(f"a{number}", f"b{number}") for number in range(2500)]

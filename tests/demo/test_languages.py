@@ -7,34 +7,23 @@ GOLD = """\
 No old man lives in the forests. | Kein alter Mann wohnt in den Wäldern.
 Our big child sang on the mountain. | Unser großes Kind hat auf dem Berg gesungen.
 His aunt and my children often went to the castle. | Seine Tante und meine Kinder sind oft zum Schloss gegangen.
-Today his aunts and my monkey ran to the city. | Heute sind seine Tanten und mein Affe zur Stadt gerannt.
 The boy and this girl went to a sad neighbor. | Der Junge und dieses Mädchen sind zu einem traurigen Nachbarn gegangen.
 The happy men show her this mouse. | Die glücklichen Männer zeigen ihr diese Maus.
-Tomorrow they should show him monkeys. | Morgen sollten sie ihm Affen zeigen.
-The sick fathers knew three clever brothers. | Die kranken Väter kannten drei kluge Brüder.
 Today the woman brings the doctor's child my lamps. | Heute bringt die Frau dem Kind des Arztes meine Lampen.
-The big queen loved our child's monkey. | Die große Königin hat den Affen unseres Kindes geliebt.
 Now they help the brown mice. | Jetzt helfen sie den braunen Mäusen.
-The old queens drank cheap milk. | Die alten Königinnen haben billige Milch getrunken.
 I hope that their aunts do not drink coffee. | Ich hoffe, dass ihre Tanten keinen Kaffee trinken.
-The child did not listen to his doctor. | Das Kind hat seinem Arzt nicht zugehört.
 She did not swim in the river. | Sie ist nicht im Fluss geschwommen.
-We do not want to clean a famous shop. | Wir wollen keinen berühmten Laden putzen.
 The famous queens knew that I listened to her. | Die berühmten Königinnen wussten, dass ich ihr zugehört habe.
 She answers the tired boy because my mother cannot sleep. | Sie antwortet dem müden Jungen, weil meine Mutter nicht schlafen kann.
 Because we found her, she slept. | Weil wir sie gefunden haben, hat sie geschlafen.
 When this egg is hot, the duck does not come. | Wenn dieses Ei heiß ist, kommt die Ente nicht.
-Although the lamps were white, the small queens worked. | Obwohl die Lampen weiß waren, haben die kleinen Königinnen gearbeitet.
 You run to the park and they clean an ugly shop. | Du rennst zum Park und sie putzen einen hässlichen Laden.
 She carried the umbrella, but the child was old. | Sie hat den Regenschirm getragen, aber das Kind war alt.
 Where does the girl eat their sweet cookie? | Wo isst das Mädchen ihren süßen Keks?
-Does the brave neighbor often wake up? | Wacht der mutige Nachbar oft auf?
 Who buys the small green knives? | Wer kauft die kleinen grünen Messer?
 Why did I answer her young sister? | Warum habe ich ihrer jungen Schwester geantwortet?
 The queen who buys suitcases laughs. | Die Königin, die Koffer kauft, lacht.
-The girl whom I understood was happy. | Das Mädchen, das ich verstanden habe, war glücklich.
 The boy carried the umbrella that her aunts took. | Der Junge hat den Regenschirm getragen, den ihre Tanten genommen haben.
-The doctor whom you called did not wake up. | Der Arzt, den du angerufen hast, ist nicht aufgewacht.
 This small king should not arrive without him. | Dieser kleine König sollte nicht ohne ihn ankommen.
 Every happy woman should carry the white chairs. | Jede glückliche Frau sollte die weißen Stühle tragen."""
 

@@ -105,17 +105,6 @@ def test_sentences_with_the_largest_differences(texts, report):
     assert empty["reference"] == texts.references[0] and empty["scores"]["ter"]["C"] == 100
 
 
-def test_scores_by_length_are_those_of_their_sentences(texts, report):
-    # The full stop is a word of its own.
-    lengths = [len(text.split()) + 1 for text in texts.references]
-    assert sum(bucket["num_sentences"] for bucket in report["lengths"]) == 120 and 3 <= len(report["lengths"]) <= 5
-    for bucket in report["lengths"]:
-        rows = [row for row, length in enumerate(lengths) if bucket["from"] <= length <= bucket["to"]]
-        assert bucket["num_sentences"] == len(rows)
-        outputs, references = ([side[row] for row in rows] for side in (texts.outputs["B"], texts.references))
-        assert bucket["scores"]["chrf"]["B"] == CHRF().corpus_score(outputs, [references]).score
-
-
 def test_words_by_frequency_by_hand():
     texts = Texts({"A": ["a a b", "c x"], "B": ["a b", "C d"]}, ["a b b", "c d"])
     segments = compute_segments(texts, ["bleu"], {})

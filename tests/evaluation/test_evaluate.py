@@ -64,14 +64,6 @@ def test_a_value_that_is_not_finite_is_none(loss, named, generator, monkeypatch,
     assert [record.args[0] for record in caplog.records] == named
 
 
-def test_texts_are_handed_over_before_they_are_scored(generator):
-    handed = []
-    with pytest.raises(TypeError, match="unknown"):
-        options = {"metrics": ["chrf"], "metric_options": {"chrf": {"unknown": 1}}}
-        evaluate_generator(generator, SOURCES, TARGETS, **options, on_decoded=handed.extend)
-    assert handed == generator.generate(SOURCES)
-
-
 @pytest.mark.parametrize("family", ["fsmt", "t5"])
 def test_loss_of_other_families_is_that_of_the_targets_as_decoding_reads_them(family):
     """Sources and targets differ in length, so that one cannot be taken for the other."""

@@ -5,7 +5,7 @@ import pytest
 from artificial_pairs import make_pairs
 
 from metaphrase.filtering import alignment
-from metaphrase.filtering.alignment import AlignmentModel, find_threshold
+from metaphrase.filtering.alignment import AlignmentModel
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,3 @@ def test_scores_do_not_depend_on_batches_or_repetition(noisy, monkeypatch):
     assert model.scores([]).size == 0
     # Words that the model does not know are no error.
     assert np.isfinite(model.scores([("unknown words", "palabras"), ("", "t1")])).all()
-
-
-def test_threshold_lies_between_strangers_and_aligned_pairs():
-    generator = np.random.default_rng(0)
-    strangers, aligned = generator.normal(-10, 1, 20_000), generator.normal(0, 1, 9000)
-    share, threshold = find_threshold(np.concatenate([aligned, generator.normal(-10, 1, 1000)]), strangers)
-    assert abs(share - 0.1) < 0.02 and -8 < threshold < -3
-    assert find_threshold(aligned, strangers) == (0.0, -np.inf)

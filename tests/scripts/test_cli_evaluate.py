@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_texts import as_lines, targets_of
 from sacrebleu.metrics import BLEU
-from tiny_generator import PIECES, SOURCES, TARGETS, diverged_generator, save_generator, tiny_generator
+from tiny_generator import PIECES, SOURCES, TARGETS, save_generator, tiny_generator
 from verbs import execute
 
 from metaphrase.evaluation import evaluate as evaluation
@@ -16,14 +16,6 @@ from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate
 from metaphrase.scripts.__main__ import run
-
-
-def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, capsys):
-    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
-    words += ["--max_source_length", "5", "--source_prefix", "the small cat: ", "--output", str(tmp_path / "m.json")]
-    assert run("evaluate", words) == 2
-    assert "`max_source_length` must be above" in capsys.readouterr().err
-    assert not (tmp_path / "m.json").exists()
 
 
 def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, caplog):
@@ -45,15 +37,6 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, capl
     execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--confidence_n", "0"])
     assert "confidence_var" not in json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))["scores"]["bleu"]
     assert result["data"]["name"] == "test.en"
-
-
-def test_a_prefix_stands_before_each_source_once(cli_model, files, tmp_path):
-    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--source_prefix", "the "]
-    execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
-    once, twice = ([prefix + text for text in SOURCES] for prefix in ("the ", "the the "))
-    assert targets_of(once) != targets_of(twice)
-    predictions = (tmp_path / "p.txt").read_text(encoding="utf-8").split("\n")[:-1]
-    assert predictions == as_lines(targets_of(once))
 
 
 @pytest.mark.parametrize("words", [["--ensemble", "MODEL"], ["--use_vmap"]], ids=str)
@@ -130,13 +113,6 @@ def test_scores_of_the_training_run_stay_in_the_folder(change, scored_folder):
     execute(evaluate, words)
     assert path.read_text(encoding="utf-8") == earlier
     assert json.loads(Path("metrics.json").read_text(encoding="utf-8")) == own
-
-
-def test_settings_that_cannot_be_written_are_found_before_decoding(cli_model, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(Generator, "generate", refuse)
-    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        execute(evaluate, [*words, "--length_penalty", "inf"])
 
 
 def test_pieces_are_joined_and_a_pretokenized_model_has_the_loss_of_its_pieces(files, tmp_path):
@@ -218,13 +194,3 @@ def test_evaluate_keeps_predictions_when_it_cannot_decode_or_score(cli_model, fi
             patch.setattr(place, name, lambda *_, **__: 1 / 0)
             execute(evaluate, [*words, "--predictions", str(predictions)])
         assert predictions.read_text(encoding="utf-8").split("\n")[:-1] == (expected or as_lines(targets_of(SOURCES)))
-
-
-def test_scores_of_a_model_that_diverged_are_written(files, tmp_path, caplog):
-    folder = save_generator(diverged_generator(), tmp_path / "model")
-    with caplog.at_level("INFO"):
-        execute(evaluate, [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1]])
-    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    assert result["loss"] is None and result["perplexity"] is None and result["scores"].keys() == {"bleu", "chrf"}
-    assert "The loss must be a finite number, got nan. It is written as null." in caplog.text
-    assert "Written to" in caplog.text

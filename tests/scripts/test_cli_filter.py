@@ -41,11 +41,6 @@ def test_one_file_and_two_files_give_the_same_pairs(pairs, caplog):
     assert "end_punctuation" in caplog.text and "`copy` dropped 25 % of the pairs" in caplog.text
 
 
-def test_rules_can_be_chosen(pairs):
-    execute(script, ["pairs.tsv", "--output", "clean.tsv", "--rules", "copy"])
-    assert len((pairs / "clean.tsv").read_text(encoding="utf-8").splitlines()) == 3
-
-
 def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
     words = ["pairs.tsv", "--output", "clean.tsv", *SKIPPED]
     execute(script, words)
@@ -96,12 +91,10 @@ def test_names_in_gz_are_of_compressed_files(pairs):
             "`forward_model` or `backward_model` must be",
         ),
         (["pairs.tsv", "--output", "a.tsv", "--forward_model", "."], "must both be given for the rule"),
-        (["none.tsv", "--output", "a.tsv"], "`file` must be a file that exists"),
         (
             ["--source", "pairs.en", "--output", "a.tsv"],
             "from FILE, or from `source` and `target`, got None, pairs.en and None",
         ),
-        (["--output", "a.tsv"], "from FILE, or from `source` and `target`, got None, None and None"),
         (
             ["pairs.tsv", "--output", "a.tsv", "--source_lang", "en", "--rules", "copy"],
             "`language` must be one of the rules",

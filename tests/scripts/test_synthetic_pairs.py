@@ -13,7 +13,6 @@ from metaphrase.data.pairs import PairSource
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.scripts import backtranslate, distill
 from metaphrase.scripts.__main__ import run
-from metaphrase.tokenization import TokenizerPair
 
 CPU = ["--device", "cpu"]
 SAMPLES = ["--temperature", "3", "--num_return_sequences", "2"]
@@ -32,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def pairs_of(path):
-    return list(PairSource(file=path).read_files())
+    return list(PairSource(file=path).records())
 
 
 def as_field(text):
@@ -61,16 +60,6 @@ def test_back_translation_may_sample_several_sources_of_a_target(cli_model, fold
     pairs = pairs_of("first.tsv")
     assert [target for _, target in pairs[:10]] == [target for target in TARGETS for _ in range(2)]
     assert pairs[0] != pairs[1] and pairs != pairs_of("other.tsv")
-
-
-@pytest.mark.parametrize("kind", ["byte_bpe", "unigram"])
-def test_a_tag_is_one_token_if_the_tokenizer_has_it(kind):
-    pair = TokenizerPair.train(
-        SOURCES * 3, TARGETS * 3, joint=True, kind=kind, additional_special_tokens=["<BT>"], show_progress=False
-    )
-    plain, tagged = pair.encode_sources(["the cat", "<BT> the cat"])
-    tag = pair.source.convert_tokens_to_ids("<BT>")
-    assert tagged.count(tag) == 1 and tag not in plain and len(tagged) <= len(plain) + 2
 
 
 def test_distilled_targets_are_those_of_the_ensemble(cli_model, other_cli_model, folder):

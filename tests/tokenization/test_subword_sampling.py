@@ -76,16 +76,6 @@ def test_bpe_without_dropout_is_the_plain_segmentation(kind):
     assert rows == pair.encode_sources(TEXTS)
 
 
-def test_full_memory_changes_no_draw(monkeypatch):
-    tokenizer = train_tokenizer(TEXTS * 3, vocab_size=330, show_progress=False)
-    pair, draws = TokenizerPair(tokenizer, tokenizer), []
-    for most in (1000, 3):
-        monkeypatch.setattr("metaphrase.tokenization.subword_sampling._MAX_STATES", most)
-        sampler, generator = SubwordSampler(tokenizer, 0.3), random.Random(0)
-        draws.append(pair.encode_sources(TEXTS * 4, lambda _, encoding: sampler(encoding, generator)))  # noqa: B023
-    assert draws[0] == draws[1]
-
-
 @pytest.mark.parametrize("kind", ["byte", "unigram"])
 def test_a_tokenizer_without_merges_is_refused(kind):
     tokenizer = train_tokenizer(TEXTS, kind=kind, show_progress=False)

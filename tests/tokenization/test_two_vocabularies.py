@@ -130,11 +130,3 @@ def test_a_side_is_a_tokenizer_by_itself(fsmt, tmp_path):
         for other in (pickle.loads(pickle.dumps(tokenizer)), AutoTokenizer.from_pretrained(tmp_path / "saved")):
             assert other(TARGETS)["input_ids"] == expected and other.get_vocab() == tokenizer.get_vocab()
             assert other.decode(expected[0]) == tokenizer.decode(expected[0])
-
-
-def test_special_tokens_of_fsmt_have_one_id(tmp_path):
-    write_fsmt_tokenizer(tmp_path, ("<pad>", "<s>", "</s>", "<unk>"))
-    with pytest.raises(
-        ValueError, match="Special tokens must have the same ids in both vocabularies of a FSMTTokenizer"
-    ):
-        TokenizerPair.from_pretrained(tmp_path)

@@ -26,10 +26,9 @@ def test_mistakes(tmp_path):
     with pytest.raises(ValueError, match=r"`use_vmap` needs a model with vmap\.txt, got '.*' without\. Make"):
         VocabularyMap.from_pretrained(tmp_path, pair)
     (tmp_path / VOCABULARY_MAP_NAME).write_text("\ta b\nc\ta of_another_model\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"Line 2 of vmap\.txt must hold tokens of the model, got 'of_another_model'"):
-        VocabularyMap.from_pretrained(tmp_path, pair)
-    (tmp_path / VOCABULARY_MAP_NAME).write_bytes(b"\ta b\nc\t\xff\n")
-    with pytest.raises(ValueError, match=r"`vmap\.txt` must be UTF-8, got an error"):
+    with pytest.raises(
+        ValueError, match=r"Line 2 of .*vmap\.txt must hold tokens of the model, got 'of_another_model'"
+    ):
         VocabularyMap.from_pretrained(tmp_path, pair)
     # This tokenizer has a token for the space.
     with pytest.raises(ValueError, match=r"vmap\.txt needs tokens without white space, got ' '"):
