@@ -42,8 +42,9 @@ def check_beside_budget(arguments: Any, max_tokens_per_batch: int | None) -> Non
     for name, reason in _NOT_WITH_A_BUDGET.items():
         value = getattr(getattr(arguments, name), "value", getattr(arguments, name))
         if value and value not in ("random", "group_by_length"):
+            shown = "true" if value is True else value
             raise ValueError(
-                f"`{name}` must be left out with `max_tokens_per_batch`, {reason}, got {value} and {budget}."
+                f"`{name}` must be left out with `max_tokens_per_batch`, {reason}, got {shown} and {budget}."
             )
 
 
