@@ -80,11 +80,10 @@ def restored(source, target):
 
 
 def test_the_papers_example():
-    words = ["Thank", "you", "for", "inviting", "me", "to", "your", "party", "last", "week"]
-    source, target = replace_spans(range(len(words)), np.array([[2, 4], [8, 9]]), [99, 98, 97], 50)
-    text = dict(enumerate(words)) | {99: "<X>", 98: "<Y>", 97: "<Z>", 50: "</s>"}
-    assert " ".join(text[index] for index in source.tolist()) == "Thank you <X> me to your party <Y> week </s>"
-    assert " ".join(text[index] for index in target.tolist()) == "<X> for inviting <Y> last </s>"
+    words = ["Thank", "you", "for", "inviting", "me", "to", "your", "party", "last", "week", "<X>", "<Y>", "</s>"]
+    sides = replace_spans(range(10), np.array([[2, 4], [8, 9]]), [10, 11], 12)
+    source, target = (" ".join(words[index] for index in side) for side in sides)
+    assert source == "Thank you <X> me to your party <Y> week </s>" and target == "<X> for inviting <Y> last </s>"
 
 
 # In the last setting, a block has as many spans as its kept tokens can separate.
@@ -445,10 +444,7 @@ def test_unreadable_files_are_errors_or_counted(tmp_path):
         assert (report.documents, report.empty_documents, report.invalid_documents) == (5, 1, 2)
 
 
-def test_too_few_sentinels_and_two_tokenizers_are_refused():
-    spans = np.array([[2, 4], [8, 9]])
-    with pytest.raises(ValueError):
-        replace_spans(range(11), spans, [99], 50)
+def test_two_tokenizers_are_refused():
     tokenizers = TokenizerPair(train_tokenizer(["a b"], kind="char"), train_tokenizer(["a b"], kind="char"))
     with pytest.raises(ValueError, match="`tokenizers` must be joint"):
         text_blocks(dataset_of(TEXTS), tokenizers, 10)

@@ -58,17 +58,11 @@ def test_a_term_is_a_probable_partner_in_both_directions():
 
 
 def test_terms_are_whole_words():
-    sources, targets = ["हिन्दी", "भाषा", "किताब", "मेज"], ["Hindi", "Sprache", "Buch", "Tisch"]
-    pairs = [
-        (f"{first} {second}", f"{targets[i]} {targets[j]}")
-        for i, first in enumerate(sources)
-        for j, second in enumerate(sources)
-        if i != j
-    ]
+    words = {"हिन्दी": "Hindi", "भाषा": "Sprache", "किताब": "Buch", "मेज": "Tisch"}
+    pairs = [(f"{one} {two}", f"{words[one]} {words[two]}") for one in words for two in words if one != two]
     terms = learn_terms(pairs * 5)
-    assert terms and all(
-        word in sources and {*partners} <= {*map(str.casefold, targets)} for word, partners in terms.items()
-    )
+    targets = set(map(str.casefold, words.values()))
+    assert terms and all(word in words and targets.issuperset(partners) for word, partners in terms.items())
     # Without spaces, there are no words to take.
     assert learn_terms([("我喜欢猫", "ich mag Katzen"), ("我喜欢狗", "ich mag Hunde")] * 9) == {}
 
