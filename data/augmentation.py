@@ -92,15 +92,9 @@ class Augmenter:
         prefixes: Sequence[str] = (),
         terms: Mapping[str, Sequence[str]] | None = None,
     ):
-        """Args:
-        tokenizers: Source and target tokenizer.
-        seed: Seed of all changes.
-        limits: Most tokens of a source and of a target. A longer side stays as it was, and with changes of both texts the
-            other side, too.
-        subword_sampling: As `rate` of `SubwordSampler`; None for the plain segmentation.
-        rates: Rates of changes of the texts.
-        prefixes: Beginnings of sources that stay.
-        terms: Target words of each source word, with case folded, for the change `terms`.
+        """Take the most tokens of each side, the rates, the beginnings of sources that stay, and terms with case folded.
+
+        A side over its limit stays as it was, and with changes of both texts the other side, too.
         """
         self.tokenizers, self.seed, self.limits = tokenizers, seed, limits
         self._rates = dict.fromkeys(AUGMENTATIONS, 0.0) | dict(rates or {})

@@ -256,13 +256,9 @@ def make_objective(
     noise_density: float | None = None,
     mean_span_length: float | None = None,
 ) -> Objective:
-    """Make an objective with the special tokens of a tokenizer.
+    """Make an objective: `span_corruption` (T5), `ul2`, or `text_infilling` with sentence permutation (BART).
 
-    Args:
-        name: `span_corruption` (T5), `ul2`, or `text_infilling` with sentence permutation (BART).
-        tokenizer: Has the tokens of `objective_tokens(name)`, or of a published T5, UL2 or BART.
-        noise_density: Share of hidden tokens; None for that of the paper.
-        mean_span_length: Mean tokens of a hidden span; None for that of the paper.
+    The tokenizer has the tokens of `objective_tokens(name)`, or of a published T5, UL2 or BART. None is the value of the paper.
     """
     options = {"noise_density": noise_density, "mean_span_length": mean_span_length}
     options = {option: value for option, value in options.items() if value is not None}
@@ -431,15 +427,8 @@ def text_blocks(
     """Join all documents in order, each with its end-of-sequence token, and cut them into blocks.
 
     `datasets` caches the result by data set, tokenizer and length, on disk if `texts` is on disk. One process cuts, because each
-    block begins where the last one ended. A fast tokenizer uses all cores anyway.
-
-    Args:
-        texts: The column `text`, one document per row; `None` for an unreadable document.
-        tokenizers: A joint pair of tokenizers, because a block goes to both sides.
-        block_length: Tokens in each block. Tokens behind the last block are not used, and counted.
-
-    Returns:
-        The column `input_ids`, and the report.
+    block begins where the last one ended. A fast tokenizer uses all cores anyway. Tokens behind the last block are not used, and
+    counted. The result has the column `input_ids`.
     """
     if not tokenizers.is_joint:
         raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")

@@ -156,19 +156,12 @@ def encode_pairs(
 ) -> tuple[datasets.Dataset, DataReport]:
     """Turn pairs of text into token ids, cached by data set, tokenizers and arguments.
 
-    Args:
-        dataset: The text columns `source` and `target`.
-        tokenizers: Source and target tokenizer.
-        keep_text: Keep the columns `source` and `target`, for scoring.
-        report: Report of reading these pairs; it is not changed. Pairs beyond those of `dataset` count as in other splits.
-        **rules: The other fields of `PairEncoder`.
+    `rules` are the other fields of `PairEncoder`. The report of reading is not changed: pairs that it has more than `dataset`
+    count as in other splits.
 
     Returns:
         The columns `input_ids`, `labels`, `source_length` and `target_length` (in tokens) in the order of the pairs,
         and the report.
-
-    Raises:
-        ValueError: If `too_long` or `empty` refuses a pair, or no pair is left.
     """
     encoder = PairEncoder(tokenizers, **rules)
     report = DataReport(read=len(dataset)) if report is None else copy.copy(report)

@@ -446,19 +446,9 @@ class PairSource:
 def load_pairs(
     *, report: DataReport | None = None, cache_dir: str | Path | None = None, **fields: Any
 ) -> datasets.Dataset:
-    """Read the raw pairs of one split, as in `load_pairs(file="pairs.tsv")`.
+    """Read the columns `source` and `target` of one split, as in `load_pairs(file="pairs.tsv")`, by the fields of `PairSource`.
 
-    Args:
-        report: Receives the counts, added to its present ones.
-        cache_dir: Cache folder of `datasets`. A changed file is read again.
-        **fields: Fields of `PairSource`.
-
-    Returns:
-        The text columns `source` and `target`.
-
-    Raises:
-        ValueError: If a field of `PairSource` is wrong, the file is broken, or there is no good pair.
-        FileNotFoundError: If a file does not exist.
+    The counts are added to the report. A changed file is read again.
     """
     source, report = PairSource(**fields), DataReport() if report is None else report
     # All pairs are cached, so that another number of samples needs no new reading.

@@ -188,16 +188,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         process_index: int = 0,
         length_multiple: int = 1,
     ):
-        """Args:
-        lengths: Tokens of source and target of each pair, `(pairs, 2)`.
-        max_tokens_per_batch: Bound of the padded tokens of both sides of a batch.
-        seed: Seed of the order.
-        num_processes: Number of processes that share an epoch.
-        process_index: Index of this process.
-        length_multiple: Multiple to which the collator rounds up widths.
+        """Take the tokens of each pair, `(pairs, 2)`, and the multiple to which the collator rounds up widths.
 
-        Raises:
-            ValueError: If the budget cannot hold the longest pair.
+        The budget bounds the padded tokens of both sides, and must hold the longest pair.
         """
         self._num_tokens = int(np.sum(lengths))
         self.lengths = as_padded(lengths, max_tokens_per_batch, length_multiple)
@@ -354,13 +347,9 @@ class TokenBudgetStream(IterableDataset):
         process_index: int = 0,
         pairs_in_buffer: int = 20_000,
     ):
-        """Args:
-        read: Returns the pairs of a pass, with `input_ids` and `labels`, by the number of the pass from 0.
-        max_tokens_per_batch: Bound of the padded tokens of both sides of a batch.
-        seed: Seed of the order.
-        num_processes: Number of processes that share the batches. Each reads all pairs.
-        process_index: Index of this process.
-        pairs_in_buffer: Pairs in the buffer. More of them means less padding, more mixing, more memory.
+        """Take a function that returns the pairs of a pass, by its number from 0. Each process reads all pairs.
+
+        A larger buffer means less padding, more mixing, more memory.
         """
         self.read = read
         self.max_tokens_per_batch = max_tokens_per_batch

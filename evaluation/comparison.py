@@ -72,7 +72,7 @@ def compare(
     num_randomization_trials: int = NUM_RANDOMIZATION_TRIALS,
     num_sentences: int = 20,
 ) -> dict[str, Any]:
-    """Compare each system with the first one.
+    """Compare each system with the first one. Return the report, for JSON, with all scores but external ones in percent.
 
     Args:
         test_set: The texts.
@@ -81,12 +81,7 @@ def compare(
         word_tokenizer: Tokenizer of sacreBLEU, for the words of the buckets.
         lowercase: True to count words without case.
         training_targets: Texts to count the frequency of words in; None for the references.
-        num_bootstrap_samples: Resamples of the paired bootstrap.
-        num_randomization_trials: Trials of approximate randomization.
         num_sentences: Sentences with the largest differences, in each direction.
-
-    Returns:
-        The report, for JSON. All scores but external ones are in percent.
     """
     scorer = BLEU(tokenize=word_tokenizer, lowercase=lowercase)
 

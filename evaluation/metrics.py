@@ -94,12 +94,7 @@ class SegmentStatistics:
 def paired_test(
     systems: Mapping[str, SegmentStatistics], kind: Literal["bs", "ar"], num_samples: int
 ) -> tuple[list[Result], str]:
-    """Test each system against the first one.
-
-    Args:
-        systems: Statistics of one score by the name of the system.
-        kind: `bs` for the paired bootstrap, which also gives intervals; `ar` for approximate randomization.
-        num_samples: Number of resamples or of trials.
+    """Test each system against the first one, by the paired bootstrap (`bs`), with intervals, or by approximate randomization.
 
     Returns:
         A result for each system, and the seed: 12345, or the environment variable `SACREBLEU_SEED`.

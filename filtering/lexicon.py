@@ -59,11 +59,7 @@ def learn_lexicon(
 
     The end of sequence, which all sources have, takes the place of the null word.
 
-    Args:
-        sources: Tokens of all sources, one text after the other.
-        targets: Tokens of all targets.
-        lengths: Lengths of the texts, (2, number of pairs).
-        num_targets: Size of the target vocabulary.
+    Tokens stand one text after the other, with the lengths of the texts, (2, number of pairs).
 
     Returns:
         Source token, target token and probability of all token pairs that occur, ordered by tokens.

@@ -297,18 +297,14 @@ def filter_pairs(
     on_start: Callable[[int, int], None] = lambda total, done: None,
     on_chunk: Callable[[int], None] = lambda count: None,
 ) -> FilterReport:
-    """Write the pairs that break no rule.
+    """Write the pairs that break no rule, and return the report.
 
     Args:
-        source: Files with the pairs.
         outputs: One file of pairs, `.tsv` or `.jsonl`, or two text files; each may end in `.gz`.
-        settings: The settings.
         rejected: TSV file for the dropped pairs: rule, source, target.
         report: JSON file for the counts and examples.
-        score_pairs: As for `PairFilter`.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
-        resume: True to continue a stopped run.
         on_start: Is called with the number of pairs, and with that of the pairs that a stopped run has done.
         on_chunk: Is called with a number of pairs that are done.
     """
