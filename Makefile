@@ -15,7 +15,7 @@ test: .venv/installed
 test-slow: .venv/installed
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(ARGS)
 
-# Broken recipes, data files, options, checkpoints and model folders. It takes up to 20 minutes.
+# Broken recipes, texts, options and model folders. It takes up to 20 minutes.
 test-fuzz: .venv/installed
 	$(BIN)/python tests/fuzz/run.py $(ARGS)
 

@@ -392,9 +392,9 @@ function climb(event) {
 function layerOptions() {
   const [layers, heads] = pair.attentions[at("kind").value]?.shape ?? [1, 1];
   const numbers = (count) => Array.from({ length: count }, (_, index) => [index, index]);
-  const all = layers > 1 || data.detail === "mean" ? "mean of all" : "0";
+  const all = layers > 1 ? "mean of all" : "0";
   fill(at("layer"), layers > 1 ? [...numbers(layers), ["", all]] : [["", all]], layers > 1 ? layers - 1 : "");
-  fill(at("head"), [["", heads > 1 || data.detail !== "heads" ? "mean of all" : "0"], ...(heads > 1 ? numbers(heads) : [])], "");
+  fill(at("head"), [["", heads > 1 ? "mean of all" : "0"], ...(heads > 1 ? numbers(heads) : [])], "");
 }
 
 function showPair() {
@@ -415,7 +415,6 @@ function redraw() {
   for (const show of [showPositions, showMasks, showAttention]) show();
 }
 
-at("note").textContent = data.note;
 at("pairs").hidden = data.pairs.length < 2;
 fill(at("pair"), data.pairs.map((item, index) => [index, index + 1 + ": " + Array.from(item.source).slice(0, 24).join("")]), 0);
 for (const [id, show] of [["pair", showPair], ["position", showPositions], ["position-head", showPositions],

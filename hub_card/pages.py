@@ -6,7 +6,6 @@ Attention weights are rounded to 255ths and stored as base64.
 import base64
 import html
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -21,42 +20,18 @@ from metaphrase.hub_card.figures import SCORE_LABELS, spell_out
 from metaphrase.inference.explanation import Explanation
 from metaphrase.storage.folders import file_in_one_step
 
-logger = logging.getLogger(__name__)
-
-MAX_WEIGHT_BYTES = 8_000_000
-MAX_PAIRS = 50
-# Text for each detail of the attention weights that a page can hold.
-_DETAILS = {"heads": "all heads", "layers": "the mean of each layer", "mean": "the mean of all layers"}
-
 
 def write_explanation_page(
-    explanations: Sequence[Explanation],
-    path: str | os.PathLike,
-    *,
-    title: str = "Explanation",
-    max_weight_bytes: int = MAX_WEIGHT_BYTES,
+    explanations: Sequence[Explanation], path: str | os.PathLike, *, title: str = "Explanation"
 ) -> Path:
     """Write a page with tokens, shapes, positions, masks, attention, teacher forcing and decoding steps of each pair.
-
-    The page offers all heads of all layers. If these exceed the size limit, it offers the mean of each layer, else the mean of
-    all. The page and a warning then name the reduction.
 
     Args:
         explanations: One for each pair, of one model.
         path: The HTML file to write.
         title: Title of the page.
-        max_weight_bytes: Maximum size of all attention weights in the file.
-
-    Raises:
-        ValueError: If there are no pairs or more than `MAX_PAIRS`, or even the means exceed the size limit.
     """
-    check_pairs(len(explanations))
-    detail = _affordable_detail(explanations, max_weight_bytes)
-    note = ""
-    if detail != "heads":
-        note = f"All heads would exceed {max_weight_bytes:,} bytes: the page shows {_DETAILS[detail]}."
-        logger.warning("%s", note)
-    data = {"note": note, "detail": detail, "pairs": [_describe(explanation, detail) for explanation in explanations]}
+    data = {"pairs": [_describe(explanation) for explanation in explanations]}
     script = Path(__file__).with_name("explanation_page.js").read_text(encoding="utf-8")
     return write_page(path, "explanation_page.html", title=title, data=_json(data), script=script)
 
@@ -80,51 +55,20 @@ def write_page(path: str | os.PathLike, template: str, title: str, **fields: str
     return path
 
 
-def check_pairs(count: int) -> None:
-    """Check the number of pairs of a page.
-
-    Raises:
-        ValueError: If it is 0 or above `MAX_PAIRS`.
-    """
-    if not 1 <= count <= MAX_PAIRS:
-        raise ValueError(f"A page must show 1 to {MAX_PAIRS} pairs, got {count}.")
-
-
-def _affordable_detail(explanations: Sequence[Explanation], max_weight_bytes: int) -> str:
-    for detail in _DETAILS:
-        weights = [values for explanation in explanations for values in explanation.attentions.values()]
-        # base64 writes four characters for three bytes.
-        size = sum(4 * -(-_reduce(values, detail).size // 3) for values in weights)
-        if size <= max_weight_bytes:
-            return detail
-    raise ValueError(
-        f"`explanations` must take at most {max_weight_bytes:,} bytes of attention weights in one page, got {size:,}. "
-        "Show fewer or shorter pairs."
-    )
-
-
-def _describe(explanation: Explanation, detail: str) -> dict[str, Any]:
+def _describe(explanation: Explanation) -> dict[str, Any]:
     """Return the content of one pair in the form that the script of the page reads."""
     content = asdict(explanation)
-    del content["beam_tree"]
-    content |= {
+    content["beam"] = content.pop("beam_tree")
+    return content | {
         "masks": {name: _pack(mask[None, None]) for name, mask in explanation.masks.items()},
-        "attentions": {name: _pack(_reduce(weights, detail)) for name, weights in explanation.attentions.items()},
+        "attentions": {name: _pack(weights) for name, weights in explanation.attentions.items()},
         "positions": [
             {"name": item.name, "kind": item.kind, **_pack_signed(item.values)} for item in explanation.positions
         ],
         "probabilities": explanation.probabilities.tolist(),
         "ranks": explanation.ranks.tolist(),
         "loss": explanation.loss,
-        "beam": asdict(explanation.beam_tree),
     }
-    return content
-
-
-def _reduce(weights: np.ndarray, detail: str) -> np.ndarray:
-    """Reduce weights `(layers, heads, query, key)` to the layers and heads that the page holds."""
-    weights = weights if detail == "heads" else weights.mean(axis=1, keepdims=True)
-    return weights.mean(axis=0, keepdims=True) if detail == "mean" else weights
 
 
 def _pack(weights: np.ndarray) -> dict[str, Any]:

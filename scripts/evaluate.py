@@ -26,7 +26,7 @@ from metaphrase.scripts.parsers import (
     chosen_models,
     given_options,
 )
-from metaphrase.storage.folders import check_writable
+from metaphrase.storage.folders import check_writable, read_fields
 from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,11 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict[str, A
     is_as_saved = is_as_saved and arguments.max_source_length is None and not arguments.use_vmap
     if is_as_saved and Path(arguments.model).is_dir():
         path = metrics_path(arguments.model)
-        if not path.exists() or holds_scores(path, measured):
+        try:
+            earlier = read_fields(path)
+        except ValueError:
+            earlier = {}
+        if earlier is None or all(earlier.get(name) == value for name, value in measured.items()):
             return path
         logger.warning(
             "%s has scores of the training run, or of other pairs or settings, and is kept. These scores go to metrics.json in "
@@ -134,12 +138,3 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict[str, A
             "its card."
         )
     return Path("metrics.json")
-
-
-def holds_scores(path: Path, measured: dict[str, dict[str, Any]]) -> bool:
-    """Return True if a file holds scores of this data and these settings."""
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(earlier, dict) and all(earlier.get(name) == value for name, value in measured.items())

@@ -7,7 +7,6 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.hub_card import write_explanation_page
-from metaphrase.hub_card.pages import check_pairs
 from metaphrase.inference import Generator, explain
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.generate import warn_of_lengths
@@ -20,7 +19,6 @@ def main(arguments: argparse.Namespace) -> None:
     targets = arguments.target or [None] * len(arguments.source)
     if len(targets) != len(arguments.source):
         raise ValueError(f"`source` and `target` must be equally many, got {len(arguments.source)} and {len(targets)}.")
-    check_pairs(len(targets))
     check_files({}, arguments.output)
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))

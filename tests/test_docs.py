@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import re
 import runpy
 import shlex
@@ -60,9 +61,11 @@ LONG = (*TRAINING, "serve")
 def template(tmp_path_factory):
     """A folder with the files that the pages assume: trained models in runs/, a recipe, texts."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("demo", "demo_seed_2", "demo_small", "reverse", "text_to_text", "g2p_1", "g2p_2", "g2p_3", "commands"):
-        # More layers would make the ONNX export as slow as all other commands together.
-        save_generator(tiny_generator(layers=1), folder / "runs" / name)
+    # More layers would make the ONNX export as slow as all other commands together.
+    model = save_generator(tiny_generator(layers=1), folder / "runs" / "demo")
+    names = ["demo_seed_2", "demo_small", "reverse", "text_to_text", "g2p_1", "g2p_2", "g2p_3", "commands"]
+    for name in [*names, *(f"multi30k/checkpoint-{step + 1}" for step in range(5))]:
+        shutil.copytree(model, folder / "runs" / name)
     student = tiny_generator(layers=1, kind="byte_bpe")
     save_generator(student, folder / "runs" / "student")
     made = make_vocabulary_map([("the cat", "eine Katze")], student.tokenizers)
@@ -70,8 +73,6 @@ def template(tmp_path_factory):
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     first_lines = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(first_lines), encoding="utf-8")
-    for step in range(5):
-        save_generator(tiny_generator(), folder / "runs" / "multi30k" / f"checkpoint-{step + 1}")
     pair = "the cat\teine Katze\n"
     texts = dict.fromkeys(("pairs.tsv", "both.tsv", "distilled.tsv"), pair) | {"terms.tsv": "cat\tHund\n"}
     names = [f"data/g2p_2021/fre_{split}.tsv" for split in ("train", "dev", "test")]
@@ -107,10 +108,15 @@ def template(tmp_path_factory):
     return folder
 
 
+def link_code(source, target):
+    (os.link if source.endswith(".py") else shutil.copy2)(source, target)
+
+
 @pytest.fixture
 def project(template, tmp_path, monkeypatch):
     """A copy of the template, as the working directory. Settings of the process stay as they are."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    # No command changes the code beside a model, which is most of the files.
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True, copy_function=link_code)
     monkeypatch.chdir(tmp_path)
     for name in ("keep_freed_memory", "keep_few_kernels"):
         for module in ("training.cpu_setup", "scripts.train", "scripts.demo"):

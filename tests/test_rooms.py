@@ -1,6 +1,7 @@
 """Tests of the rooms that docs/house.md describes: which room may import which, and how large folders are."""
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -38,6 +39,7 @@ def imported_names(file):
         yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
+@functools.cache
 def imported_modules(file):
     """Return the modules of this package that a file imports, without itself."""
     full_names = imported_names(file)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.scripts.parsers.verbs import (
-    EXCLUSIVE,
     FILTER_RULES,
     LOADING_OPTIONS,
     PAIR_SUFFIXES,
@@ -169,9 +168,6 @@ def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
         (own_words if is_own else fields).append(word)
     arguments = parser.parse_args(own_words)
     arguments.fields = fields
-    for first, second in EXCLUSIVE:
-        if getattr(arguments, first, None) and getattr(arguments, second, None):
-            raise ValueError(f"`{first}` and `{second}` must not both be given.")
     if verb in STREAM_VERBS and not arguments.overwrite and not arguments.resume:
         path = arguments.output
         # The input as output has an error of its own.

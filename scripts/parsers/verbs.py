@@ -121,9 +121,6 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "INT|mean": _matching(r"-?\d+|mean", "a whole number or mean", lambda word: None if word == "mean" else int(word)),
     "OWNER/NAME": _matching(".*/.*", "user/name or organization/name"),
 }
-# Pairs of options that exclude each other.
-EXCLUSIVE = (("overwrite", "resume"), ("rules", "skip_rules"))
-
 # Options of several verbs
 
 _LINE = {"--max_line_characters INT = 100000": "maximum characters of a line to read; a longer line is an error"}
@@ -169,8 +166,8 @@ _STREAM = {
     "--num_processes INT = 1": "processes that decode chunks in parallel, on the cores or on the accelerators in turn",
     **_SHARD,
 }
-_SCORES = {
-    "--metrics NAME... = bleu chrf": (f"scores: {', '.join(METRICS)} [bleu chrf]"),
+_METRICS = {"--metrics NAME... = bleu chrf": f"scores: {', '.join(METRICS)} [bleu chrf]"}
+_SCORING = {
     "--bleu_tokenize TEXT": "sacreBLEU's tokenizer [13a]; none for tokenized text",
     "--lowercase": "ignore case, as sacreBLEU's -lc",
 }
@@ -323,7 +320,7 @@ VERBS = {
             "--predictions NEW_FILE": "file to write the decoded targets to",
             "model MODEL": "folder or Hub id of any encoder-decoder model",
             **_LANGUAGES,
-            "--metrics NAME... = bleu chrf": (f"scores: {', '.join(METRICS)} [bleu chrf]"),
+            **_METRICS,
         },
         {
             "loading": _LOADING,
@@ -332,8 +329,7 @@ VERBS = {
                 "--malformed error|skip = error": "how to treat lines without a pair",
                 "--invalid_utf8 error|skip = error": "how to treat pairs that are not UTF-8",
                 **_LINE,
-                "--bleu_tokenize TEXT": "sacreBLEU's tokenizer [13a]; none for tokenized text",
-                "--lowercase": "ignore case, as sacreBLEU's -lc",
+                **_SCORING,
                 "--confidence_n COUNT = 1000": "bootstrap resamples for the 95 %% interval of each score; 0 for no interval",
                 "--joiner TEXT": "mark that joins subwords of references, such as @@ [that of the tokenizer]",
             },
@@ -350,7 +346,8 @@ VERBS = {
             "--train_target_file FILE": "training targets, for the frequency of words [the references]",
             "--names NAME...": "names of the systems [those of the files]",
             '--output NEW_FILE... = ""': "report to write beside the text: .json, .html or both",
-            **_SCORES,
+            **_METRICS,
+            **_SCORING,
             "--paired_bs_n COUNT = 1000": "paired bootstrap resamples, as in sacreBLEU",
             "--paired_ar_n COUNT = 10000": "approximate randomization trials, as in sacreBLEU",
             "--num_sentences COUNT = 20": "sentences with the largest differences in --output, in each direction",
@@ -456,10 +453,7 @@ VERBS = {
     "explain": Verb(
         "write a page that shows what each stage of a model computes for a pair",
         {
-            "--source TEXT!": (
-                "source text; may be given several times, for a page of at most 50 pairs",
-                {"action": "append"},
-            ),
+            "--source TEXT!": ("source text; may be given several times", {"action": "append"}),
             "--target TEXT": ("target text for each --source [generated]", {"action": "append"}),
             "--output NEW_FILE = explanation.html": "HTML file to write",
             "model MODEL": "folder or Hub id of any encoder-decoder model",

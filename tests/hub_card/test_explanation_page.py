@@ -12,7 +12,6 @@ from chromium import chromium, one, texts
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.hub_card import write_explanation_page
-from metaphrase.hub_card.pages import MAX_PAIRS
 from metaphrase.inference import explain
 from metaphrase.inference.explanation import PositionMap
 
@@ -97,29 +96,6 @@ def test_positions_keep_their_scale(shown, tmp_path):
     packed = data_of(write_explanation_page([explanation], tmp_path / "page.html"))["pairs"][0]["positions"]
     assert [item["largest"] for item in packed] == [4.0, 1.0]
     assert [unpack(item).ravel().tolist() for item in packed] == [[1, 192], [128, 128]]
-
-
-def test_reduction_above_the_size_limit_is_named(shown, tmp_path, caplog):
-    path = tmp_path / "page.html"
-    sizes = {"heads": 8, "layers": 2, "mean": 1}
-    cells = {name: weights[0, 0].size for name, weights in shown[0].attentions.items()}
-    limits = {detail: sum(4 * -(-count * size // 3) for size in cells.values()) for detail, count in sizes.items()}
-    for detail, limit in limits.items():
-        write_explanation_page(shown[:1], path, max_weight_bytes=limit)
-        data = data_of(path)
-        assert data["detail"] == detail and bool(data["note"]) == (detail != "heads")
-        layers, heads, *_ = data["pairs"][0]["attentions"]["cross"]["shape"]
-        assert layers * heads == sizes[detail]
-    assert f"All heads would exceed {limits['layers']:,} bytes: the page shows the mean of each layer." in caplog.text
-    with pytest.raises(ValueError, match=r"at most 10 bytes of attention weights in one page, got"):
-        write_explanation_page(shown[:1], path, max_weight_bytes=10)
-
-
-@pytest.mark.parametrize("count", [0, MAX_PAIRS + 1])
-def test_number_of_pairs_is_limited(shown, tmp_path, count):
-    with pytest.raises(ValueError, match=f"must show 1 to {MAX_PAIRS} pairs, got {count}"):
-        write_explanation_page(shown[:1] * count, tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
 
 
 @pytest.fixture(scope="module")

@@ -84,11 +84,11 @@ def test_attention_map_grows_with_its_tokens_and_keeps_long_labels_whole(tmp_pat
         weights = torch.eye(rows, columns, requires_grad=True)  # one scale, hence one width of the colour bar
         return png_size(draw_attention_map(weights, ["s"] * columns, [label] * rows, tmp_path / "map.png", **options))
 
-    small, large = draw(15, 15), draw(18, 21)
+    small, large = draw(5, 15), draw(8, 21)
     cell = 0.34 * figures.DOTS_PER_INCH
     assert large[0] - small[0] == pytest.approx(6 * cell, abs=3) and large[1] > small[1]
     label = "a_rather_long_token_indeed"
-    longer = draw(15, 15, label, title="Layer 1")
+    longer = draw(5, 15, label, title="Layer 1")
     assert longer[0] > small[0] + 8 * len(label) and longer[1] > small[1]
 
 

@@ -41,7 +41,7 @@ def test_lines_are_not_written_under_a_name_that_says_compressed(verb, cli_model
     assert not Path(output).exists()
 
 
-@pytest.mark.parametrize("verb", ["generate", "evaluate", "attention", "tokenize"])
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "tokenize"])
 def test_a_compressed_line_that_unpacks_a_thousandfold_is_one_error(verb, cli_model, tmp_path, capsys, monkeypatch):
     bomb, output, one = tmp_path / "bomb.gz", str(tmp_path / "out"), tmp_path / "one"
     with gzip.open(bomb, "wb") as file:
@@ -51,7 +51,6 @@ def test_a_compressed_line_that_unpacks_a_thousandfold_is_one_error(verb, cli_mo
     words = {
         "generate": [cli_model, "--input", str(bomb), "--output", output],
         "evaluate": [cli_model, "--source", str(bomb), "--target", str(one), "--output", output],
-        "attention": [cli_model, "--input", str(bomb), "--output", output, "--format", "pharaoh"],
         "tokenize": ["--files", str(bomb), "--output", output],
     }
     tracemalloc.start()

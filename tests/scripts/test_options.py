@@ -7,7 +7,6 @@ from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE
 from metaphrase.data.pairs import READERS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
-from metaphrase.hub_card.pages import MAX_PAIRS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
@@ -52,7 +51,6 @@ def test_names_and_defaults_are_those_of_the_rooms():
         "generate": [*ENGINES, *UTILITIES, *TEXT_FORMATS, *PATTERNS],
         "tokenize": [*TOKENIZER_KINDS, f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else"],
         "convert": FAMILIES,
-        "explain": [f"at most {MAX_PAIRS} pairs"],
         "attention": ["|".join(DEFAULT_OUTPUTS)],
         "export": ["|".join(FORMATS)],
         "average": [f"[{DEFAULT_METRIC}]"],
@@ -110,8 +108,3 @@ def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs():
     for verb, words in {"explain": "m --source a --output -", "convert": "m -", "average": "a --output -"}.items():
         with pytest.raises(ValueError, match="`output` must be a path, got '-'"):
             parse(verb, words.split())
-
-
-def test_options_that_exclude_each_other_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="`overwrite` and `resume` must not both be given"):
-        parse("generate", ["some/model", "--overwrite", "--resume"])

@@ -87,20 +87,6 @@ def test_a_folder_that_a_living_run_writes_is_refused_and_kept(bart, tmp_path):
     assert names(tmp_path) == ["ours"]
 
 
-def test_a_folder_that_a_killed_run_was_replacing_gets_its_name_back(tmp_path):
-    output = tmp_path / "model"
-    output.mkdir()
-    (output / "weights").write_text("all")
-    with writer("replaced", output):
-        assert not output.exists()
-    with pytest.raises(RuntimeError), folder_in_one_step(output):
-        raise RuntimeError
-    assert names(tmp_path) == ["model"] and (output / "weights").read_text() == "all"
-    with folder_in_one_step(output) as partial:
-        (partial / "weights").write_text("new")
-    assert names(tmp_path) == ["model"] and (output / "weights").read_text() == "new"
-
-
 def write(output, overwrite=False, during=lambda: None, content="new"):
     """Write a folder as `convert` and its like do."""
     check = functools.partial(check_output, output, [], overwrite, "made.json", "made")
@@ -158,7 +144,7 @@ def test_only_what_was_written_here_is_replaced(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
-def test_the_next_run_finds_the_folder_that_a_killed_one_was_replacing(tmp_path):
+def test_a_folder_that_a_killed_run_was_replacing_gets_its_name_back(tmp_path):
     output = tmp_path / "model"
     write(output, content="old")
     with writer("replaced", output):
@@ -167,14 +153,21 @@ def test_the_next_run_finds_the_folder_that_a_killed_one_was_replacing(tmp_path)
     with pytest.raises(ValueError, match=r"`output` must not exist, got .*model"):
         write(output)
     assert (output / "model.safetensors").read_text() == "old"
+    with pytest.raises(RuntimeError), folder_in_one_step(output):
+        raise RuntimeError
+    assert (output / "model.safetensors").read_text() == "old"
+    write(output, overwrite=True)
+    assert names(tmp_path) == ["model"] and (output / "model.safetensors").read_text() == "new"
 
 
-def test_a_device_is_written_and_not_replaced(tmp_path):
+def test_a_device_is_written_by_many_and_not_replaced(tmp_path):
     link = tmp_path / "null"
     link.symlink_to(os.devnull)
-    with file_in_one_step(link) as path:
+    with file_in_one_step(link) as path, OutputFile(link) as first, OutputFile(link) as second:
         path.write_text("nothing")
-    assert names(tmp_path) == ["null"] and not Path(os.devnull).is_file()
+        first.write("one\n")
+        second.write("two\n")
+    assert names(tmp_path) == ["null"] and Path(os.devnull).is_char_device()
 
 
 REFUSAL = r"`output` must be written by one run at a time, got .*, which another one is writing\.$"
@@ -224,14 +217,6 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, t
     monkeypatch.setattr(folders.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks available")))
     with WriteLock(path, "output"):
         assert is_free(path)
-
-
-def test_devices_may_be_written_by_many():
-    with OutputFile(os.devnull) as first, OutputFile(os.devnull) as second:
-        first.write("one\n")
-        second.write("two\n")
-    # A temporary file that replaces its target would have turned the device into a file.
-    assert Path(os.devnull).is_char_device() and Path(os.devnull).read_bytes() == b""
 
 
 @pytest.mark.parametrize("resume", [False, True])
