@@ -93,11 +93,7 @@ class TrainedFolder:
     """
 
     def __init__(self, folder: str | Path):
-        """Read a folder.
-
-        Raises:
-            ValueError: If the folder is missing, or one of its files is not valid.
-        """
+        """Read a folder. Raise a `ValueError` if one of its files is not valid."""
         self.path = Path(folder)
         if not self.path.is_dir():
             raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
@@ -348,11 +344,7 @@ def is_own_card(path: str | os.PathLike) -> bool:
 def read_facts(path: str | os.PathLike) -> Facts:
     """Read the facts that an earlier card was given, to write them into a new one. The title follows from the folder.
 
-    Args:
-        path: A README.md. If it is missing, or somebody made or changed it, there are no facts.
-
-    Raises:
-        ValueError: If the metadata cannot be read.
+    If the card is missing, or somebody made or changed it, there are no facts.
     """
     path = Path(path)
     if not path.exists() or not is_own_card(path):
@@ -369,11 +361,7 @@ def read_facts(path: str | os.PathLike) -> Facts:
 
 
 def complete_facts(facts: Facts, trained: TrainedFolder, repo_id: str | None) -> Facts:
-    """Fill in title, languages and task.
-
-    Raises:
-        ValueError: If the task is unknown.
-    """
+    """Fill in title, languages and task."""
     if facts.task is not None and facts.task not in TASKS:
         raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {facts.task!r}.")
     recipe = trained.recipe or {}

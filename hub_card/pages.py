@@ -37,13 +37,9 @@ def write_explanation_page(
 
 
 def write_page(path: str | os.PathLike, template: str, title: str, **fields: str) -> Path:
-    """Write an HTML page in one step.
+    """Write an HTML page in one step, from a template in this folder with `{{name}}` for each field.
 
-    Args:
-        path: The file to write.
-        template: File in this folder with `{{name}}` for each field. `{{style}}` is the style that all pages share.
-        title: Title of the page, as text.
-        **fields: Parts of the page, as HTML.
+    The title is text, and the other fields are HTML. `{{style}}` is the style that all pages share.
     """
     template, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (template, "page.css"))
     fields |= {"title": html.escape(spell_out(title, ("Cc", "Cs"))), "style": style}

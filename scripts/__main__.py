@@ -45,11 +45,7 @@ class LinesBetweenBars(logging.StreamHandler):
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Run a verb. Progress goes to standard error. An expected error is printed as one line without traceback.
-
-    Args:
-        verb: Name of the verb.
-        words: Words of the command line after it.
+    """Run a verb with the words after it. Progress goes to standard error. An expected error is one line without traceback.
 
     Returns:
         The exit status: 0, 2 after an error, or 130 after an interruption.

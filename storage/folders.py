@@ -117,12 +117,7 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Refuse a folder that cannot be written to, as far as can be seen without writing.
-
-    Args:
-        folder: The folder, which need not exist.
-        name: Option that names it, for messages.
-    """
+    """Refuse a folder, which need not exist, that cannot be written to. `name` is the option that names the folder."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         kind = "read-only" if existing.is_dir() else "a file"
@@ -180,12 +175,9 @@ def read_text(path: Path) -> str:
 
 
 def write_provenance(path: Path, source: str | os.PathLike | None = None, **fields: Any) -> None:
-    """Write where a folder comes from, and which files it has. See `check_output`.
+    """Write, as the last file of a folder, where the folder comes from and which files it has. See `check_output`.
 
-    Args:
-        path: The last file of the folder to be written.
-        source: Hub id, or a folder, of which the name without its parents is written.
-        **fields: Other fields to write.
+    Of a source that is a folder, the name without its parents is written.
     """
     if source is not None:
         fields = {"source": Path(source).resolve().name if os.path.isdir(source) else os.fspath(source)} | fields

@@ -122,13 +122,6 @@ def refuse_missing_folder(name_or_path: str | os.PathLike, field: str) -> None:
     """Refuse a missing path that can be no Hub id, and an id that cannot be loaded.
 
     transformers would ask the Hub for several files, and for each of them six times, which takes minutes without a network.
-
-    Args:
-        name_or_path: Folder or Hub id; `runs/model` may be either.
-        field: The option's name, for the error.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist, and the Hub has no such model or cannot be reached.
     """
     text, path = os.fspath(name_or_path), Path(name_or_path)
     if path.exists():
@@ -149,12 +142,7 @@ def refuse_missing_folder(name_or_path: str | os.PathLike, field: str) -> None:
 
 @contextlib.contextmanager
 def naming(name_or_path: str | os.PathLike, field: str) -> Iterator[None]:
-    """Check a model's folder, and name the option and the model in errors of loading. See `refuse_missing_folder`.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, and the Hub has no such model or cannot be reached.
-        ValueError: If a file of settings is broken, or weights have other shapes.
-    """
+    """Check a model's folder, and name the option and the model in errors of loading. See `refuse_missing_folder`."""
     refuse_missing_folder(name_or_path, field)
     check_model_folder(name_or_path)
     try:

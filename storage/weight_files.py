@@ -132,10 +132,7 @@ class PlannedTensor(NamedTuple):
 def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_bytes: int) -> None:
     """Write `model.safetensors`, or several files and an index. Only one file's tensors are in memory at a time.
 
-    Args:
-        folder: Where to write.
-        planned: The tensors by name, in the order to write.
-        max_shard_bytes: Limit of one file, which only a single tensor may exceed.
+    Only a single tensor may exceed the limit of one file.
     """
     split = split_state_dict_into_shards_factory(
         dict(planned),

@@ -129,14 +129,7 @@ def _argument(key: str, text: str, more: dict[str, Any]) -> tuple[list[str], dic
 
 
 def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line of a verb.
-
-    Args:
-        verb: Name of the verb.
-        words: Words after the verb.
-
-    Returns:
-        Options of the verb. Those of a verb with a recipe have `fields`, the words that set fields of the recipe.
+    """Parse the words after a verb. Words that set fields of a recipe are in `fields` of the result.
 
     Raises:
         SystemExit: After the help.
