@@ -51,35 +51,23 @@ class Weights:
 
 
 class Counterpart(NamedTuple):
-    """The family's weight that holds one of ours.
-
-    Attributes:
-        name: Name of their weight.
-        part: Index of our part, if their weight holds several of ours.
-        parts: Number of equal parts, along the first dimension.
-        is_row: True if their weight has an extra first dimension of 1.
-        unused_rows: Number of unread rows of zeros in front.
-    """
+    """The family's weight that holds one of ours."""
 
     name: str
-    part: int = 0
-    parts: int = 1
+    # True if their weight has an extra first dimension of 1.
     is_row: bool = False
+    # Number of unread rows of zeros in front.
     unused_rows: int = 0
 
     def their_shape(self, our_shape: tuple[int, ...]) -> tuple[int, ...]:
         first, *rest = our_shape
-        shape = (first * self.parts + self.unused_rows, *rest)
+        shape = (first + self.unused_rows, *rest)
         return (1, *shape) if self.is_row else shape
 
     def to_ours(self, theirs: torch.Tensor) -> torch.Tensor:
-        """Cut our weight out of theirs."""
-        if self.is_row:
-            theirs = theirs[0]
-        return theirs.chunk(self.parts)[self.part] if self.parts > 1 else theirs
+        return theirs[0] if self.is_row else theirs
 
     def to_theirs(self, ours: torch.Tensor) -> torch.Tensor:
-        """Return their weight, or our part of it."""
         if self.unused_rows:
             ours = torch.cat((ours.new_zeros(self.unused_rows, *ours.shape[1:]), ours))
         return ours[None] if self.is_row else ours
@@ -89,12 +77,10 @@ class Family(abc.ABC):
     """Mapping of a family's configuration and weights.
 
     Attributes:
-        name: The family's `model_type` in transformers, also used on the command line.
         field_names: Our field to the family's field of the same meaning.
         fixed: Our field to its only value in this family.
         free: Our fields that do not change what a trained model computes.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
-        ignored: Names in checkpoints that hold nothing.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
             next.
     """
@@ -117,12 +103,7 @@ class Family(abc.ABC):
         }
 
     def read_config(self, theirs: PreTrainedConfig, weights: Weights) -> MetaphraseConfig:
-        """Return our configuration of a checkpoint.
-
-        Args:
-            theirs: The family's configuration.
-            weights: The checkpoint's weights, which show what is tied and what a bias holds.
-        """
+        """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
         fields = {ours: getattr(theirs, name) for ours, name in self.field_names.items()}
         # Not every family declares every id.
         fields |= {name: getattr(theirs, name, None) for name in SPECIAL_IDS}
@@ -151,11 +132,7 @@ class Family(abc.ABC):
         }
 
     def write_config(self, ours: MetaphraseConfig) -> dict[str, Any]:
-        """Return the fields of the family's configuration for one of our models.
-
-        Raises:
-            ValueError: If the model has options that the family lacks. The message names all of them.
-        """
+        """Return the fields of the family's configuration for one of our models. An error names all options in the way."""
         heads = (ours.encoder_attention_heads, ours.decoder_attention_heads)
         allowed = {field: (value,) for field, value in self.fixed.items() if field not in self.free}
         allowed["num_key_value_heads"] = (None, heads[0]) if heads[0] == heads[1] else (None,)
@@ -246,8 +223,7 @@ _T5_BIAS = "relative_attention_bias.weight"
 class T5(Family):
     """T5, and T5 v1.1, which is gated and has an untied head.
 
-    Attributes:
-        scalings: False if transformers' class can leave the decoder's output unscaled, True if it can scale the output.
+    `scalings` has False if transformers' class can leave the decoder's output unscaled, True if it can scale the output.
     """
 
     free = Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}

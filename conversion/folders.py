@@ -234,11 +234,7 @@ def stored_names(model: PreTrainedModel) -> list[str]:
 
 
 def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
-    """Plan our weights, with the shapes of the skeleton `ours`, from a family's checkpoint.
-
-    Raises:
-        ValueError: If weights are missing, have a wrong shape or are integers.
-    """
+    """Plan our weights, with the shapes of the skeleton `ours`, from a family's checkpoint."""
     config, shapes = ours.config, _shapes(ours)
     counterparts = {
         name: Counterpart(family.embedding_name(name, weights))
@@ -259,18 +255,14 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
             raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
         _check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
         make = functools.partial(lambda theirs: theirs.to_ours(weights.read(theirs.name)), theirs)
-        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, make)
+        planned[name] = PlannedTensor(kind.nbytes, make)
     return planned
 
 
 def plan_theirs(
     family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
 ) -> dict[str, PlannedTensor]:
-    """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint.
-
-    Raises:
-        ValueError: If our weights are missing, left over or of a wrong shape.
-    """
+    """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""
     config, stored = ours.config, stored_names(ours)
     our_shapes, their_shapes = _shapes(ours), _shapes(theirs)
     _refuse("are missing", [name for name in stored if name not in weights.kinds])

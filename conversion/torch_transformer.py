@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from metaphrase.conversion.families import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
+from metaphrase.conversion.families import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
 _NORMS = {"encoder": ("self_attn_norm", "mlp_norm"), "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm")}
@@ -44,9 +44,7 @@ def from_torch_transformer(
     Args:
         state: State dict of the module, from which depths and widths follow.
         num_heads: `nhead` of the module.
-        activation: `activation` of the module, relu or gelu.
-        norm_first: `norm_first` of the module.
-        layer_norm_eps: `layer_norm_eps` of the module.
+        activation, norm_first, layer_norm_eps: Arguments of the module. The activation is relu or gelu.
         source_embedding: Initial embedding, shape (V, H). None draws random weights.
         target_embedding: Separate embedding of the target, shape (V, H), with which `share_embeddings` is false.
         **fields: Fields of `MetaphraseConfig` that the module leaves to its user: positions, scale of embeddings, ties,
@@ -75,12 +73,15 @@ def from_torch_transformer(
     # A field in both raises a TypeError.
     model = MetaphraseForConditionalGeneration(MetaphraseConfig(**known, **(options | fields)))
     counterparts = {name: _counterpart(name) for name in _shared_names(model)}
-    if difference := {theirs.name for theirs in counterparts.values()} ^ state.keys():
+    if difference := {theirs for theirs, _ in counterparts.values()} ^ state.keys():
         raise ValueError(
             "`state` must be that of a `torch.nn.Transformer` with biases and nothing else, got missing or further names: "
             f"{', '.join(sorted(difference)[:3])}."
         )
-    loaded = {name: theirs.to_ours(state[theirs.name]) for name, theirs in counterparts.items()}
+    loaded = {
+        name: state[theirs] if part is None else state[theirs].chunk(len(_PROJECTIONS))[part]
+        for name, (theirs, part) in counterparts.items()
+    }
     embeddings = {ENCODER_EMBEDDING: source_embedding, DECODER_EMBEDDING: target_embedding}
     loaded |= {name: value for name, value in embeddings.items() if value is not None}
     model.load_state_dict(loaded, strict=False)
@@ -109,11 +110,11 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
         )
     if obstacles:
         raise ValueError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
-    parts: dict[str, dict[int, torch.Tensor]] = {}
+    parts: dict[str, dict[int | None, torch.Tensor]] = {}
     weights = model.state_dict()
     for name in _shared_names(model):
-        theirs = _counterpart(name)
-        parts.setdefault(theirs.name, {})[theirs.part] = weights[name]
+        theirs, part = _counterpart(name)
+        parts.setdefault(theirs, {})[part] = weights[name]
     return {name: torch.cat([value for _, value in sorted(pieces.items())]) for name, pieces in parts.items()}
 
 
@@ -126,18 +127,19 @@ def _shared_names(model: MetaphraseForConditionalGeneration) -> list[str]:
     ]
 
 
-def _counterpart(name: str) -> Counterpart:
+def _counterpart(name: str) -> tuple[str, int | None]:
+    """Return the name of the module's weight that holds one of ours, and the index of our part if it holds three."""
     _, stack, *parts = name.split(".")
     kind = parts[-1]
     match parts:
         case ["norm", _]:
-            return Counterpart(f"{stack}.norm.{kind}")
+            return f"{stack}.norm.{kind}", None
         case ["layers", layer, "mlp", projection, _]:
-            return Counterpart(f"{stack}.layers.{layer}.{_MLP[projection]}.{kind}")
+            return f"{stack}.layers.{layer}.{_MLP[projection]}.{kind}", None
         case ["layers", layer, attention, "o_proj", _]:
-            return Counterpart(f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.out_proj.{kind}")
+            return f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.out_proj.{kind}", None
         case ["layers", layer, attention, projection, _]:
             joint = f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.in_proj_{kind}"
-            return Counterpart(joint, part=_PROJECTIONS.index(projection), parts=len(_PROJECTIONS))
+            return joint, _PROJECTIONS.index(projection)
     _, layer, norm, _ = parts
-    return Counterpart(f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}")
+    return f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}", None

@@ -95,8 +95,7 @@ class BeamState(DecoderState):
     def _tree_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the bias of the scores, (sources, 1 or key_value_heads, copies * groups, tokens).
 
-        Args:
-            bias: Position bias of the last position, (H, positions).
+        `bias` is the position bias of the last position, (H, positions).
         """
         # (sources, copies, tokens) -> (sources, 1, copies, 1, tokens)
         mask = self._mask[:, None, :, None]
@@ -109,21 +108,15 @@ class BeamState(DecoderState):
 
 @dataclass
 class Candidates:
-    """Hypotheses with one more token. Some end, and some continue.
+    """Hypotheses with one more token, (sources, candidates) each. Some end, and some continue, (sources, beams)."""
 
-    Attributes:
-        scores: Sums of log-probabilities, (sources, candidates).
-        parents: Indices of the beams that they continue, (sources, candidates).
-        tokens: Their last tokens, (sources, candidates).
-        is_end: True for hypotheses that end and are good enough to be stored, (sources, candidates).
-        chosen: Indices of the candidates that continue, (sources, beams).
-        chosen_scores: Scores with which they continue, best first, (sources, beams).
-    """
-
+    # Sums of log-probabilities, indices of the beams that the candidates continue, and their last tokens.
     scores: torch.Tensor
     parents: torch.Tensor
     tokens: torch.Tensor
+    # True for hypotheses that end and are good enough to be stored.
     is_end: torch.Tensor
+    # Indices of the candidates that continue, and the scores with which they continue, best first.
     chosen: torch.Tensor
     chosen_scores: torch.Tensor
 
@@ -161,12 +154,9 @@ class Selection:
         self.ends, self._tokens = config._eos_token_tensor, tokens
 
     def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:
-        """Select the candidates with the highest sums of log-probabilities.
+        """Select the candidates with the highest sums of log-probabilities (sources, beams, V), which are overwritten.
 
-        Args:
-            log_probs: Log-probabilities (sources, beams, V). The sums are written into it.
-            beams: Hypotheses to continue.
-            num_left: Most tokens behind the tokens of this step.
+        At most `num_left` tokens follow the tokens of this step.
         """
         num_beams, vocab_size = log_probs.shape[1:]
         # (sources, beams, V) -> (sources, candidates), best first
@@ -252,9 +242,7 @@ def beam_search(
     config: GenerationConfig,
     selection: Selection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the best hypotheses of each source. Arguments are those of `sample`.
-
-    The processors change log-probabilities, and `selection` selects the hypotheses that continue; by default the best.
+    """Find the best hypotheses of each source. Arguments are those of `sample`, but the processors change log-probabilities.
 
     Returns:
         Ids (sources * num_return_sequences, length), best first and padded as transformers pads, and their scores.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from metaphrase.decoding import quantization
 from metaphrase.decoding.prepacked_weights import (
     LARGEST_SIZE,
     PrepackedWeight,
@@ -19,13 +20,12 @@ from metaphrase.decoding.prepacked_weights import (
     is_plain,
     prepared_copies,
 )
-from metaphrase.decoding.quantization import PackedLinear
-from metaphrase.decoding.shortlist import ShortlistProjection, can_shortlist
+from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
 from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, fold_copies, unfold_copies
 from metaphrase.modeling.operators import MetaphraseRMSNorm
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
-from metaphrase.ops.linear_and_dropout import is_hooked, is_offloaded
+from metaphrase.ops.linear_and_dropout import is_hooked
 
 # A model has one head, which takes a large part of a step: a copy pays up to a larger size than in a layer.
 _LARGEST_COPY = 2**26
@@ -57,12 +57,9 @@ class PreparedLinear:
         largest: int = LARGEST_SIZE,
         largest_transposed: int = _LARGEST_TRANSPOSED,
     ):
-        """Choose which copies to make. A copy is made when it is first needed.
+        """Choose which copies to make of layers, all with a bias or none. A copy is made when it is first needed.
 
-        Args:
-            layers: Layers of one input width, all with a bias or none.
-            largest: Most entries of a weight to be copied.
-            largest_transposed: Most entries of a single layer's weight to be transposed.
+        Weights of more entries than `largest` are not copied, single ones of more than `largest_transposed` not transposed.
         """
         self.copied: list[torch.Tensor] = []
         self._calls, self._max_transposed_rows, kind = list(layers), 0, type(layers[0])
@@ -165,13 +162,8 @@ def _prepare_layers(layers: nn.ModuleList) -> tuple[list[PreparedLayer], list[to
 
 def _prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjection | None], list[torch.Tensor]]:
     linear = PreparedLinear([head], largest=_LARGEST_COPY, largest_transposed=LARGEST_SIZE)
-    shortlist = ShortlistProjection(head) if can_shortlist(head) else None
-    return (linear, shortlist), list(head.parameters())
-
-
-def prepared_layers(decoder: nn.Module) -> list[PreparedLayer]:
-    """Return the prepared layers of a decoder for its current weights."""
-    return prepared_copies(decoder, decoder.layers, _prepare_layers)
+    gains = is_plain(head) and head.weight.numel() > quantization.LEAST_SHORTLIST_SIZE and quantization.has_kernels()
+    return (linear, ShortlistProjection(head) if gains else None), list(head.parameters())
 
 
 def prepared_head(
@@ -181,15 +173,14 @@ def prepared_head(
 
     The second is None where all logits are computed as fast.
     """
-    is_called = is_hooked(head) or is_offloaded(head)
-    if not is_called and can_record(head) and head.weight.device.type == "cpu":
+    if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         return prepared_copies(decoder, head, _prepare_head)
     return head, None
 
 
 def prepared_rows(head: nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return a head's projection to the logits of some tokens, (count,), or None if its rows cannot be selected."""
-    if is_hooked(head) or is_offloaded(head):
+    if is_hooked(head):
         return None
     if isinstance(head, PackedLinear):
         return head.select_outputs(tokens).forward
@@ -322,14 +313,11 @@ class DecoderState:
     """
 
     def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
-        """Project the encoder output to keys and values.
+        """Project the encoder output (sources, S, D) to keys and values, for a decoder in evaluation mode.
 
-        Args:
-            decoder: The decoder in evaluation mode, in float32 or bfloat16.
-            encoder_output: Encoder output (sources, S, D).
-            attention_mask: 1 for a token, 0 for padding, (sources, S).
+        The mask (sources, S) is 0 for padding.
         """
-        self.decoder, self.layers = decoder, prepared_layers(decoder)
+        self.decoder, self.layers = decoder, prepared_copies(decoder, decoder.layers, _prepare_layers)
         self._embedding_norm, self._norm = prepared_norm(decoder.embedding_norm), prepared_norm(decoder.norm)
         self.length, self.copies = 0, 1
         # Rows that share one row of the target cache.
@@ -540,14 +528,12 @@ class DecoderState:
         scaling: float,
         copies: int,
     ) -> torch.Tensor:
-        """Attend with one query of each row: from (rows, H, head_dim) to (rows, H * head_dim).
+        """Attend with one query of each row, (rows, H, head_dim) -> (rows, H * head_dim). `copies` rows share their keys.
 
         Args:
             query: The queries.
             views: Keys (rows / copies * key_value_heads, head_dim, keys) and values (..., keys, head_dim).
             bias: Added to the scores, (1 or rows / copies, 1 or key_value_heads, 1 or copies * groups, keys).
-            scaling: Factor of the scores.
-            copies: Rows that share keys and values.
         """
         rows = query.shape[0]
         if copies > 1:
@@ -566,13 +552,7 @@ def attend(
 ) -> torch.Tensor:
     """Attend with few queries (batch * H, queries, head_dim), and return an output of that shape.
 
-    Args:
-        query: The queries.
-        keys: Keys in columns, (batch * H, head_dim, keys).
-        values: Values (batch * H, keys, head_dim).
-        bias: Added to the scores, (1 or batch, 1 or H, 1 or queries, keys).
-        scaling: Factor of the scores.
-        batch: Rows of the cache.
+    Keys stand in columns, (batch * H, head_dim, keys). A bias of the scores is (1 or batch, 1 or H, 1 or queries, keys).
     """
     if query.dtype != torch.float32:
         # The kernel computes scores in float32.

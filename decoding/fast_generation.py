@@ -1,16 +1,16 @@
-"""The entrance to the fast decoder: `generate()` of Metaphrase models, `Generator` and the searches call `search`.
+"""The entrance to the fast decoder, greedy search and sampling: `generate()`, `Generator` and the searches call `search`.
 
-transformers' loops define the result. They run where the fast loops do not support an option; `model.last_search` says which
-loop ran, and why.
+transformers' loops define the result. They run where the fast loops do not support a model or an option;
+`model.search_obstacle` says why.
 """
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
@@ -18,13 +18,19 @@ from transformers.utils.output_capturing import capture_outputs
 
 from metaphrase.decoding.beam_search import BeamState, Selection, beam_search
 from metaphrase.decoding.decoder_state import DecoderState, prepared_head, prepared_rows
-from metaphrase.decoding.options import are_ends, has_unknown_criteria, has_unknown_processors, process_permitted
+from metaphrase.decoding.options import (
+    are_ends,
+    has_unknown_criteria,
+    has_unknown_processors,
+    only_lower,
+    process,
+    process_permitted,
+)
 from metaphrase.decoding.prepacked_weights import walk
-from metaphrase.decoding.sampling import sample
-from metaphrase.decoding.shortlist import Shortlist
+from metaphrase.decoding.quantization import Shortlist
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
-from metaphrase.ops.linear_and_dropout import is_offloaded
+from metaphrase.modeling.positions import has_changing_rotation
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +39,6 @@ _SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_t
 # Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
-# These rotations depend on the length of the sequence so far.
-_CHANGING_ROTATIONS = ("dynamic", "longrope")
-
-
-@dataclass(frozen=True)
-class LastSearch:
-    """The loop that decoded last, as `model.last_search`.
-
-    Attributes:
-        loop: "fast" or "transformers".
-        reason: First reason why the fast loop did not run; empty if it did.
-    """
-
-    loop: str
-    reason: str = ""
 
 
 def is_metaphrase(model: object) -> bool:
@@ -57,7 +48,7 @@ def is_metaphrase(model: object) -> bool:
 
 
 def search(
-    model: MetaphraseForConditionalGeneration,
+    model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -69,7 +60,8 @@ def search(
     """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
 
     `generate()` calls it, also as `generate(custom_generate=search, return_scores=True)`. The result is ids
-    `(sources * copies, length)`, or an output that holds them.
+    `(sources * copies, length)`, or an output that holds them. The first reason why the fast loop did not run, or None, becomes
+    `model.search_obstacle`.
 
     Args:
         return_scores: None returns what transformers' loops return. True and False return `sequences`, with
@@ -82,8 +74,8 @@ def search(
     reason = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
     if return_scores is None and config.return_dict_in_generate and not reason:
         reason = "return_dict_in_generate"
-    model.last_search = LastSearch("transformers" if reason else "fast", reason or "")
-    logger.debug("decoding by the %s loop%s", model.last_search.loop, f": {reason}" if reason else "")
+    model.search_obstacle = reason
+    logger.debug("decoding by the %s", f"transformers loop: {reason}" if reason else "fast loop")
     if reason:
         return _search_by_transformers(
             model, input_ids, logits_processor, stopping_criteria, config, return_scores, **model_kwargs
@@ -120,7 +112,7 @@ def encoded_sources(model_kwargs: dict, copies: int) -> tuple[torch.Tensor, torc
 
 
 def _search_by_transformers(
-    model: MetaphraseForConditionalGeneration,
+    model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -135,13 +127,14 @@ def _search_by_transformers(
     if return_scores:
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, step_scores])
         if config.do_sample and config.num_beams == 1:
-            logits_processor = step_scores.behind(logits_processor)
+            logits_processor = LogitsProcessorList([step_scores.read_logits, *logits_processor])
     output = loop(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
     if return_scores is None:
         return output
     scores = getattr(output, "sequences_scores", None)
     if return_scores and scores is None:
-        scores = step_scores.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
+        tokens = output.sequences[:, input_ids.shape[1] :]
+        scores = _sum_to_ends(step_scores.log_probs, tokens, config._eos_token_tensor)
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
 
@@ -170,24 +163,26 @@ def prepared_projections(
 
 
 def find_obstacle(
-    model: MetaphraseForConditionalGeneration,
+    model: PreTrainedModel,
     input_ids: torch.LongTensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: object = None,
     **model_kwargs,
 ) -> str | None:
     """Return the first reason why the fast loops cannot decode, or None."""
-    cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+    if not is_metaphrase(model):
+        return "a model of another family"
+    config, cache, mask = generation_config, model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
     names = {name for name, value in model_kwargs.items() if value is not None}
     conditions = {
         "synced_gpus": synced_gpus,
         "sampled beams": config.do_sample and config.num_beams > 1,
         "streamer": streamer is not None,
-        "logits processor": has_unknown_processors(processors),
-        "stopping criterion": has_unknown_criteria(criteria, config),
+        "logits processor": has_unknown_processors(logits_processor),
+        "stopping criterion": has_unknown_criteria(stopping_criteria, config),
         "argument of the network": names - _SUPPORTED_ARGUMENTS,
         # A cache of the caller must be filled.
         "kind of cache": cache is not None
@@ -212,7 +207,7 @@ def find_obstacle_of_model(model: MetaphraseForConditionalGeneration) -> str | N
         "model in training": model.training,
         "dtype": model.dtype not in _SUPPORTED_DTYPES,
         "autocast": torch.is_autocast_enabled(model.device.type),
-        "rope_type": (model.config.rope_parameters or {}).get("rope_type") in _CHANGING_ROTATIONS,
+        "rope_type": has_changing_rotation(model.config),
         "hook or own forward": not _calls_are_plain(model),
     }
     return next((name for name, is_met in conditions.items() if is_met), None)
@@ -227,7 +222,7 @@ def _calls_are_plain(model: MetaphraseForConditionalGeneration) -> bool:
         # accelerate casts around the original `forward`, which it stores.
         and ("forward" not in attributes or "_original_forward" in attributes)
         and all(_is_of_package(getattr(type(model), name)) for name in ("forward", "prepare_inputs_for_generation"))
-        and not any(module._forward_pre_hooks or is_offloaded(module) for module in modules)
+        and not any(module._forward_pre_hooks or "_hf_hook" in vars(module) for module in modules)
         # transformers leaves hooks behind that recorded hidden states or attention weights.
         and all(getattr(hook, "__module__", None) == capture_outputs.__module__ for hook in hooks)
     )
@@ -238,6 +233,115 @@ def _is_of_package(method: Callable) -> bool:
     return method.__module__.rpartition(".")[0] == MetaphraseForConditionalGeneration.__module__.rpartition(".")[0]
 
 
+def sample(
+    project: Callable[[torch.Tensor], torch.Tensor],
+    state: DecoderState,
+    prompt: torch.Tensor,
+    copies: int,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    with_scores: bool = False,
+    shorten: Callable[[torch.Tensor], Shortlist | None] | None = None,
+    permitted: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Extend targets by the most probable tokens, or by tokens drawn at random.
+
+    Args:
+        project: Returns logits from the decoder's output.
+        state: State of the sources, before the prompt (sources, length).
+        copies: Targets of each source.
+        config: As `generate()` prepares it, with all special ids and limits.
+        with_scores: True returns log-probabilities: of samples under the model itself, of greedy search after the processors.
+        shorten: Returns shortlists from the decoder's output. Only greedy search of one target without scores uses them.
+        permitted: The token of each logit, (V,). None means all tokens of the vocabulary.
+
+    Returns:
+        Ids (sources * copies, length), padded behind their ends, and their scores, (sources * copies,).
+    """
+    ends, prompt_length = config._eos_token_tensor, prompt.shape[1]
+    padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    ids = prompt.repeat_interleave(copies, dim=0)
+    # Targets that left the batch: their rows in the result, and their ids.
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
+    totals = torch.zeros(len(ids), device=ids.device) if with_scores else None
+    # The row in the result of each row of the batch.
+    rows = torch.arange(len(ids), device=ids.device)
+    is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    # Scores and sampling need the logits of all tokens.
+    if config.do_sample or with_scores or copies > 1 or not only_lower(processors):
+        shorten = None
+    unread: Sequence[torch.Tensor] = prompt.unbind(1)
+    for length in range(prompt_length, config.max_length):
+        for token in unread:
+            hidden_states = state.step(token)
+        shortlist = None if shorten is None else shorten(hidden_states)
+        tokens = None if shortlist is None else _best_of(shortlist, processors, ids)
+        if tokens is None:
+            logits = project(hidden_states).float()
+            if length == prompt_length:
+                state.spread(copies)
+                logits = logits.repeat_interleave(copies, dim=0)
+            scores = process(processors, ids, logits)
+            tokens = _draw(scores) if config.do_sample else scores.argmax(dim=-1)
+            if totals is not None:
+                # The distribution that samples are drawn from may be cut to a single token, with a score of 0.
+                scored = logits if config.do_sample else scores
+                log_probs = nn.functional.log_softmax(scored, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
+                totals[rows] += log_probs.masked_fill(is_ended, 0.0)
+            tokens = tokens if permitted is None else permitted[tokens]
+        if ends is not None:
+            # With one target per source, targets that have ended are no longer in the batch.
+            if copies > 1:
+                tokens = tokens.masked_fill(is_ended, padding)
+            is_ended = is_ended | are_ends(tokens, ends)
+        ids = torch.cat((ids, tokens[:, None]), dim=1)
+        is_done = is_ended if copies == 1 else is_ended.view(-1, copies).all(dim=1)
+        unread = (tokens,)
+        is_last = length + 1 == config.max_length
+        if is_last or True in is_done.tolist():
+            is_leaving = is_done.repeat_interleave(copies) | is_last
+            done.append((rows[is_leaving], ids[is_leaving]))
+            if bool(is_leaving.all()):
+                break
+            ids, rows, is_ended = ids[~is_leaving], rows[~is_leaving], is_ended[~is_leaving]
+            state.select_sources((~is_done).nonzero()[:, 0])
+            unread = (ids[:, -1],)
+    if not done:
+        # The prompt has the maximum length.
+        return ids, totals
+    result = ids.new_full((sum(len(rows) for rows, _ in done), done[-1][1].shape[1]), padding)
+    for rows, ended_ids in done:
+        result[rows, : ended_ids.shape[1]] = ended_ids
+    return result, totals
+
+
+def _draw(scores: torch.Tensor) -> torch.Tensor:
+    """Draw a token of each row of logits (rows, V), shape (rows,)."""
+    try:
+        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
+    except RuntimeError as error:
+        if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
+            # The rows are not the reason, but for example too little memory.
+            raise
+        raise ValueError(
+            "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "
+            "the model, and whether the options suppress all tokens."
+        ) from error
+
+
+def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the most probable tokens, (rows,), or None if a token outside the shortlist may be more probable.
+
+    The processors only lower logits. `ids` of the rows so far have shape (rows, length).
+    """
+    if not processors:
+        return shortlist.tokens[shortlist.logits.argmax(dim=-1)]
+    scores = shortlist.logits.new_full((len(ids), shortlist.vocab_size), -torch.inf)
+    scores[:, shortlist.tokens] = shortlist.logits
+    highest, tokens = process(processors, ids, scores).max(dim=-1)
+    return tokens if bool((highest >= shortlist.floor).all()) else None
+
+
 class SequenceScores(StoppingCriteria):
     """A criterion that never stops. It reads the scores of each step when the tokens are selected, and then empties them.
 
@@ -245,57 +349,38 @@ class SequenceScores(StoppingCriteria):
     beams, which they sum up themselves.
     """
 
-    def __init__(self, empties: bool = True):
-        """Leave the scores in place if `empties` is False, for other criteria that may read earlier steps."""
-        self._empties, self._num_read = empties, 0
+    def __init__(self):
         # One tensor (rows,) per step.
-        self._log_probs: list[torch.Tensor] = []
+        self.log_probs: list[torch.Tensor] = []
         # Logits of this step, which samples are scored by.
         self._logits: torch.Tensor | None = None
 
-    def sample(
-        self, model: GenerationMixin, input_ids: torch.LongTensor, logits_processor: LogitsProcessorList, **kwargs
-    ):
-        """Sample by the model's own loop, for `generate(custom_generate=...)` with this criterion."""
-        return model._sample(input_ids, self.behind(logits_processor), **kwargs)
-
-    def behind(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Return the processors behind one that reads the logits, by which samples are scored."""
-
-        def read(input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
-            # A caller's own processor may change them in place.
-            self._logits = logits.clone()
-            return logits
-
-        return LogitsProcessorList([read, *processors])
+    def read_logits(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        """Store the logits of a step, as the first of the logits processors."""
+        # A caller's own processor may change them in place.
+        self._logits = logits.clone()
+        return logits
 
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor, ...], **kwargs) -> torch.BoolTensor:
-        """Read the scores of the new tokens: one per step, or several in speculative decoding."""
-        for column, step in zip(range(self._num_read - len(scores), 0), scores[self._num_read :], strict=True):
-            # In beam search the scores have more rows than the hypotheses.
-            if len(step) == len(input_ids):
-                self._log_probs.append(_log_probs(step if self._logits is None else self._logits, input_ids[:, column]))
-            if self._empties:
-                step.set_()
-        self._num_read = len(scores)
+        # In beam search the scores have more rows than the hypotheses.
+        if len(scores[-1]) == len(input_ids):
+            logits = scores[-1] if self._logits is None else self._logits
+            self.log_probs.append(_log_probs(logits, input_ids[:, -1]))
+        scores[-1].set_()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def totals(self, sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None) -> torch.Tensor:
-        """Return the sums of log-probabilities (rows,) of sequences (rows, length) behind the prompt, up to the ends."""
-        return _sum_to_ends(self._log_probs, sequences[:, prompt_length:], ends)
 
 
 def totals_of_steps(
     scores: tuple[torch.Tensor, ...], sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `SequenceScores.totals` from the scores (rows, V) of all steps."""
+    """Return the sums of log-probabilities (rows,) of sequences (rows, length), from the scores (rows, V) of all steps."""
     tokens = sequences[:, prompt_length:]
+    # Steps behind the tokens were undone.
     return _sum_to_ends([_log_probs(*step) for step in zip(scores, tokens.unbind(1), strict=False)], tokens, ends)
 
 
 def _sum_to_ends(log_probs: list[torch.Tensor], tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    # Steps behind the tokens were undone.
-    if not (log_probs := log_probs[: tokens.shape[1]]):
+    if not log_probs:
         return torch.zeros(len(tokens), device=tokens.device)
     is_end = are_ends(tokens, ends).long()
     is_padding = (is_end.cumsum(dim=1) > is_end)[:, : len(log_probs)]

@@ -44,29 +44,16 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
         for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
             if new_tokens in settings:
                 settings.pop(length, None)
-        # A caller's own search may read settings that transformers does not know.
-        unknown = {name: settings.pop(name) for name in settings.keys() - vars(GenerationConfig()).keys()}
-        if unknown:
-            options["generation_config"] = GenerationConfig(**unknown)
         options = override_lengths(settings) | options
     if options.get("num_return_sequences", 1) is None:
         options["num_return_sequences"] = 1
     use_floats(options)
-    for name, value in options.items():
-        # `generate()` accepts tensors, too.
-        if name.endswith("_token_id") and isinstance(value, torch.Tensor):
-            options[name] = value.tolist()
     return options
 
 
 def has_unknown_processors(processors: Sequence[LogitsProcessor]) -> bool:
     """Return True if a processor may need all rows of the batch."""
-    return any(
-        # A `prompt_ignore_length` in a tensor has an entry for each row of the first batch.
-        type(processor) not in _ROW_PROCESSORS
-        or isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
-        for processor in processors
-    )
+    return any(type(processor) not in _ROW_PROCESSORS for processor in processors)
 
 
 def only_lower(processors: Sequence[LogitsProcessor]) -> bool:

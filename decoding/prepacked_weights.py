@@ -72,7 +72,6 @@ class WeightRecord:
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]):
-        """Record a module, and the weights of it for which what is written into them counts; see `can_record`."""
         self._module, self._modules, self._weights = module, walk(module), weights
         # Views show the current entries as long as the addresses are the same.
         self._views = []
@@ -193,14 +192,11 @@ class PrepackedWeight:
 @functools.cache
 def prefers_onednn() -> bool:
     """Return True on an AMD processor, if torch is built with oneDNN."""
-    has_operator = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_operator and any(name in _vendor() for name in _AMD)
-
-
-def _vendor() -> str:
     # Only Linux has the file.
     path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else platform.processor()
+    vendor = path.read_text(encoding="utf-8", errors="replace") if path.exists() else platform.processor()
+    has_operator = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_operator and any(name in vendor for name in _AMD)
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -245,11 +241,9 @@ def can_prepack(out_features: int, in_features: int) -> bool:
 def encode_without_padding(
     encoder: MetaphraseEncoder, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
 ) -> BaseModelOutput | None:
-    """Encode the tokens of a padded batch as one packed row, from embeddings (B, S, D).
+    """Encode the tokens of a padded batch as one packed row, (B, S, D) -> (B, S, D), with 0 for padding.
 
-    Returns:
-        Output whose `last_hidden_state` (B, S, D) is 0 for padding. None if packing would not be faster, or if hooks of the
-        layers would see the packed row.
+    None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
     if encoder.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None

@@ -1,6 +1,13 @@
-"""Quantization of linear layers to int8, for decoding on a CPU, by the kernels of FBGEMM."""
+"""Products in int8 on a CPU, by the kernels of FBGEMM: quantized linear layers, and shortlists of tokens.
+
+A shortlist holds the few tokens of a large vocabulary that may have the largest logit. A projection in 8 bits reads a quarter
+of the bytes of float32, and its errors have a bound. A state h is rounded to h', the weights w of a token to w'. By the
+Cauchy-Schwarz inequality, the logit w h differs from w' h' by at most |w| |h - h'| + |w - w'| |h'|. Few tokens, often one, may
+be the best within this bound. Only their logits are computed in float32, and the token that is selected is the same.
+"""
 
 import copy
+import dataclasses
 import functools
 import logging
 import warnings
@@ -19,6 +26,10 @@ WEIGHT_LEVELS = 127
 _MOST_LEVELS, _FEW_LEVELS = 127, 63
 # Smaller activations become zero, so that the reciprocal of a row's scale is finite.
 _LEAST = 1e-30
+# Shortlists gain 1 to 8 % of a step with a head of 512 x 10k, 20 to 40 % with 512 x 32k (one core). Many rows gain nothing.
+LEAST_SHORTLIST_SIZE, _MOST_ROWS = 2**21, 32
+# Rows of the weight that are rounded at a time, to need little memory.
+_ROUNDED_ROWS = 4096
 _PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
 
 
@@ -92,11 +103,7 @@ class PackedLinear(nn.Module):
 
 
 def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str | None:
-    """Return "int8" for that dtype, or None for a dtype that torch itself computes in.
-
-    Raises:
-        ValueError: If the dtype is int8 and the device is no CPU.
-    """
+    """Return "int8" for that dtype, or None for a dtype that torch itself computes in."""
     if str(dtype).removeprefix("torch.") != "int8":
         return None
     if torch.device(device).type != "cpu":
@@ -185,3 +192,56 @@ def _multiply_operator() -> Callable[..., torch.Tensor]:
 def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
     """Round rows of `scale_rows`, multiply them with a packed weight and add its bias: (rows, out_features)."""
     return _multiply_operator()(states, 1.0, activation_levels() + 1, packed)
+
+
+@dataclasses.dataclass
+class Shortlist:
+    """Tokens for all rows together (count,), ascending, their logits (rows, count), and a bound of other logits, (rows,)."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    floor: torch.Tensor
+    vocab_size: int
+
+
+class ShortlistProjection:
+    """A projection from decoder output to shortlists, for a plain head in float32 on a CPU that has int8 kernels."""
+
+    def __init__(self, head: nn.Linear):
+        self._head = head
+
+    def __call__(self, states: torch.Tensor) -> Shortlist | None:
+        """Return the shortlist of states (rows, H), or None if all logits are computed as fast."""
+        if len(states) > _MOST_ROWS:
+            return None
+        packed, weight_norms = self._rounded
+        scaled, scale = scale_rows(states)
+        rounded = scaled.round()
+        error, rounded_norm, norm = torch.linalg.vector_norm(torch.stack((scaled - rounded, rounded, scaled)), dim=2)
+        # The sum over H is rounded, too.
+        error = error + norm * (states.shape[1] * torch.finfo(states.dtype).eps)
+        # (rows, 2) x (2, vocab): the largest error of each logit.
+        state_norms, bias = torch.stack((error, rounded_norm), dim=1), self._head.bias
+        logits = multiply_levels(scaled, packed)
+        if bias is not None:
+            logits += bias / scale
+        floor = torch.addmm(logits, state_norms, weight_norms, alpha=-1).amax(dim=1, keepdim=True)
+        highest = logits.addmm_(state_norms, weight_norms)
+        tokens = (highest.sub_(floor).amax(dim=0) >= 0).nonzero()[:, 0]
+        # With NaN in the states, no token reaches the floor.
+        if not 0 < len(tokens) <= highest.shape[1] // 8:
+            return None
+        weight, bias = self._head.weight[tokens], None if bias is None else bias[tokens]
+        exact = nn.functional.linear(states, weight, bias)
+        return Shortlist(tokens, exact, (floor * scale)[:, 0], highest.shape[1])
+
+    @functools.cached_property
+    def _rounded(self) -> tuple[torch.ScriptObject, torch.Tensor]:
+        """The packed weight in 8 bits, and the norms of each token's weights and of their rounding errors, (2, V)."""
+        blocks, norms = [], []
+        for block in self._head.weight.detach().split(_ROUNDED_ROWS):
+            levels, scale = round_weight(block)
+            error = torch.addcmul(block, levels.to(block.dtype), scale[:, None], value=-1)
+            norms.append(torch.stack([torch.linalg.vector_norm(rows, dim=1) for rows in (block, error)]))
+            blocks.append((levels, scale))
+        return pack_int8(*map(torch.cat, zip(*blocks, strict=True))), torch.cat(norms, dim=1)

@@ -2,8 +2,7 @@
 
 from metaphrase.decoding.quantization import quantize
 from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
-from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
-from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
+from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner, SpeculativeSearch
 from metaphrase.inference.alignment import (
     AttentionMap,
     alignment_error_rate,

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from metaphrase.decoding import fast_generation
-from metaphrase.decoding.fast_generation import SequenceScores, is_metaphrase, totals_of_steps
+from metaphrase.decoding.fast_generation import totals_of_steps
 from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.searches.constrained_beam_search import add_beams, constrained_beam_search
-from metaphrase.decoding.searches.joint_search import Partner
+from metaphrase.decoding.searches.joint_search import Partner, SpeculativeSearch
 from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, length_limits, resolve_settings
 from metaphrase.tokenization.batches import batches_by_length
@@ -178,7 +178,7 @@ def decode(
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
         sources: Token ids of each source, with end of sequence.
         return_scores: True if hypotheses carry their score.
-        batch_size: Most sources in a batch. It is 1 if transformers drafts tokens, or if an option looks at padded sources
+        batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
         max_tokens_per_batch: Most source tokens in a batch, padding included.
         show_progress: As for `progress_bar`.
@@ -203,8 +203,8 @@ def decode(
             models = [model, *(partner.model for partner in partners)]
             settings = resolve_settings(model, options)
             counts_padding = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_PADDING.items())
-            if counts_padding or _is_assisted(settings):
-                # transformers' assisted loop takes one source. A source alone has no padding.
+            if counts_padding or _is_assisted(settings) or isinstance(search, SpeculativeSearch):
+                # Loops with drafts take one source. A source alone has no padding.
                 batch_size = 1
             search_batch = _make_search(models, search, return_scores, vocabulary_map, options)
             context.enter_context(evaluating(models))
@@ -235,10 +235,10 @@ def _make_search(
             raise ValueError("Required phrases need a single model, got several.")
         options = add_beams(models[0], options)
         options |= {"custom_generate": constrained_beam_search, "return_dict_in_generate": True, "output_scores": False}
-    elif joint_search is None and is_metaphrase(models[0]) and _is_plain(models[0], options):
+    elif joint_search is None and _is_plain(models[0], options):
         options |= {"custom_generate": fast_generation.search, "return_scores": return_scores}
     elif joint_search is None:
-        options |= {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
+        options |= dict.fromkeys(("output_scores", "output_logits"), return_scores) | {"return_dict_in_generate": True}
 
     def search_batch(*sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
         inputs, *partner_inputs = map(pad_sources, sources, models)
@@ -292,16 +292,7 @@ def _generate(
     if min_new_tokens is not None and model.generation_config.min_length is not None:
         # `generate()` warns if both are set.
         options |= {"min_length": 1 + min_new_tokens, "min_new_tokens": None}
-    totals = totals_of_steps
     settings = resolve_settings(model, options)
-    if options.get("output_scores") and options.get("custom_generate") is None:
-        criteria = options.get("stopping_criteria") or []
-        step_scores = SequenceScores(empties=not criteria)
-        options["stopping_criteria"] = StoppingCriteriaList([*criteria, step_scores])
-        is_sampled = settings.get("do_sample") and (settings.get("num_beams") or 1) == 1
-        if is_sampled and options.get("streamer") is None and not _is_assisted(settings):
-            options["custom_generate"] = step_scores.sample
-        totals = lambda _, *arguments: step_scores.totals(*arguments)  # noqa: E731
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
     output = model.generate(**inputs, **{"synced_gpus": False} | options)
     ends = settings.get("eos_token_id")
@@ -315,7 +306,8 @@ def _generate(
         scores = output.sequences_scores.tolist()
     elif return_scores:
         end_ids = torch.tensor(sorted(ends), dtype=torch.long, device=output.sequences.device)
-        scores = totals(output.scores, output.sequences, 1, end_ids).tolist()
+        steps = output.logits if settings.get("do_sample") and output.logits is not None else output.scores
+        scores = totals_of_steps(steps, output.sequences, 1, end_ids).tolist()
     return [Hypothesis(ids, score, is_finished) for (ids, is_finished), score in zip(rows, scores, strict=True)]
 
 

@@ -116,7 +116,8 @@ class EngineChoice:
         if not any(is_faster(self._num_weights, self._dtype, *setting) for setting in ((1, 1), (1, 2), (4, 1), (4, 2))):
             return f"faster for {self._num_weights:,} weights in {self._dtype}"
         try:
-            from metaphrase.conversion.ctranslate2.export import SINUSOIDAL_POSITIONS, find_obstacles  # Needs an extra.
+            from metaphrase.conversion.ctranslate2.export import find_obstacles  # Needs an extra.
+            from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
         except ImportError as error:
             return str(error)
         if obstacles := find_obstacles(model.config):

@@ -22,8 +22,12 @@ import metaphrase.modeling  # noqa: F401 (registers the models with the Auto cla
 from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.decoding.quantization import quantization_of, quantize
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
-from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
-from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+from metaphrase.decoding.searches.joint_search import (
+    DEFAULT_NUM_ASSISTANT_TOKENS,
+    EnsembleSearch,
+    Partner,
+    SpeculativeSearch,
+)
 from metaphrase.inference.batches import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOKENS_PER_BATCH,

@@ -35,16 +35,10 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax attention in plain operations, the reference for the fast kernels.
 
-    Source: Vaswani et al. 2017, section 3.2, arXiv 1706.03762.
+    Queries are `(batch, heads, query, head_dim)`, keys and values `(batch, key_value_heads, key, head_dim)`. The mask is added to
+    the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`.
 
-    Args:
-        module: The attention module.
-        query: `(batch, heads, query, head_dim)`.
-        key: `(batch, key_value_heads, key, head_dim)`.
-        value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: Added to the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`.
-        scaling: Factor of the scores.
-        dropout: Probability to drop an attention weight.
+    Source: Vaswani et al. 2017, section 3.2, arXiv 1706.03762.
 
     Returns:
         Output `(batch, query, heads, head_dim)` and weights `(batch, heads, query, key)`.
@@ -81,16 +75,10 @@ def unfold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
 def combine_bias(
     position_bias: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool, query_offset: int | torch.Tensor
 ) -> torch.Tensor:
-    """Add a position bias and a mask.
+    """Add a position bias `(1 or batch, heads, query, key)` and a mask. Rows without a visible key are finite.
 
-    Args:
-        position_bias: `(1 or batch, heads, query, key)`.
-        attention_mask: Boolean or additive, `(batch, 1, query, key)`. None hides no key but future keys.
-        is_causal: True if None hides future keys.
-        query_offset: Index of the first query among the keys.
-
-    Returns:
-        An additive mask `(1 or batch, heads, query, key)`. Rows without a visible key are finite.
+    The mask is boolean or additive, `(batch, 1, query, key)`. None hides future keys if `is_causal`. `query_offset` is the index
+    of the first query among the keys.
     """
     lowest = torch.finfo(position_bias.dtype).min
     query_length, key_length = position_bias.shape[-2:]
@@ -212,7 +200,7 @@ class MetaphraseAttention(nn.Module):
 
         if packing is not None and packing.kernel != "reference":
             key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
-            output = packed_attention(self, query, key, value, attention_mask, packing, self.scaling, dropout)
+            output = packed_attention(query, key, value, attention_mask, packing, self.scaling, dropout)
             return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         copies = query.shape[0] // key.shape[0]
         if copies > 1:

@@ -5,7 +5,6 @@ All code that shifts or counts labels uses this file.
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 IGNORED_LABEL = -100
 
@@ -22,16 +21,12 @@ def shift_right(
     Args:
         labels: Ids `(batch, target)`, -100 at positions without a label.
         pad_token_id: Replaces -100.
-        decoder_start_token_id: The start token.
         target_lengths: Tokens of each target in a packed row, `(targets)`. Each target gets a start token.
         start_from_labels: True to start with the last label of a target instead. This is a language code in mBART (Liu et al.
             2020, section 2.2, arXiv 2001.08210).
 
     Returns:
         Ids `(batch, target)`.
-
-    Raises:
-        ValueError: If a required id is None.
     """
     for field, value in (("decoder_start_token_id", decoder_start_token_id), ("pad_token_id", pad_token_id)):
         is_needed = field == "pad_token_id" or not start_from_labels
@@ -107,8 +102,7 @@ def num_items(
 def check_halves(labels: torch.Tensor) -> None:
     """Check that the second half of the labels `(labels,)` equals the first half.
 
-    Raises:
-        ValueError: If the halves differ. On an accelerator only the number is checked, since values would have to wait.
+    On an accelerator only the number is checked, since values would have to wait.
     """
     half = labels.shape[0] // 2
     is_even = labels.shape[0] == 2 * half
@@ -116,44 +110,16 @@ def check_halves(labels: torch.Tensor) -> None:
         raise ValueError("With `r_drop_alpha`, the second half of a batch must be the first again, got other labels.")
 
 
-def symmetric_divergence(
-    first_logits: torch.Tensor, second_logits: torch.Tensor, labels: torch.Tensor, labels_per_chunk: int = 512
-) -> torch.Tensor:
+def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
 
-    Gradient checkpointing keeps only one chunk of probabilities in memory.
+    The predictions are the halves of logits `(labels, vocab)`, with equal halves of labels `(labels,)`. -100 is no label.
 
     Source: Liang et al. 2021, equation 2, arXiv 2106.14448.
-
-    Args:
-        first_logits: `(labels, vocab)`.
-        second_logits: `(labels, vocab)`.
-        labels: `(labels,)`, -100 to ignore a row of the logits.
-        labels_per_chunk: Number of rows of a chunk.
-
-    Returns:
-        A scalar, in nats, with gradients for both predictions.
     """
-    total = torch.zeros((), dtype=torch.float32, device=first_logits.device)
-    is_label = (labels != IGNORED_LABEL).to(first_logits.device)
-    chunks = (tensor.split(labels_per_chunk) for tensor in (first_logits, second_logits, is_label))
-    for chunk in zip(*chunks, strict=True):
-        total = total + checkpoint(_divergence, *chunk, use_reentrant=False, preserve_rng_state=False)
-    return total
-
-
-def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the `symmetric_divergence` of the two halves of logits `(labels, vocab)` with labels `(labels,)`."""
     check_halves(labels)
-    first, second = logits.chunk(2)
-    return symmetric_divergence(first, second, labels[: len(first)])
-
-
-def _divergence(first_logits: torch.Tensor, second_logits: torch.Tensor, is_label: torch.Tensor) -> torch.Tensor:
+    is_label = (labels != IGNORED_LABEL).to(logits.device)[:, None]
     # Ignored rows become zeros, since infinite logits would give NaN even with a weight of 0.
-    first, second = (
-        nn.functional.log_softmax(torch.where(is_label[:, None], logits, 0.0).float(), dim=-1)
-        for logits in (first_logits, second_logits)
-    )
+    first, second = nn.functional.log_softmax(torch.where(is_label, logits, 0.0).float(), dim=-1).chunk(2)
     # KL(p, q) + KL(q, p) is the sum of (p - q)(log p - log q).
     return 0.5 * ((first.exp() - second.exp()) * (first - second)).sum()

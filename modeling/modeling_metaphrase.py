@@ -50,18 +50,9 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Resize a separate target vocabulary: its embeddings and the output projection.
+        """Resize a separate target vocabulary, its embeddings and the output projection, and return the new embeddings.
 
-        Args:
-            new_num_tokens: Size of the new vocabulary. New entries are initialized, and entries at the end are cut off.
-            pad_to_multiple_of: Rounds the size up.
-            mean_resizing: True to draw new entries from the distribution of the old entries.
-
-        Returns:
-            The new embeddings.
-
-        Raises:
-            ValueError: If source and target share their embeddings.
+        The arguments are those of `resize_token_embeddings`.
         """
         if self.config.share_embeddings:
             raise ValueError(
@@ -139,11 +130,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             longest_source: The largest of `source_lengths`. If given, no code waits for an accelerator.
             longest_target: The largest of `target_lengths`. If given, no code waits for an accelerator.
 
-        Returns:
-            `last_hidden_state` `(batch, target, hidden)`, the encoder output, the cache, and the recorded outputs.
-
-        Raises:
-            ValueError: If the inputs of the encoder or decoder are missing, or the lengths do not fit the rows.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError(
@@ -212,12 +198,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
     def project(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return logits: `(..., hidden) -> (..., vocab)`.
-
-        Args:
-            hidden_states: The decoder's output.
-            head: Replaces `lm_head`.
-        """
+        """Return logits of the decoder's output: `(..., hidden) -> (..., vocab)`. `head` replaces `lm_head`."""
         return clamp_float16((self.lm_head if head is None else head)(self.scale(hidden_states)))
 
     def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -273,9 +254,6 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
 
         Returns:
             `loss` (a scalar or None), `logits` `(batch, target, vocab)` or None, and the outputs of `MetaphraseModel`.
-
-        Raises:
-            ValueError: If `MetaphraseModel.forward` raises an error.
         """
         if return_logits is None or labels is None:
             return_logits = labels is None or not self.training

@@ -7,7 +7,7 @@ compute the same.
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,18 +60,6 @@ def cast_for_autocast(states: torch.Tensor) -> torch.Tensor:
     return states.to(torch.get_autocast_dtype(device_type)) if is_cast else states
 
 
-class PackedKernel(NamedTuple):
-    """An attention over packed rows.
-
-    Attributes:
-        make_mask: Takes a packing, a position bias module and a tensor of the mask's dtype. Returns the mask of the kernel.
-        attend: Takes query, key, value, mask, packing, scaling and dropout. Returns `(1, query tokens, heads, head_dim)`.
-    """
-
-    make_mask: Callable[..., Any]
-    attend: Callable[..., torch.Tensor]
-
-
 def plain_linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:
     """Apply a linear layer and an activation, clamping float16: `(..., in_features) -> (..., out_features)`."""
     states = clamp_float16(layer(states))
@@ -98,7 +86,8 @@ class Acceleration:
         linear: Like `plain_linear`.
         dropout: Like `torch.nn.functional.dropout` (Srivastava et al. 2014, section 4).
         add_dropout: Like `plain_add_dropout`.
-        grid: The attention kernel `grid` of packed rows, if there is one.
+        grid: The attention kernel `grid` of packed rows, if there is one. Takes query, key, value, mask, packing, scaling and
+            dropout, and returns `(1, query tokens, heads, head_dim)`.
         fused_attention: Returns the output of all heads of a `MetaphraseAttention` over packed rows, or None. Projects, too.
         projected_loss: Returns the loss from the decoder's output without storing all logits, or None.
         encoding: A context in which an encoder runs its layers.
@@ -109,7 +98,7 @@ class Acceleration:
     linear: Callable[..., torch.Tensor] = plain_linear
     dropout: Callable[..., torch.Tensor] = nn.functional.dropout
     add_dropout: Callable[..., torch.Tensor] = plain_add_dropout
-    grid: PackedKernel | None = None
+    grid: Callable[..., torch.Tensor] | None = None
     fused_attention: Callable[..., torch.Tensor | None] = _do_nothing
     projected_loss: Callable[..., torch.Tensor | None] = _do_nothing
     encoding: Callable[[nn.Module], contextlib.AbstractContextManager] = contextlib.nullcontext

@@ -6,7 +6,6 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 - `reference`: the model's attention with a mask of the full row, quadratic in the length of the row. Tests compare the other
   kernels with `reference`.
 - `varlen`: torch's flash attention, for half precision on an Ampere GPU or newer, without bias and dropout.
-- `flash`: a flash attention package of transformers.
 - `grid`: a padded grid with one row per sequence, for all other cases. Part of `metaphrase.ops`; `reference` replaces it.
 """
 
@@ -15,13 +14,14 @@ from functools import cached_property
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import varlen_causal
 from .operators import acceleration
 
 # In rows of fewer than 16 entries, a CPU's softmax takes ten times as long per entry.
 MIN_GRID_WIDTH, GRID_WIDTH_MULTIPLE = 16, 8
+# Older GPUs have no flash attention.
+_LEAST_CAPABILITY = (8, 0)
 
 
 def grid_width(longest: int) -> int:
@@ -36,9 +36,6 @@ class Segments:
         lengths: Tokens of each sequence, `(sequences)`.
         num_tokens: Tokens in the row.
         longest: The largest length, if known. Reading values from an accelerator would wait for the accelerator.
-
-    Raises:
-        ValueError: If the lengths are not positive or their sum is not `num_tokens`.
     """
 
     def __init__(self, lengths: torch.Tensor, num_tokens: int, longest: int | None = None):
@@ -87,26 +84,11 @@ class Segments:
         """Cell of each token in the flattened grid `(sequences * width)`, `(tokens)`."""
         return self.ids * self.width + self.positions[0]
 
-    @cached_property
-    def is_filled(self) -> torch.Tensor:
-        """Mask of the grid's cells, True if a cell holds a token, `(sequences, width)`."""
-        return torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
-
 
 class Packing:
-    """The sequences between which a packed attention runs.
+    """The sequences between which a packed attention runs, and the name of a kernel.
 
-    Args:
-        queries: Sequences of the row of queries.
-        keys: Sequences of the row of keys: `queries` for self-attention, the sources for cross-attention.
-        is_causal: True if a token does not see later tokens.
-        kernel: Name of a kernel of `packed_attention`.
-
-    Attributes:
-        grids: Storage of the kernel `grid`.
-
-    Raises:
-        ValueError: If the two rows hold different numbers of sequences.
+    The keys are `queries` for self-attention, and the sources for cross-attention.
     """
 
     def __init__(self, queries: Segments, keys: Segments, is_causal: bool, kernel: str):
@@ -115,6 +97,7 @@ class Packing:
                 f"A packed batch must have as many sources as targets, got {len(keys)} sources and {len(queries)} targets."
             )
         self.queries, self.keys, self.is_causal, self.kernel = queries, keys, is_causal, kernel
+        # Storage of the kernel `grid`.
         self.grids: dict = {}
 
     def is_seen(self) -> torch.Tensor:
@@ -133,76 +116,47 @@ class Packing:
             indices = torch.arange(self.queries.width, device=self.queries.lengths.device)
             # An empty cell comes after all tokens of its sequence, so no token sees the cell.
             return (indices[:, None] >= indices[None, :])[None, None]
-        return self.keys.is_filled[:, None, None, :]
-
-
-# Older GPUs have no flash attention.
-_LEAST_CAPABILITY = (8, 0)
+        indices = torch.arange(self.keys.width, device=self.keys.lengths.device)
+        return (indices < self.keys.lengths[:, None])[:, None, None, :]
 
 
 def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
-    """Return the name of the kernel for a packed attention.
-
-    Args:
-        implementation: The model's `attn_implementation`.
-        states: Input of the attention, of its device and dtype.
-        head_dim: Width of a head.
-        has_bias: True if a position bias is added to the scores.
-        dropout: Dropout of the attention weights, 0 outside training.
-
-    Raises:
-        ValueError: If the implementation cannot attend over packed rows.
-    """
+    """Return the name of the kernel for a packed attention to states, by `attn_implementation` and all that limits a kernel."""
+    device_type = states.device.type
+    is_autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_autocast else states.dtype
+    can_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+    can_flash = can_flash and device_type == "cuda" and not has_bias and not dropout
     if implementation == "eager":
         return "reference"
-    if implementation in ("sdpa", "flex_attention"):
-        device_type = states.device.type
-        is_autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_autocast else states.dtype
-        can_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-        can_flash = can_flash and device_type == "cuda" and not has_bias and not dropout
-        if can_flash and torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY:
-            return "varlen"
-        return "reference" if acceleration.grid is None else "grid"
-    if has_bias or "flash" not in implementation:
+    if implementation not in ("sdpa", "flex_attention") and "flash" not in implementation:
+        # A user's own kernel may compute something else.
         raise ValueError(
-            "`attn_implementation` must be sdpa, eager or flex_attention (or, without a position bias, a flash attention) "
-            f"for packed rows, got {implementation!r}."
+            f"`attn_implementation` must be a kernel of torch or transformers for packed rows, got {implementation!r}."
         )
-    return "flash"
+    if can_flash and torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY:
+        return "varlen"
+    return "reference" if acceleration.grid is None else "grid"
 
 
-def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
-    """Make the mask for the kernel of a packing, once for all layers that share a position bias.
-
-    Args:
-        packing: The sequences of the queries and keys, and the kernel.
-        bias: Module of the position bias, or None.
-        like: A tensor of the dtype of the mask.
-
-    Returns:
-        A mask in the kernel's format, or None if the kernel needs the packing only.
-    """
-    if packing.kernel == "grid":
-        return acceleration.grid.make_mask(packing, bias, like)
-    if packing.kernel in ("varlen", "flash"):
+def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
+    """Make the mask for the kernel of a packing, of the dtype of `like`, once for all layers that share a position bias."""
+    if packing.kernel == "reference":
+        return additive_mask(packing.is_seen(), packing.queries.positions, bias, like)
+    if packing.kernel == "varlen" or (bias is None and not packing.is_causal):
         return None
-    return additive_mask(packing.is_seen(), packing.queries.positions, bias, like)
+    # A token has the same position in its grid row as in its sequence.
+    positions = torch.arange(packing.queries.width, device=like.device)[None, :]
+    return additive_mask(packing.is_seen_in_grid(), positions, bias, like)
 
 
 def additive_mask(
     is_seen: torch.Tensor, positions: torch.Tensor, bias: nn.Module | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """Make a mask that is added to the scores.
+    """Make a mask that is added to the scores: the bias, or 0, if `is_seen`, and the lowest number elsewhere.
 
-    Args:
-        is_seen: True if a query sees a key, `(sequences or 1, 1, query or 1, key)`.
-        positions: Positions of queries and keys, `(1, query)`.
-        bias: Module of the position bias, or None.
-        like: A tensor of the dtype of a mask without a bias.
-
-    Returns:
-        The bias, or 0, if `is_seen`, and the lowest number elsewhere. With a bias in float32.
+    A query sees a key by `is_seen` `(sequences or 1, 1, query or 1, key)`. Both have the positions `(1, query)`. With a bias the
+    mask is in float32, without in the dtype of `like`.
     """
     if bias is None:
         scores = torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device)
@@ -212,47 +166,26 @@ def additive_mask(
 
 
 def packed_attention(
-    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask,
+    mask: torch.Tensor | None,
     packing: Packing,
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows, by any kernel but `reference`.
+    """Attend within each sequence of packed rows, by the kernel `grid` or `varlen`.
 
-    Args:
-        module: The attention module.
-        query: `(1, heads, query tokens, head_dim)`.
-        key: `(1, heads, key tokens, head_dim)`.
-        value: `(1, heads, key tokens, head_dim)`.
-        mask: Mask from `packed_mask`.
-        packing: The sequences of the queries and keys, and the kernel.
-        scaling: Factor of the scores.
-        dropout: Probability to drop an attention weight.
+    Queries, keys and values are `(1, heads, tokens, head_dim)`, and the mask is that of `packed_mask`.
 
     Returns:
         `(1, query tokens, heads, head_dim)`.
     """
     if packing.kernel == "grid":
-        return acceleration.grid.attend(query, key, value, mask, packing, scaling, dropout)
+        return acceleration.grid(query, key, value, mask, packing, scaling, dropout)
     queries, keys = packing.queries, packing.keys
-    if packing.kernel == "varlen":
-        # Before torch 2.13, the kernel has a fixed scale.
-        query = query * (scaling * query.shape[-1] ** 0.5)
-        rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
-        causal = varlen_causal() if packing.is_causal else {}
-        return varlen_attn(*rows, queries.offsets, keys.offsets, queries.longest, keys.longest, **causal)[None]
-    output, _ = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation](
-        *(module, query, key, value, None),
-        scaling=scaling,
-        dropout=dropout,
-        is_causal=packing.is_causal,
-        cu_seq_lens_q=queries.offsets,
-        cu_seq_lens_k=keys.offsets,
-        max_length_q=queries.longest,
-        max_length_k=keys.longest,
-    )
-    return output
+    # Before torch 2.13, the kernel has a fixed scale.
+    query = query * (scaling * query.shape[-1] ** 0.5)
+    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
+    causal = varlen_causal() if packing.is_causal else {}
+    return varlen_attn(*rows, queries.offsets, keys.offsets, queries.longest, keys.longest, **causal)[None]

@@ -35,9 +35,6 @@ class Text2TextGenerationPipeline(Pipeline):
         target_tokenizer: Tokenizer of the targets. By default the one saved beside the source tokenizer, or else `tokenizer`.
         task: Name of the task, whose `task_specific_params` in the model's configuration apply.
         **kwargs: Arguments of transformers' pipelines and of a call: `prefix`, `truncation`, and all options of `generate()`.
-
-    Raises:
-        ValueError: If a tokenizer is missing.
     """
 
     _load_processor = False
@@ -130,16 +127,7 @@ class Text2TextGenerationPipeline(Pipeline):
         if options.get("generation_config") is None:
             options = self._with_defaults(self.task_options | options)
         # Between steps of training, a model has dropout.
-        modes = [(module, module.training) for module in self.model.modules()]
-        if any(is_training for _, is_training in modes):
-            self.model.eval()
-        try:
-            output = self.model.generate(**model_inputs, **options)
-        finally:
-            # A module comes before its submodules, whose modes `train` changes.
-            for module, is_training in modes:
-                if module.training != is_training:
-                    module.train(is_training)
+        output = self.model.eval().generate(**model_inputs, **options)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
         return {"output_ids": sequences.reshape(len(model_inputs["input_ids"]), -1, sequences.shape[-1])}

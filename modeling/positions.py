@@ -1,8 +1,4 @@
-"""Position embeddings and position biases.
-
-Added to the embeddings: `SinusoidalPositionEmbedding` and `LearnedPositionEmbedding`. Applied to queries and keys:
-`RotaryPositionEmbedding`. Added to the attention scores: `RelativePositionBias` and `AlibiPositionBias`.
-"""
+"""Positions: added to the embeddings, applied to queries and keys, or added to the attention scores."""
 
 import copy
 import math
@@ -15,17 +11,12 @@ from .configuration_metaphrase import MetaphraseConfig
 from .operators import clamp_float16
 
 _MAX_WAVELENGTH = 10_000.0
+# The frequencies of these rotations depend on the length of the sequence so far.
+_CHANGING_ROTATIONS = ("dynamic", "longrope")
 
 
 def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Number the tokens of each row from 0, without padding on either side.
-
-    Args:
-        attention_mask: 1 for a token, 0 for padding, `(batch, length)`.
-
-    Returns:
-        Positions `(batch, length)`. Padding has the position of the token before, or 0.
-    """
+    """Number the tokens of each row of a mask `(batch, length)` from 0. Padding has the position of the token before, or 0."""
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
@@ -34,13 +25,7 @@ def sinusoids(positions: torch.Tensor, hidden_size: int, layout: str) -> torch.T
 
     An odd width has one cosine less than sines, or a zero at the end for `fairseq`.
 
-    Source: Vaswani et al. 2017, section 3.5, arXiv 1706.03762.
-
-    Args:
-        positions: Numbers of the positions.
-        hidden_size: Width.
-        layout: `interleaved` (sine and cosine in turn), `half_split` (all sines, then all cosines) or `fairseq` (half split, with
-            the slightly longer wavelengths of tensor2tensor and fairseq).
+    Source: Vaswani et al. 2017, section 3.5, arXiv 1706.03762. `MetaphraseConfig.sinusoidal_layout` describes the layouts.
     """
     device = positions.device
     if layout == "fairseq":
@@ -95,11 +80,7 @@ class LearnedPositionEmbedding(nn.Embedding):
         self.offset = config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
-        """Look up positions, as `SinusoidalPositionEmbedding` does.
-
-        Raises:
-            ValueError: If a position is past the end of the table.
-        """
+        """Look up positions, as `SinusoidalPositionEmbedding` does."""
         # `length` counts padding, too, which has no positions. So the ids decide.
         count = self.num_embeddings - self.offset
         if (
@@ -118,18 +99,14 @@ class RotaryPositionEmbedding(nn.Module):
     """Rotary position embedding of queries and keys.
 
     Source: Su et al. 2021, section 3, arXiv 2104.09864. transformers computes the scaled variants.
-
-    Args:
-        config: The configuration of the model.
-        heads: Query heads of the stack. By default those of the encoder.
     """
 
-    def __init__(self, config: MetaphraseConfig, heads: int | None = None):
+    def __init__(self, config: MetaphraseConfig, heads: int):
         super().__init__()
         # transformers reads `head_dim` from the configuration, but the heads of the two stacks may differ in width.
         self.config = copy.copy(config)
-        self.config.head_dim = config.get_head_dim(config.num_attention_heads if heads is None else heads)
-        self.rope_type = config.rope_parameters.get("rope_type", "default")
+        self.config.head_dim = config.get_head_dim(heads)
+        self.rope_type = config.rope_parameters["rope_type"]
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         inverse_frequencies, self.attention_scaling = self.make_frequencies()
@@ -157,27 +134,23 @@ class RotaryPositionEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine of each position.
-
-        Args:
-            hidden_states: A tensor of the dtype of the result.
-            position_ids: `(batch, length)`.
-
-        Returns:
-            Two tensors `(batch, length, rotated)`.
-        """
+        """Return cosine and sine of positions `(batch, length)`, `(batch, length, rotated)` in the dtype of the states."""
         angles = position_ids[:, :, None].float() * self.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         cosine, sine = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cosine.to(hidden_states.dtype), sine.to(hidden_states.dtype)
 
 
-def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + rotated / 2) of the first `rotated` entries of a head.
+def has_changing_rotation(config: MetaphraseConfig) -> bool:
+    """Return True for rotary positions whose frequencies change with the length of the sequence so far."""
+    is_rotary = config.position_embedding_type == "rotary"
+    return is_rotary and config.rope_parameters["rope_type"] in _CHANGING_ROTATIONS
 
-    Args:
-        states: Queries or keys `(batch, heads, length, head_dim)`. The result has this shape and dtype.
-        cosine, sine: `(batch, 1, length, rotated)`.
+
+def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + rotated / 2) of the first `rotated` entries of heads `(batch, heads, length, head_dim)`.
+
+    Cosine and sine are `(batch, 1, length, rotated)`.
     """
     num_rotated = cosine.shape[-1]
     rotated, rest = states[..., :num_rotated], states[..., num_rotated:]

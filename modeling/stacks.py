@@ -1,7 +1,6 @@
 """Encoder and decoder: initialization, embeddings, positions, masks, and the way through the layers.
 
-The encoder reads ids of the source, and returns the encoder output. The decoder reads ids of the target and the encoder
-output, and returns hidden states of the target.
+The encoder returns the encoder output. The decoder reads it, and returns hidden states of the target.
 """
 
 import torch
@@ -16,12 +15,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .compat import CACHE_NAME, CACHE_NAMES, is_loaded, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .layers import (
-    MetaphraseAttention,
-    MetaphraseDecoderLayer,
-    MetaphraseEncoderLayer,
-    combine_bias,
-)
+from .layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseEncoderLayer, combine_bias
 from .operators import acceleration, cast_for_autocast, clamp_float16, make_norm
 from .packing import Packing, Segments, choose_kernel, packed_mask
 from .positions import (
@@ -145,10 +139,7 @@ class Stack(MetaphrasePreTrainedModel):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Return the input of the first layer, `(batch, query, hidden)`, and the rotation of all layers.
 
-        Args:
-            embeddings: `(batch, query, hidden)`.
-            position_ids: `(1 or batch, query)`.
-            length: A number above every position; None if unknown.
+        The positions `(1 or batch, query)` are below `length`, which is None if unknown.
         """
         if self.embed_positions is not None:
             positions = self.embed_positions(position_ids, length)
@@ -169,11 +160,7 @@ class Stack(MetaphrasePreTrainedModel):
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
     ) -> list[torch.Tensor | None]:
-        """Return each layer's mask, with the position bias added.
-
-        Raises:
-            ValueError: If the attention kernel does not add a mask to the scores of each head.
-        """
+        """Return each layer's mask, with the position bias added."""
         masks: list[torch.Tensor | None] = []
         for module in self.position_biases():
             if module is None:
@@ -232,12 +219,6 @@ class MetaphraseEncoder(Stack):
         Args:
             attention_mask: Also a kernel's mask `(batch, 1, source, source)`.
             lengths, longest: `source_lengths` and `longest_source`. They exclude a mask and positions.
-
-        Returns:
-            `last_hidden_state`, the encoder output `(batch, source, hidden)`.
-
-        Raises:
-            ValueError: If not exactly one of ids and embeddings is given, or the lengths do not fit the row.
         """
         embeddings = self._embed(input_ids, inputs_embeds)
         with acceleration.encoding(self):
@@ -317,13 +298,6 @@ class MetaphraseDecoder(Stack):
                 cross-attention is added.
             use_cache: True to make a cache if `past_key_values` is None.
             lengths, longest: `target_lengths` and `longest_target`. They exclude masks, positions and a cache.
-
-        Returns:
-            `last_hidden_state` `(batch, query, hidden)`, and the cache.
-
-        Raises:
-            ValueError: If the encoder output is missing, the number of targets is not a multiple of the sources, or the lengths
-                do not fit the rows.
         """
         if encoder_hidden_states is None:
             raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
@@ -393,11 +367,7 @@ def locate(
 ) -> tuple[torch.Tensor, int | None]:
     """Return the position of each query, `(1 or batch, query)`, and a number above every position, or None if unknown.
 
-    Args:
-        position_ids: Positions that the caller set, or None.
-        attention_mask: A mask of padding counts tokens only.
-        query_positions: Indices of the queries, `(1, query)`.
-        length: Number of keys.
+    Queries have the indices `query_positions` `(1, query)` among `length` keys. A mask of padding counts tokens only.
     """
     if position_ids is not None:
         return position_ids, None
@@ -409,11 +379,7 @@ def locate(
 def packed_segments(
     lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, name: str, **excluded
 ) -> Segments:
-    """Return the sequences of a packed row.
-
-    Raises:
-        ValueError: If there is more than one row, or an argument in `excluded` is not None.
-    """
+    """Return the sequences of a packed row, and refuse arguments in `excluded` that are not None."""
     if embeddings.shape[0] != 1:
         raise ValueError(f"Packed rows must be one, `(1, tokens)`, with `{name}`, got {embeddings.shape[0]} rows.")
     for argument, value in excluded.items():

@@ -3,7 +3,7 @@
 The room is not called kernels: from a clone, such a folder hides the package `kernels`, which transformers imports.
 """
 
-from metaphrase.modeling.operators import PackedKernel, acceleration
+from metaphrase.modeling.operators import acceleration
 from metaphrase.ops import grid_attention, linear_and_dropout, projected_loss
 
 acceleration.linear = linear_and_dropout.linear
@@ -11,4 +11,4 @@ acceleration.dropout = linear_and_dropout.dropout
 acceleration.add_dropout = linear_and_dropout.add_dropout
 acceleration.fused_attention = grid_attention.fused_grid_attention
 acceleration.projected_loss = projected_loss.loss_of_head
-acceleration.grid = PackedKernel(grid_attention.make_grid_mask, grid_attention.grid_attention)
+acceleration.grid = grid_attention.grid_attention

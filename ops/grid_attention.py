@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from metaphrase.modeling.layers import MetaphraseAttention
-from metaphrase.modeling.packing import Packing, Segments, additive_mask, grid_width
+from metaphrase.modeling.packing import Packing, Segments, grid_width
 from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask, softmax_gradient
 
 # Most scores of a block, so that they stay in the processor's cache.
@@ -30,12 +30,8 @@ _LEAST_SUM, _LARGEST_SUM = 2.0**-40, 2.0**100
 class Block:
     """Neighbouring sequences, or some heads of one sequence, that are computed together.
 
-    Attributes:
-        sequences: Indices of the sequences.
-        heads: Indices of the heads.
-        query_width: Columns of a row of queries.
-        key_width: Columns of a row of keys.
-        ends: Rows of the block, and the end of their keys, for each sequence that is shorter than `key_width`.
+    The widths are the columns of a row of queries and of keys. `ends` has the rows, and the end of their keys, of each sequence
+    that is shorter than `key_width`.
     """
 
     sequences: slice
@@ -63,12 +59,7 @@ class Block:
 
 
 class Grid:
-    """The places of packed tokens in the grid, and its blocks.
-
-    Attributes:
-        blocks: The blocks, in order.
-        num_scores: Scores of the grid, in all heads.
-    """
+    """The places of packed tokens in the grid, and its blocks in order. `num_scores` counts the scores of all heads."""
 
     def __init__(self, packing: Packing, heads: int):
         self.blocks = list(_make_blocks(packing, heads))
@@ -92,18 +83,10 @@ class Grid:
             yield block, [part.view(block.rows, -1, part.shape[-1]) for part in block_parts]
 
 
-def grid_of(packing: Packing, heads: int) -> Grid:
-    """Return the grid of a packing, made once for all layers."""
-    if heads not in packing.grids:
-        packing.grids[heads] = Grid(packing, heads)
-    return packing.grids[heads]
-
-
 class GridSide:
     """The cells of the queries or of the keys, block by block, each (sequences, H, width).
 
     Attributes:
-        heads: Number of heads.
         to_grid: Index of each cell among the flattened (tokens, H). Empty cells repeat the last token of their sequence.
         from_grid: Cell of each of the flattened (tokens, H).
     """
@@ -130,15 +113,9 @@ class GridSide:
         self._indices_by_count = {1: (self.to_grid, self.from_grid)}
 
     def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
-        """Copy states into the grid.
+        """Copy states into the grid: (tokens, count * H * head_dim) -> `count` times (cells, head_dim), side by side in memory.
 
-        Args:
-            rows: States of each token, such as key and value, side by side, (tokens, count * H * head_dim).
-            count: Number of states per token.
-            repeats: True fills an empty cell with the last token of its sequence, False with 0.
-
-        Returns:
-            The cells of each state, (cells, head_dim), one after another in memory.
+        A token has `count` states, such as key and value. An empty cell repeats the last token of its sequence, or is 0.
         """
         to_grid, from_grid = self._indices(count)
         rows = rows.reshape(-1, rows.shape[-1] // (count * self.heads))
@@ -356,23 +333,17 @@ def joined_grid_attention(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend as `grid_attention` does, on a CPU, with the outputs of joined projections.
+    """Attend as `grid_attention` does, on a CPU.
 
     The rows are query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
     """
-    grid = grid_of(packing, heads)
+    if heads not in packing.grids:
+        # Once for all layers.
+        packing.grids[heads] = Grid(packing, heads)
+    grid = packing.grids[heads]
     kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
     output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout, *rows)
     return output.view(1, output.shape[0], heads, -1)
-
-
-def make_grid_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask of `grid_attention`; None if all tokens of a sequence see each other."""
-    if bias is None and not packing.is_causal:
-        return None
-    # A token has the same position in its grid row as in its sequence.
-    positions = torch.arange(packing.queries.width, device=like.device)[None, :]
-    return additive_mask(packing.is_seen_in_grid(), positions, bias, like)
 
 
 def fused_grid_attention(
@@ -385,15 +356,8 @@ def fused_grid_attention(
 ) -> torch.Tensor | None:
     """Project and attend within packed rows, with one product for all projections of the same states.
 
-    Args:
-        attention: The attention module.
-        hidden_states: Input (1, query tokens, D).
-        encoder_output: Encoder output (1, source tokens, D) for a cross-attention.
-        mask, packing, dropout: See `grid_attention`.
-
-    Returns:
-        Output (1, query tokens, H, head_dim), or None if something comes between projection and attention, or if the
-        projections cannot be joined.
+    (1, query tokens, D), and (1, source tokens, D) for a cross-attention -> (1, query tokens, H, head_dim). None means that
+    something comes between projection and attention, or that the projections cannot be joined.
     """
     if packing.kernel != "grid" or attention.config.qk_norm or attention.num_key_value_groups > 1:
         return None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from metaphrase.modeling.operators import plain_linear
 
@@ -21,19 +22,11 @@ _MIN_PROBABILITY = 1e-2
 
 
 def random_mask(shape: torch.Size | tuple[int, ...], p: float, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Draw a dropout mask.
+    """Draw a dropout mask, 0 with probability `p` and else 1, and return the mask and the expected share of 1.
 
     `p` lies between two probabilities that 8 bits can express. Blocks of 1,024 entries are drawn with one of the two, at such
     shares that each entry is 0 with probability `p`. Entries of a block are not quite independent: at 0.1 their correlation is
-    0.00004.
-
-    Args:
-        shape: Shape of the mask.
-        p: Probability of 0.
-        device: Device of the mask.
-
-    Returns:
-        A mask of 0 and 1 in `int8`, which a CPU multiplies several times faster than booleans, and the expected share of 1.
+    0.00004. A CPU multiplies `int8` several times faster than booleans.
     """
     if not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY:
         return (torch.rand(shape, device=device) >= p).to(torch.int8), 1 - p
@@ -211,19 +204,9 @@ def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectifie
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return True if a call of the module runs hooks or a replaced `forward`."""
+    """Return True if a call of the module runs hooks or a replaced `forward`, as of accelerate to load weights."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Return True if accelerate loads the module's weights before each call."""
-    return "_hf_hook" in vars(module)
-
-
-def has_own_weight(module: nn.Module) -> bool:
-    """Return True if `weight` is a parameter of the module, not computed by a parametrization or an adapter."""
-    return "weight" in module._parameters
+    return any(hooks) or "forward" in vars(module) or _has_any_global_hook()
 
 
 def softmax_gradient(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from metaphrase.modeling.loss import IGNORED_LABEL, check_halves
-from metaphrase.ops.linear_and_dropout import has_own_weight, is_hooked, is_offloaded, softmax_gradient
+from metaphrase.ops.linear_and_dropout import is_hooked, softmax_gradient
 
 # A chunk of logits should fit into the processor's caches. It needs enough rows to make up for adding the gradient of the
 # projection once per chunk.
@@ -25,18 +25,13 @@ def loss_of_head(
     r_drop_alpha: float,
     divisor: torch.Tensor | int,
 ) -> torch.Tensor | None:
-    """Return the `projected_loss` of `lm_head`, or None if the head must be called.
+    """Return the `projected_loss` of states `(batch, target, hidden)` before `lm_head`, or None if the head must be called.
 
     A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be clamped. A
     compiler fuses the plain loss.
-
-    Args:
-        head: The output projection.
-        hidden_states: Its input, `(batch, target, hidden)`.
-        labels: `(batch, target)`.
-        smoothing, r_drop_alpha, divisor: See `projected_loss`.
     """
-    if type(head) is not nn.Linear or not has_own_weight(head) or is_offloaded(head):
+    # A pruned weight is no parameter.
+    if type(head) is not nn.Linear or "weight" not in head._parameters:
         return None
     # DeepSpeed has a hook in each module to gather sharded weights.
     if is_hooked(head) and not hasattr(head.weight, "ds_id"):
@@ -190,10 +185,7 @@ def _pair_divergence(
 
     Their logits a and b have the probabilities p and q. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b). The gradient for a is
     p - q + p (a - b - sum(p (a - b))). Adding a constant to a - b changes neither. So a - b is made 0 for the label, since p and
-    q of a likely label are inaccurate.
-
-    Returns:
-        Half the divergence of a pair of rows, times alpha, `(rows)`, and the gradient of the logits, `(rows, vocab)`.
+    q of a likely label are inaccurate. Half the divergence of a pair comes times alpha, `(rows)`.
     """
     p, q = probabilities[::2], probabilities[1::2]
     index = rows[: len(p)], labels[::2]
@@ -233,19 +225,14 @@ def projected_loss(
     are in the precision of autocast.
 
     Args:
-        hidden_states: `(tokens, hidden)`.
-        weight: `(vocab, hidden)`.
-        bias: `(vocab)`.
+        hidden_states, weight, bias: `(tokens, hidden)`, `(vocab, hidden)` and `(vocab)`.
         labels: `(tokens)`, -100 for tokens without a label.
         smoothing: Probability to spread over the vocabulary, in [0, 1).
-        r_drop_alpha: Weight of the `symmetric_divergence` between the two halves of the tokens, which have the same labels.
+        r_drop_alpha: Weight of the `divergence_of_halves` of the tokens, which have the same labels.
         divisor: Divides the sum. Dividing here saves a pass over gradients as large as the projection.
 
     Returns:
         A scalar in float32, which can be differentiated once.
-
-    Raises:
-        ValueError: If the halves have different labels, or `smoothing` is out of range.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"`smoothing` must be at least 0 and below 1, got {smoothing}.")

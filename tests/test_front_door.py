@@ -38,7 +38,7 @@ def test_version_is_that_of_the_distribution_and_the_package_runs_as_a_module():
 
 def test_fast_code_is_plugged_into_the_network():
     assert acceleration.linear is linear_and_dropout.linear
-    assert acceleration.grid.attend is grid_attention.grid_attention
+    assert acceleration.grid is grid_attention.grid_attention
     assert acceleration.encoding.__module__ == prepacked_weights.__name__
     assert MetaphraseForConditionalGeneration._beam_search is fast_generation.search
 

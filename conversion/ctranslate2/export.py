@@ -1,6 +1,5 @@
 """Export to CTranslate2: a folder for its `Translator`, with tokenizers and generation settings."""
 
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -14,16 +13,12 @@ from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, Transform
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from metaphrase.conversion.exports import export_folder, position_table
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
-from metaphrase.storage.loading import check_model_folder, load_whole
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 
-PROVENANCE_NAME = "export.json"
 QUANTIZATIONS: tuple[str, ...] = tuple(ACCEPTED_MODEL_TYPES)
-# Sinusoids have no limit, but a table has. A longer text raises an error.
-SINUSOIDAL_POSITIONS = 4096
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")
 _ACTIVATIONS = {
     "relu": common_spec.Activation.RELU,
@@ -34,9 +29,6 @@ _ACTIVATIONS = {
     "tanh": common_spec.Activation.Tanh,
     "sigmoid": common_spec.Activation.Sigmoid,
 }
-# The frequencies of these depend on the length.
-_CHANGING_ROTATIONS = ("dynamic", "longrope")
-_BIASED = ("relative", "none")
 
 
 def export_ctranslate2(
@@ -59,24 +51,12 @@ def export_ctranslate2(
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
-    source, output = os.fspath(source), Path(output)
-    sources = [Path(source)] if os.path.isdir(source) else []
-    check = functools.partial(check_output, output, sources, overwrite, PROVENANCE_NAME, "exported")
-    check()
-    # Refuses another kind of model before reading its weights.
-    check_model_folder(source)
-    config = MetaphraseConfig.from_pretrained(source)
-    with torch.inference_mode():
-        model = load_whole(source, config=config, dtype="auto", trust_remote_code=False)
-    tokenizers = TokenizerPair.from_pretrained(source)
-    fields = {"from": MetaphraseConfig.model_type, "to": "ctranslate2"}
-    fields |= {"quantization": quantization} if quantization else {}
-    with folder_in_one_step(output, check) as partial:
-        save_weights(model, tokenizers, partial, find_vocabulary_map(source), quantization)
-        tokenizers.save_pretrained(partial)
-        model.generation_config.save_pretrained(partial)
-        write_provenance(partial / PROVENANCE_NAME, source, **fields)
-    return output
+
+    def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
+        save_weights(model, tokenizers, folder, find_vocabulary_map(source), quantization)
+
+    provenance = {"to": "ctranslate2"} | ({"quantization": quantization} if quantization else {})
+    return export_folder(source, output, overwrite, write, find_obstacles, provenance, dtype="auto")
 
 
 def save_weights(
@@ -86,11 +66,7 @@ def save_weights(
     vocabulary_map: Path | None,
     quantization: str | None = None,
 ) -> None:
-    """Write weights, vocabularies and vocabulary map of a model for CTranslate2. Quantization changes the model's weights.
-
-    Raises:
-        ValueError: If CTranslate2 cannot express the model, or the model has no end of sequence or several.
-    """
+    """Write weights, vocabularies and vocabulary map of a model for CTranslate2. Quantization changes the model's weights."""
     config, settings = model.config, model.generation_config
     ends = config.eos_token_id if settings.eos_token_id is None else settings.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
@@ -125,19 +101,23 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
     return [tokens.get(index, f"<unused_{index}>") for index in range(size)]
 
 
+def _has_plain_rotation(config: MetaphraseConfig) -> bool:
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    widths = {config.get_head_dim(heads) for heads in (config.encoder_attention_heads, config.decoder_attention_heads)}
+    return config.rope_parameters["rope_type"] == "default" and not any(int(width * share) % 2 for width in widths)
+
+
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
     """Return the options that CTranslate2 cannot express, each with its value and the reason."""
     obstacles = []
-    if config.position_embedding_type == "alibi":
-        obstacles.append("`position_embedding_type` 'alibi', which it has only in decoders")
-    kind = (config.rope_parameters or {}).get("rope_type")
-    if config.position_embedding_type == "rotary" and kind in _CHANGING_ROTATIONS:
-        obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
-    if config.qk_norm and config.decoder_attention_heads > 1:
+    if config.position_embedding_type == "rotary" and not _has_plain_rotation(config):
         obstacles.append(
-            f"`qk_norm` True with `decoder_attention_heads` {config.decoder_attention_heads}, because it norms the queries of "
-            "the cross-attention over all heads at once"
+            f"`rope_parameters` {config.rope_parameters}, which scale the frequencies or rotate an odd width"
         )
+    if config.position_embedding_type in ("alibi", "none"):
+        obstacles.append(f"`position_embedding_type` {config.position_embedding_type!r}")
+    if config.qk_norm:
+        obstacles.append("`qk_norm` True, because it norms the queries of the cross-attention over all heads at once")
     if config.activation_function not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         obstacles.append(f"`activation_function` {config.activation_function!r}, which is none of {known}")
@@ -145,20 +125,14 @@ def find_obstacles(config: MetaphraseConfig) -> list[str]:
 
 
 def make_spec(model: PreTrainedModel) -> TransformerSpec:
-    """Return the specification of a `MetaphraseForConditionalGeneration` with all weights, without vocabularies.
-
-    Raises:
-        ValueError: If CTranslate2 cannot express some options. The message names all of them.
-    """
+    """Return the specification of a model without obstacles, with all weights and without vocabularies."""
     config = model.config
-    if obstacles := find_obstacles(config):
-        raise ValueError(f"CTranslate2 cannot express {'; '.join(obstacles)}.")
     options = {
         # In Python this only decides on a norm at the end.
         "pre_norm": config.final_norm,
         "activation": _ACTIVATIONS[config.activation_function],
         "layernorm_embedding": config.embedding_norm,
-        "relative_attention_bias": config.position_embedding_type in _BIASED,
+        "relative_attention_bias": config.position_embedding_type == "relative",
         "ffn_glu": config.gated_mlp,
         # Anything but None keeps the decoder from requiring a table of positions.
         "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
@@ -184,7 +158,6 @@ def _attention_options(config: MetaphraseConfig) -> dict:
         "rms_norm": config.norm_type == "rmsnorm",
         "num_heads_kv": None if is_plain else heads,
         "head_dim": config.head_dim,
-        "qk_norm": config.qk_norm,
     }
 
 
@@ -198,24 +171,27 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
     if config.embedding_norm:
         _fill_norm(spec.layernorm_embedding, stack.embedding_norm)
     if stack.embed_positions is not None:
-        spec.position_encodings.encodings = _position_table(stack, config)
+        # The model adds them in its own precision.
+        table = position_table(stack.embed_positions, config)
+        spec.position_encodings.encodings = table.to(stack.embed_tokens.weight.dtype)
     for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
         if stack.rotary_emb is not None:
-            layer_spec.self_attention = _rotary_attention(stack.rotary_emb, config)
-        _fill_attention(layer_spec.self_attention, layer.self_attn, stack.rotary_emb)
+            layer_spec.self_attention = attention_spec.MultiHeadAttentionSpec(
+                self_attention=True,
+                rotary_dim=2 * len(stack.rotary_emb.inv_freq),
+                rotary_interleave=False,
+                rotary_base=config.rope_parameters["rope_theta"],
+                **_attention_options(config),
+            )
+        _fill_attention(layer_spec.self_attention, layer.self_attn)
         _fill_norm(layer_spec.self_attention.layer_norm, layer.self_attn_norm)
         if config.position_embedding_type == "relative":
             bias = layer.self_attn.relative_position_bias if stack.position_bias is None else stack.position_bias
             layer_spec.self_attention.relative_attention_bias = bias.embedding.weight
-        elif config.position_embedding_type == "none":
-            # Without a bias CTranslate2 would add sinusoids.
-            heads = layer.self_attn.q_proj.out_features // layer.self_attn.head_dim
-            layer_spec.self_attention.relative_attention_bias = torch.zeros(4, heads)
-        if config.position_embedding_type in _BIASED:
             distance = np.int32(config.relative_attention_max_distance)
             layer_spec.self_attention.relative_attention_max_distance = distance
         if hasattr(layer, "cross_attn"):
-            _fill_attention(layer_spec.attention, layer.cross_attn, None)
+            _fill_attention(layer_spec.attention, layer.cross_attn)
             _fill_norm(layer_spec.attention.layer_norm, layer.cross_attn_norm)
         _fill_linear(layer_spec.ffn.linear_0, layer.mlp.gate_proj if config.gated_mlp else layer.mlp.up_proj)
         if config.gated_mlp:
@@ -224,68 +200,10 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
         _fill_norm(layer_spec.ffn.layer_norm, layer.mlp_norm)
 
 
-def _position_table(stack: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
-    """Return the positions to add to the embeddings, shape (positions, H)."""
-    positions = stack.embed_positions
-    if config.position_embedding_type == "learned":
-        return positions.weight[positions.offset :]
-    length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
-    # The model adds them in its own precision.
-    return positions(torch.arange(length)[None], None)[0].to(stack.embed_tokens.weight.dtype)
-
-
-def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_spec.MultiHeadAttentionSpec:
-    """Return a self-attention with our rotation; scaled frequencies become factors of the wavelengths."""
-    base = config.rope_parameters["rope_theta"]
-    rotated = 2 * len(rotary.inv_freq)
-    # Rotating an odd width of a head also gives other frequencies.
-    plain = base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    is_plain = torch.allclose(plain.float(), rotary.inv_freq.float(), rtol=1e-6, atol=0.0)
-    options = {}
-    if not is_plain:
-        # With two equal lengths only the wavelengths are scaled, in the same way for all texts.
-        limit = max(2, config.max_position_embeddings)
-        options = {
-            "rotary_scaling_type": attention_spec.RotaryScalingType.Su,
-            "original_max_position_embeddings": limit,
-            "max_position_embeddings": limit,
-        }
-    spec = attention_spec.MultiHeadAttentionSpec(
-        self_attention=True,
-        rotary_dim=rotated,
-        rotary_interleave=False,
-        rotary_base=base,
-        **_attention_options(config),
-        **options,
-    )
-    if not is_plain:
-        factors = (plain / rotary.inv_freq.double()).float()
-        spec.rotary_scaling_long_factor = factors
-        spec.rotary_scaling_short_factor = factors
-    return spec
-
-
-def _fill_attention(
-    spec: attention_spec.MultiHeadAttentionSpec, attention: nn.Module, rotary: nn.Module | None
-) -> None:
-    """Fill projections and scale. The rotation's factor of queries and keys is folded into the queries."""
+def _fill_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: nn.Module) -> None:
     spec.queries_scale = float(attention.scaling)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (_fill_linear(common_spec.LinearSpec(), projection) for projection in projections)
-    gamma = attention.q_norm.weight if attention.config.qk_norm else None
-    if rotary is not None and rotary.attention_scaling != 1.0:
-        factors = torch.ones(attention.head_dim)
-        factors[: 2 * len(rotary.inv_freq)] = rotary.attention_scaling**2
-        if gamma is not None:
-            gamma = (gamma.float() * factors).to(gamma.dtype)
-        else:
-            factors = factors.repeat(len(query.weight) // len(factors))
-            query.weight = (query.weight.float() * factors[:, None]).to(query.weight.dtype)
-            if query.has_bias():
-                query.bias = (query.bias.float() * factors).to(query.bias.dtype)
-    if gamma is not None:
-        spec.q_norm.gamma = gamma
-        _fill_norm(spec.k_norm, attention.k_norm)
     if attention.is_cross:
         utils.fuse_linear(spec.linear[0], [query])
         utils.fuse_linear(spec.linear[1], [key, value])

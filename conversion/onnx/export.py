@@ -1,10 +1,9 @@
 """Export to ONNX: three graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
 
-import contextlib
-import functools
+import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from metaphrase.conversion.exports import export_folder, position_table
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.positions import sinusoids
-from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
-from metaphrase.storage.loading import check_model_folder, load_whole
+from metaphrase.modeling.positions import has_changing_rotation
 from metaphrase.tokenization import TokenizerPair
 
-PROVENANCE_NAME = "export.json"
 # Relative to the largest expected value.
 TOLERANCE = 1e-4
 # Rows, longest source, tokens of the first decoding step, later steps. None equals the traced sizes.
@@ -35,10 +32,6 @@ GRAPH_NAMES = (ENCODER_NAME, DECODER_NAME, DECODER_WITH_PAST_NAME)
 EXTERNAL_SUFFIX = "_data"
 # An ONNX file holds at most 2 GiB; the rest is room for the graph.
 LARGEST_WEIGHTS_BYTES = 2**31 - 2**26
-# Sinusoids have no limit, but a table has. A longer text raises an error.
-SINUSOIDAL_POSITIONS = 4096
-# The frequencies of these depend on the length.
-_CHANGING_ROTATIONS = ("dynamic", "longrope")
 _TRACED_BATCH, _TRACED_SOURCE, _TRACED_TARGET = 2, 7, 3
 _BATCH, _SOURCE, _TARGET = "batch_size", "encoder_sequence_length", "decoder_sequence_length"
 
@@ -63,40 +56,19 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         OSError: If the model does not exist.
         RuntimeError: If onnxruntime's result differs.
     """
-    source, output = os.fspath(source), Path(output)
-    sources = [Path(source)] if os.path.isdir(source) else []
-    check = functools.partial(check_output, output, sources, overwrite, PROVENANCE_NAME, "exported")
-    check()
-    # Refuses a model before reading its weights.
-    check_model_folder(source)
-    config = MetaphraseConfig.from_pretrained(source)
-    refuse_unsupported(config)
+
+    def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
+        write_graphs(model, folder)
+        check_graphs(model, folder)
+        model.config.save_pretrained(folder)
+
     # The eager kernel always has a mask, and each of its operations becomes a node.
-    model = load_whole(
-        source, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    ).eval()
-    tokenizers = TokenizerPair.from_pretrained(source)
-    with folder_in_one_step(output, check) as partial:
-        write_graphs(model, partial)
-        check_graphs(model, partial)
-        model.config.save_pretrained(partial)
-        tokenizers.save_pretrained(partial)
-        model.generation_config.save_pretrained(partial)
-        fields = {"from": MetaphraseConfig.model_type, "to": "onnx"}
-        write_provenance(partial / PROVENANCE_NAME, source, **fields)
-    return output
+    load_options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return export_folder(source, output, overwrite, write, find_obstacles, {"to": "onnx"}, **load_options)
 
 
 def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Compare the graphs of a folder with their model, on random ids with padding on either side.
-
-    Args:
-        model: The model, in float32 and evaluation mode.
-        folder: Holds the three graphs.
-
-    Raises:
-        RuntimeError: If a difference exceeds `TOLERANCE` times the largest expected value.
-    """
+    """Compare the graphs of a folder with their model, on random ids with padding on either side."""
     encoder, first_step, later_step = (
         onnxruntime.InferenceSession(os.fspath(Path(folder) / name), providers=["CPUExecutionProvider"])
         for name in GRAPH_NAMES
@@ -148,22 +120,12 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor) -> None:
         )
 
 
-def refuse_unsupported(config: MetaphraseConfig) -> None:
-    """Refuse a configuration that ONNX cannot express.
-
-    Raises:
-        ValueError: If the rotation depends on the length.
-    """
-    kind = (config.rope_parameters or {}).get("rope_type")
-    if config.position_embedding_type == "rotary" and kind in _CHANGING_ROTATIONS:
-        reason = "whose frequencies change with the length"
-        raise ValueError(f"ONNX cannot express `rope_parameters` with `rope_type` {kind!r}, {reason}.")
-
-
-def past_names(layers: int) -> list[str]:
-    """Return the names of input keys and values, layer by layer: first the target's, then the source's."""
-    parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    return [f"past_key_values.{layer}.{part}" for layer in range(layers) for part in parts]
+def find_obstacles(config: MetaphraseConfig) -> list[str]:
+    """Return rotations that ONNX cannot express, because a graph has fixed frequencies."""
+    if not has_changing_rotation(config):
+        return []
+    kind = config.rope_parameters["rope_type"]
+    return [f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length"]
 
 
 class EncoderGraph(nn.Module):
@@ -219,13 +181,8 @@ class _PositionTable(nn.Module):
 
     def __init__(self, positions: nn.Module, config: MetaphraseConfig):
         super().__init__()
-        if config.position_embedding_type == "learned":
-            table = positions.weight.detach()
-        else:
-            length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
-            table = sinusoids(torch.arange(length + positions.offset), positions.hidden_size, positions.layout)
         # A slice would keep the whole table.
-        self.register_buffer("table", table[positions.offset :].clone(), persistent=False)
+        self.register_buffer("table", position_table(positions, config).clone(), persistent=False)
 
     def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
         return nn.functional.embedding(position_ids, self.table)
@@ -248,39 +205,30 @@ class _DistanceTable(nn.Module):
         return nn.functional.embedding(rows, self.table).permute(0, 3, 1, 2)
 
 
-@contextlib.contextmanager
-def with_tables(model: PreTrainedModel) -> Iterator[None]:
-    """Replace a model's positions by tables inside the block, so that the graph does not depend on the traced length."""
-    with contextlib.ExitStack() as originals:
-
-        def replace(owner: nn.Module, name: str, table: nn.Module) -> None:
-            originals.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, table.eval())
-
-        for stack in (model.get_encoder(), model.get_decoder()):
-            if stack.embed_positions is not None:
-                replace(stack, "embed_positions", _PositionTable(stack.embed_positions, model.config))
-            if model.config.position_embedding_type == "relative":
-                owners = [(stack, "position_bias")]
-                if not model.config.relative_attention_shared:
-                    owners = [(layer.self_attn, "relative_position_bias") for layer in stack.layers]
-                for owner, name in owners:
-                    replace(owner, name, _DistanceTable(getattr(owner, name)))
-        yield
-
-
-def write_graphs(model: PreTrainedModel, folder: Path, names: Sequence[str] = GRAPH_NAMES) -> None:
-    """Write the graphs of a model in float32 and evaluation mode.
-
-    Raises:
-        ValueError: If ONNX cannot express the model.
-    """
+def use_tables(model: PreTrainedModel) -> None:
+    """Replace a model's positions by tables, so that the graph does not depend on the traced length."""
     config = model.config
-    refuse_unsupported(config)
+    for stack in (model.get_encoder(), model.get_decoder()):
+        if stack.embed_positions is not None:
+            stack.embed_positions = _PositionTable(stack.embed_positions, config)
+        if stack.position_bias is not None and config.position_embedding_type == "relative":
+            stack.position_bias = _DistanceTable(stack.position_bias)
+        for attention in (layer.self_attn for layer in stack.layers):
+            if hasattr(attention, "relative_position_bias"):
+                attention.relative_position_bias = _DistanceTable(attention.relative_position_bias)
+
+
+def write_graphs(model: PreTrainedModel, folder: Path) -> None:
+    """Write the graphs of a model in float32 and evaluation mode."""
+    config, model = model.config, copy.deepcopy(model)
+    use_tables(model)
     mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
     ids, encoder_output = torch.zeros_like(mask), torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, config.hidden_size)
     axes, target_axes = {0: _BATCH, 1: _SOURCE}, {0: _BATCH, 1: _TARGET}
-    past, heads = past_names(config.decoder_layers), config.num_key_value_heads or config.decoder_attention_heads
+    # Layer by layer: first the target's, then the source's.
+    parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
+    past = [f"past_key_values.{layer}.{part}" for layer in range(config.decoder_layers) for part in parts]
+    heads = config.num_key_value_heads or config.decoder_attention_heads
     head_dim = config.get_head_dim(config.decoder_attention_heads)
     first_inputs = {
         "encoder_attention_mask": (mask, axes),
@@ -297,9 +245,8 @@ def write_graphs(model: PreTrainedModel, folder: Path, names: Sequence[str] = GR
         DECODER_NAME: (DecoderGraph, first_inputs, ["logits", *present]),
         DECODER_WITH_PAST_NAME: (DecoderGraph, later_inputs, ["logits", *(n for n in present if ".decoder." in n)]),
     }
-    with with_tables(model), torch.no_grad():
-        for name in names:
-            graph, inputs, outputs = graphs[name]
+    with torch.no_grad():
+        for name, (graph, inputs, outputs) in graphs.items():
             _write(graph(model), inputs, outputs, folder / name)
 
 

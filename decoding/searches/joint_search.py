@@ -1,32 +1,36 @@
-"""Joint search: several models read a source and write one target. Base of speculative decoding, and ensembles."""
+"""Joint searches: several models read a source and write one target.
+
+Models of an ensemble vote for each token (Sutskever et al. 2014, arXiv 1409.3215). In speculative decoding, a small model drafts
+some tokens, and the large model checks all of them in one pass (Leviathan et al. 2023, algorithm 1, arXiv 2211.17192, for greedy
+search). The result is that of the large model alone.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.beam_search import BeamState, beam_search
-from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.decoder_state import DecoderState, PreparedLayer, Rotation, attend
 from metaphrase.decoding.fast_generation import (
     encoded_sources,
     find_obstacle,
     find_obstacle_of_model,
     prepared_projections,
+    sample,
 )
-from metaphrase.decoding.sampling import sample
+from metaphrase.decoding.options import are_ends, process
+from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 
 @dataclass(frozen=True, eq=False)
 class Partner:
-    """Another model of a search.
-
-    Attributes:
-        model: A Metaphrase model with the first model's target vocabulary.
-        sources: Ids of each source for this model, with its end of sequence.
-    """
+    """A Metaphrase model with the first model's target vocabulary, and the ids of each source for this model with their end."""
 
     model: PreTrainedModel
     sources: Sequence[Sequence[int]]
@@ -36,30 +40,22 @@ def start_search(
     state_class: type[DecoderState],
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
+    generation_config: GenerationConfig,
     partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
     **kwargs,
 ) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], list[DecoderState]]:
     """Return for each model a function from the decoder's output to logits, and its state before the prompt.
 
-    Args:
-        state_class: Class of the states, which have one row per source.
-        model: The first model. `generate()` calls a search with it, and with the next four arguments and `kwargs`.
-        partners: The other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
-
-    Raises:
-        ValueError: If an option needs transformers' own loops, which know one model.
+    `partners` are the other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
     """
     models = [model, *(partner for partner, _ in partners)]
-    obstacle = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **kwargs)
-    if obstacle := next(filter(None, [obstacle, *map(find_obstacle_of_model, models[1:])]), None):
+    obstacles = [find_obstacle(model, input_ids, generation_config=generation_config, **kwargs)]
+    if obstacle := next(filter(None, obstacles + [find_obstacle_of_model(partner) for partner in models[1:]]), None):
         raise ValueError(
             "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
             f"cache, and without streamers and hooks. Not supported here: {obstacle}."
         )
-    encoded = [encoded_sources(kwargs, max(config.num_beams, config.num_return_sequences))]
+    encoded = [encoded_sources(kwargs, max(generation_config.num_beams, generation_config.num_return_sequences))]
     for partner, inputs in partners:
         encoded.append((partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
     states = [state_class(item.get_decoder(), *source) for item, source in zip(models, encoded, strict=True)]
@@ -90,26 +86,23 @@ class EnsembleState:
 
 
 class EnsembleSearch:
-    """Greedy search, sampling and beam search over the mean probability, for `generate(custom_generate=...)`.
-
-    Source: Sutskever et al. 2014, arXiv 1409.3215.
-    """
+    """Greedy search, sampling and beam search over the mean probability, for `generate(custom_generate=...)`."""
 
     def __call__(
         self,
         model: PreTrainedModel,
         input_ids: torch.LongTensor,
         logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
         return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput:
-        """Search with the model and its partners as `fast_generation.search` does. Errors are those of `start_search`."""
+        """Search with the model and its partners as `fast_generation.search` does."""
         config, processors = generation_config, logits_processor
-        arguments = (model, input_ids, processors, stopping_criteria, config, partners)
-        projections, states = start_search(BeamState if config.num_beams > 1 else DecoderState, *arguments, **kwargs)
+        kwargs["logits_processor"] = processors
+        state_class = BeamState if config.num_beams > 1 else DecoderState
+        projections, states = start_search(state_class, model, input_ids, config, partners, **kwargs)
 
         def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
             logits = torch.stack(
@@ -127,4 +120,135 @@ class EnsembleSearch:
             ids, scores = beam_search(project, state, input_ids[::copies], processors, config)
         else:
             ids, scores = sample(project, state, input_ids[::copies], copies, processors, config, return_scores)
+        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+
+
+class BlockState(DecoderState):
+    """The state of one target. It reads blocks of tokens, and a smaller `length` lets it forget the last tokens again."""
+
+    def read(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Read tokens (1, width) behind the target, and return the decoder's output (1, width, H)."""
+        past = self.length + input_ids.shape[1]
+        self._make_room(past)
+        positions = torch.arange(self.length, past, device=self.device)[None]
+        # (width, past), below 0 for later tokens of the block.
+        distances = positions.T - torch.arange(past, device=self.device)
+        self._target_biases = self._map_biases(lambda bias: self._block_bias(bias, distances))
+        hidden_states, rotation = self.decoder.enter(self.decoder.embed_tokens(input_ids), positions, past)
+        if rotation is not None:
+            # (1, 1, width, rotated) -> (1, width, 1, rotated)
+            rotation = tuple(angles.transpose(1, 2) for angles in rotation)
+        for index, layer in enumerate(self.layers):
+            hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
+        self.length = past
+        return self.decoder.norm(hidden_states)
+
+    def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
+        """Return a block's bias and mask, (1, 1 or key_value_heads, groups * width, past), from the last position's bias."""
+        lowest = torch.finfo(self.dtype).min
+        if bias is None:
+            mask = torch.zeros_like(distances, dtype=self.dtype).masked_fill_(distances < 0, lowest)
+            return mask.repeat(self.groups, 1)[None, None]
+        # (heads, width, past)
+        block = bias[:, bias.shape[1] - 1 - distances.clamp(min=0)].masked_fill(distances < 0, lowest)
+        return block.unflatten(0, (-1, self.groups)).flatten(1, 2)[None]
+
+    def _attend_to_target(
+        self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        # (1, width, heads, head_dim)
+        query, key, value = self._project_target(layer, hidden_states)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+        past = self.length + key.shape[1]
+        keys, values = self._target_cache.keys[index], self._target_cache.values[index]
+        keys[..., self.length : past] = key.permute(0, 2, 3, 1)
+        values[:, :, self.length : past] = value.transpose(1, 2)
+        views = keys[..., :past].flatten(0, 1), values[:, :, :past].flatten(0, 1)
+        return layer.self_output(self._attend(query, views, self._target_biases[index], layer.self_scaling, 1))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        views: tuple[torch.Tensor, torch.Tensor],
+        bias: torch.Tensor | None,
+        scaling: float,
+        copies: int,
+    ) -> torch.Tensor:
+        """Attend as in `DecoderState` with several queries: (1, width, H, head_dim) -> (1, width, D)."""
+        # (key_value_heads, groups * width, head_dim)
+        query = query.transpose(1, 2).unflatten(1, (-1, self.groups)).flatten(2, 3).flatten(0, 1)
+        output = attend(query, *views, bias, scaling, 1)
+        return output.view(1, self.key_value_heads * self.groups, -1, self.head_dim).transpose(1, 2).flatten(2)
+
+
+class SpeculativeSearch:
+    """Greedy search for one source with a draft model, for `generate(custom_generate=...)` of the target model.
+
+    A block of tokens is rounded differently than single tokens. In bfloat16, greedy search may choose the other of two
+    tokens that are almost equally probable. `num_drafted` and `num_accepted` count the drafted tokens, and those in a target.
+    """
+
+    def __init__(self, num_assistant_tokens: int = DEFAULT_NUM_ASSISTANT_TOKENS):
+        self.num_assistant_tokens = num_assistant_tokens
+        self.num_drafted = self.num_accepted = 0
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        generation_config: GenerationConfig,
+        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
+        return_scores: bool = True,
+        **kwargs,
+    ) -> GenerateBeamEncoderDecoderOutput:
+        """Search as `EnsembleSearch` does; the one partner drafts. Scores are sums of log-probabilities."""
+        config, kwargs["logits_processor"] = generation_config, logits_processor
+        if config.num_beams > 1 or config.do_sample or len(input_ids) > 1:
+            raise ValueError(
+                "`num_beams` must be 1, `do_sample` false and sources be given one by one with `assistant_model`, "
+                f"got {config.num_beams}, {config.do_sample} and {len(input_ids)} sources."
+            )
+        (project, project_draft), (state, draft) = start_search(
+            BlockState, model, input_ids, config, partners, **kwargs
+        )
+        # Tokens that each decoder can read. The draft model does not read its own last token.
+        tables = [item.decoder.embed_positions for item in (state, draft)]
+        most, most_of_draft = (
+            table.num_embeddings - table.offset if isinstance(table, LearnedPositionEmbedding) else config.max_length
+            for table in tables
+        )
+        end, total = min(config.max_length - 1, most, most_of_draft + 1), 0.0
+        is_done, ids = input_ids.shape[1] >= config.max_length, input_ids
+        while not is_done:
+            length, unread, drafted = ids.shape[1], ids[:, draft.length :], ids
+            for _ in range(min(self.num_assistant_tokens, end - length)):
+                scores = project_draft(draft.read(unread)[:, -1]).float()
+                unread = process(logits_processor, drafted, scores).argmax(dim=-1, keepdim=True)
+                drafted = torch.cat((drafted, unread), dim=1)
+            # The last token is unread; in the first round the whole prompt is.
+            hidden_states = state.read(drafted[:, state.length :])[:, length - drafted.shape[1] - 1 :]
+            logits = project(hidden_states)[0].float()
+            rows = [
+                process(logits_processor, drafted[:, : length + number], row)
+                for number, row in enumerate(logits.split(1))
+            ]
+            scores = torch.cat(rows)
+            tokens = scores.argmax(dim=-1)
+            num_accepted = int((tokens[:-1] == drafted[0, length:]).long().cumprod(dim=0).sum())
+            # The accepted tokens and one more, up to the first end.
+            tokens = tokens[: num_accepted + 1]
+            is_end = are_ends(tokens, config._eos_token_tensor)
+            if is_done := bool(is_end.any()):
+                tokens = tokens[: int(is_end.long().argmax()) + 1]
+            ids = torch.cat((ids, tokens[None]), dim=1)
+            is_done |= ids.shape[1] >= config.max_length
+            self.num_drafted += drafted.shape[1] - length
+            self.num_accepted += min(num_accepted, len(tokens))
+            log_probs = scores[: len(tokens)].log_softmax(dim=-1)
+            total = total + log_probs.take_along_dim(tokens[:, None], dim=1).sum()
+            # Forget refused tokens; the last token is still unread.
+            state.length, draft.length = (min(item.length, ids.shape[1] - 1) for item in (state, draft))
+        scores = torch.as_tensor(total, device=ids.device).view(1) if return_scores else None
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)

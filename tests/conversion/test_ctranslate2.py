@@ -10,17 +10,15 @@ pytest.importorskip("ctranslate2")
 import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_config, tiny_model
-from transformers import AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoModelForSeq2SeqLM
 from verbs import execute
 
 from metaphrase.conversion.ctranslate2.export import (
-    QUANTIZATIONS,
-    SINUSOIDAL_POSITIONS,
     export_ctranslate2,
     find_obstacles,
     make_spec,
-    vocabulary,
 )
+from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
 from metaphrase.inference import Generator, decode
 from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
 from metaphrase.modeling import MetaphraseConfig
@@ -34,11 +32,6 @@ _ROTATIONS = [
     None,
     {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
     {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
-    {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
-    # The factor on cosine and sine is not 1 here.
-    {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16},
-    {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 ]
 _CHOICES = {
     "position_embedding_type": ["sinusoidal", "learned", "relative", "rotary", "alibi", "none"],
@@ -51,7 +44,6 @@ _CHOICES = {
     "norm_eps": [1e-6, 1e-2],
     "embedding_norm": [True, False],
     "final_norm": [None, True, False],
-    "qk_norm": [True, False],
     "scale_embedding": [True, False],
     "attention_scale": [None, 1.0, 0.1],
     "attention_bias": [True, False],
@@ -86,7 +78,7 @@ def draw_configurations(count: int, seed: int) -> list[dict]:
     return drawn
 
 
-DRAWN = draw_configurations(20, seed=1)
+DRAWN = draw_configurations(12, seed=19)
 
 
 def saved(folder, *, is_joint=True, seed=0, spare_rows=3, **fields):
@@ -146,22 +138,17 @@ def test_drawn_configurations_give_the_same_tokens(fields, tmp_path):
 def test_the_draw_reaches_every_choice():
     for name, values in _CHOICES.items():
         left = {str(value) for value in values} - {str(fields[name]) for fields in DRAWN}
-        # Those that are always refused, and of the six rotations those that few draws could reach.
-        assert left <= {"alibi", "relu2", "mish"} or name == "rope_parameters", (name, left)
+        # Those that are always refused.
+        assert left <= {"alibi", "none", "relu2", "mish", str(_ROTATIONS[2])}, (name, left)
 
 
-@pytest.mark.parametrize(
-    "rotation", [rotation for rotation in _ROTATIONS if (rotation or {}).get("rope_type") != "dynamic"]
-)
-@pytest.mark.parametrize("head_dim", [6, 16])
-@pytest.mark.parametrize("qk_norm", [True, False])
-def test_every_rotation(rotation, qk_norm, head_dim, tmp_path):
-    """Half of a head of 6 is odd."""
-    heads = {"decoder_attention_heads": 1 if qk_norm else 4, "head_dim": head_dim, "qk_norm": qk_norm}
-    assert_engine_is_torch(*exported(tmp_path, position_embedding_type="rotary", rope_parameters=rotation, **heads))
+@pytest.mark.parametrize("rotation", _ROTATIONS[:2])
+def test_every_rotation(rotation, tmp_path):
+    fields = {"position_embedding_type": "rotary", "rope_parameters": rotation, "head_dim": 16}
+    assert_engine_is_torch(*exported(tmp_path, **fields))
 
 
-@pytest.mark.parametrize("buckets,distance", [(32, 128), (8, 10), (8, 64)])
+@pytest.mark.parametrize("buckets,distance", [(32, 128), (8, 10)])
 def test_relative_positions_of_long_sources(buckets, distance, tmp_path):
     fields = {"relative_attention_num_buckets": buckets, "relative_attention_max_distance": distance}
     model, engine = exported(tmp_path, position_embedding_type="relative", **fields)
@@ -179,15 +166,6 @@ def test_special_ids_and_spare_rows(options, tmp_path):
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["decoder_start_token"] == start
 
 
-def test_rows_without_a_token_have_names_of_their_own():
-    pair = tiny_pair()
-    tokenizer, size = pair.source, len(pair.source)
-    names = vocabulary(tokenizer, size + 2)
-    assert names[:size] == tokenizer.convert_ids_to_tokens(list(range(size)))
-    assert names[size:] == [f"<unused_{size}>", f"<unused_{size + 1}>"]
-    assert vocabulary(tokenizer, size - 2) == names[: size - 2]
-
-
 def test_sinusoids_go_on_where_the_models_first_table_ends(tmp_path):
     model, engine = exported(tmp_path, position_embedding_type="sinusoidal", max_position_embeddings=4)
     assert_engine_is_torch(model, engine)
@@ -203,30 +181,29 @@ def test_a_source_beyond_the_table_of_positions_is_refused(tmp_path):
 
 # refusals
 
-LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
 REFUSED = {
-    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    "longrope": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **LONGROPE}},
-    "relu2": {"activation_function": "relu2"},
+    "'linear'": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "odd": {"head_dim": 6, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "'relu2'": {"activation_function": "relu2"},
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_expressed_is_refused(message):
-    with pytest.raises(ValueError, match=f"CTranslate2 cannot express .*` '{message}'"):
-        make_spec(tiny_model(**REFUSED[message]))
+@pytest.mark.parametrize("value", REFUSED)
+def test_what_cannot_be_expressed_is_an_obstacle(value):
+    [obstacle] = find_obstacles(tiny_config(**REFUSED[value]))
+    assert value in obstacle
 
 
-def test_all_options_in_the_way_are_named():
+def test_all_options_in_the_way_are_named(tmp_path):
     fields = {"position_embedding_type": "alibi", "qk_norm": True, "activation_function": "mish"}
-    with pytest.raises(ValueError) as refusal:
-        make_spec(tiny_model(**fields))
-    assert all(f"`{name}`" in str(refusal.value) for name in fields)
+    _, folder = saved(tmp_path / "model", **fields)
+    with pytest.raises(ValueError, match="ctranslate2 cannot express") as refusal:
+        export_ctranslate2(folder, tmp_path / "exported")
+    assert all(f"`{name}`" in str(refusal.value) for name in fields) and not (tmp_path / "exported").exists()
 
 
-def test_every_preset_can_be_expressed_or_says_why():
-    refused = {name: find_obstacles(MetaphraseConfig.from_preset(name)) for name in MetaphraseConfig.presets()}
-    assert {name for name, found in refused.items() if found} == set()
+def test_every_preset_can_be_expressed():
+    assert not any(find_obstacles(MetaphraseConfig.from_preset(name)) for name in MetaphraseConfig.presets())
 
 
 @pytest.mark.parametrize("ends", [[2, 3], None])
@@ -237,12 +214,6 @@ def test_anything_but_one_end_is_refused(ends, tmp_path):
     with pytest.raises(ValueError, match=r"`eos_token_id` \[.*\]: it knows exactly one"):
         export_ctranslate2(folder, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-
-
-def test_other_families_are_refused(tmp_path):
-    T5Config().save_pretrained(tmp_path / "t5")
-    with pytest.raises(ValueError, match="`model_type` must be metaphrase, got 't5'"):
-        export_ctranslate2(tmp_path / "t5", tmp_path / "exported")
 
 
 # folders
@@ -267,22 +238,16 @@ def test_export_by_command_line(is_joint, models, tmp_path):
     assert generator.generate(SOURCES) == tiny_generator(is_joint).generate(SOURCES)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", ["int8", "int8_float32", "float16"])
 def test_quantization(quantization, models, tmp_path):
     """The weights shrink, and the model still runs, maybe in another type."""
     whole = export_ctranslate2(models[True], tmp_path / "whole")
     output = export_ctranslate2(models[True], tmp_path / "exported", quantization=quantization)
     ratio = (output / "model.bin").stat().st_size / (whole / "model.bin").stat().st_size
-    expected = {"float32": (0.99, 1.01), "int8": (0.25, 0.5)}.get(quantization.split("_")[0], (0.5, 0.65))
-    assert expected[0] <= ratio <= expected[1]
+    assert 0.25 <= ratio <= 0.5 if quantization.startswith("int8") else 0.5 <= ratio <= 0.65
     assert json.loads((output / "export.json").read_text())["quantization"] == quantization
     targets = Generator.from_pretrained(output, engine="ctranslate2", device="cpu").generate(SOURCES)
     assert len(targets) == len(SOURCES) and all(targets)
-
-
-def test_unknown_quantization_is_refused(models, tmp_path):
-    with pytest.raises(ValueError, match=r"`quantization` must be one of int8, .*got 'int4'"):
-        export_ctranslate2(models[True], tmp_path / "exported", quantization="int4")
 
 
 def test_weights_of_lower_precision_keep_their_type(models, tmp_path):
@@ -300,9 +265,11 @@ def test_weights_of_lower_precision_keep_their_type(models, tmp_path):
     assert_engine_is_torch(model.float(), engine)
 
 
-def test_what_is_there_is_replaced_only_if_asked_and_written_here(models, tmp_path):
+def test_what_is_there_is_replaced_only_if_asked(models, tmp_path):
     output = export_ctranslate2(models[True], tmp_path / "exported")
     with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --overwrite to replace it"):
         export_ctranslate2(models[True], output)
+    with pytest.raises(ValueError, match=r"`quantization` must be one of int8, .*got 'int4'"):
+        export_ctranslate2(models[True], output, quantization="int4", overwrite=True)
     export_ctranslate2(models[False], output, overwrite=True)
     assert (output / "target_tokenizer").is_dir() and not (output / "shared_vocabulary.json").exists()

@@ -59,9 +59,6 @@ def changed(folder, output, change):
     return output
 
 
-# --- files --------------------------------------------------------------------------------------------------------
-
-
 def test_converted_folder_needs_no_package(bart, tmp_path):
     folder, _ = bart
     convert(folder, tmp_path / "ours")
@@ -73,15 +70,6 @@ def test_converted_folder_needs_no_package(bart, tmp_path):
     provenance = read(tmp_path / "ours" / "conversion.json")
     assert provenance.pop("files") == sorted(names - {"conversion.json"})
     assert provenance == {"source": "bart", "from": "bart", "to": "metaphrase"}
-
-
-def test_the_tasks_of_a_pipeline_go_both_ways(tmp_path):
-    tasks = {"prefix": "the ", "task_specific_params": {"summarization": {"num_beams": 2}}}
-    tiny_t5(**tasks).save_pretrained(tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "again", to="t5")
-    for name in ("ours", "again"):
-        assert read(tmp_path / name / "config.json").items() >= tasks.items()
 
 
 def test_tied_weights_are_stored_once(bart, tmp_path):
@@ -97,22 +85,18 @@ def test_tied_weights_are_stored_once(bart, tmp_path):
     assert names == {"config.json", "generation_config.json", "model.safetensors", "conversion.json"}
 
 
-@pytest.mark.parametrize("to_sharded", [True, False])
-def test_weights_may_lie_in_many_files(bart, tmp_path, to_sharded):
+def test_weights_may_lie_in_many_files(bart, tmp_path):
     _, model = bart
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
-    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    size = "20000" if to_sharded else "5GB"
-    convert(tmp_path / "shards", tmp_path / "ours", max_shard_size=size)
-    convert(tmp_path / "ours", tmp_path / "theirs", to="bart", max_shard_size=size)
+    convert(tmp_path / "shards", tmp_path / "ours", max_shard_size="20000")
+    convert(tmp_path / "ours", tmp_path / "theirs", to="bart")
+    files = list((tmp_path / "ours").glob("*.safetensors"))
+    assert len(files) > 2 and len(list((tmp_path / "theirs").glob("*.safetensors"))) == 1
+    for path in files:
+        tensors = load_file(path).values()
+        assert sum(tensor.nbytes for tensor in tensors) <= 20_000 or len(tensors) == 1
     for name in ("ours", "theirs"):
-        files = list((tmp_path / name).glob("*.safetensors"))
-        assert (len(files) > 2) is to_sharded
-        for path in files if to_sharded else ():
-            tensors = load_file(path).values()
-            assert sum(tensor.nbytes for tensor in tensors) <= 20_000 or len(tensors) == 1
-        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name)
-        assert_equal_logits(loaded, model)
+        assert_equal_logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name), model)
 
 
 def test_each_weight_keeps_its_type(tmp_path):
@@ -163,19 +147,16 @@ def test_head_that_differs_from_the_embedding_is_not_tied(factor, bart, tmp_path
 
 
 def test_embeddings_that_are_equal_but_not_tied_stay_apart(bart, tmp_path):
-    folder, model = bart
-
     def copy(tensors):
         for name in ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"):
             tensors[name] = tensors["model.shared.weight"].clone()
 
-    source = changed(folder, tmp_path / "theirs", copy)
+    source = changed(bart[0], tmp_path / "theirs", copy)
     config = read(source / "config.json") | {"tie_word_embeddings": False}
     (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    convert(source, tmp_path / "ours")
-    ours = load_ours(tmp_path / "ours")
+    ours = load_ours(convert(source, tmp_path / "ours"))
     assert not ours.config.tie_word_embeddings and not ours.config.share_embeddings
-    assert_equal_logits(ours, model)
+    assert_equal_logits(ours, bart[1])
 
 
 def test_trained_positions_of_marian_become_learned(tmp_path):
@@ -190,8 +171,7 @@ def test_trained_positions_of_marian_become_learned(tmp_path):
     assert ours.config.position_embedding_type == "learned"
     assert_equal_logits(ours, theirs)
     convert(tmp_path / "ours", tmp_path / "again", to="marian")
-    again = MarianMTModel.from_pretrained(tmp_path / "again")
-    assert_equal_logits(again, theirs)
+    assert_equal_logits(MarianMTModel.from_pretrained(tmp_path / "again"), theirs)
 
 
 def test_t5_says_whether_it_is_tied_to_older_versions_too(tmp_path):
@@ -205,9 +185,7 @@ def test_t5_says_whether_it_is_tied_to_older_versions_too(tmp_path):
     assert not torch.equal(loaded.lm_head.weight, loaded.shared.weight)
 
 
-# --- out ----------------------------------------------------------------------------------------------------------
-
-PRESETS = {"bart-base": "bart", "marian": "marian", "t5-small": "t5", "t5-v1.1-base": "t5"}
+PRESETS = {"bart-base": "bart", "marian": "marian", "t5-v1.1-base": "t5"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -255,21 +233,16 @@ def test_every_field_is_mapped_fixed_or_free():
         )
 
 
-# --- refused ------------------------------------------------------------------------------------------------------
-
-
 def test_weights_must_be_those_of_the_class(bart, tmp_path):
     name = "model.decoder.layers.0.fc1.weight"
-    for edit, words in (
-        (lambda tensors: tensors.pop(name), f"Weights are missing: {name}."),
+    for number, (edit, message) in enumerate(
         (
-            lambda tensors: tensors.update({name: tensors[name][1:].clone()}),
-            rf"The weight `{name}` must have the shape",
-        ),
+            (lambda tensors: tensors.pop(name), f"Weights are missing: {name}."),
+            (lambda tensors: tensors.update({name: tensors[name][1:].clone()}), f"`{name}` must have the shape"),
+        )
     ):
-        source = changed(bart[0], tmp_path / words[:8], edit)
-        with pytest.raises(ValueError, match=words):
-            convert(source, tmp_path / "ours")
+        with pytest.raises(ValueError, match=message):
+            convert(changed(bart[0], tmp_path / str(number), edit), tmp_path / "ours")
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob(".*partial"))
 
 
@@ -292,12 +265,14 @@ def test_weights_of_ours_must_be_whole_too(tmp_path):
     config = MetaphraseConfig.from_preset("bart-base", **TINY)
     MetaphraseForConditionalGeneration(config).save_pretrained(tmp_path / "ours")
     name = "model.encoder.layers.1.mlp.up_proj.weight"
-    source = changed(tmp_path / "ours", tmp_path / "cut", lambda tensors: tensors.pop(name))
-    with pytest.raises(ValueError, match=f"Weights are missing: {name}"):
-        convert(source, tmp_path / "theirs", to="bart")
-    more = changed(tmp_path / "ours", tmp_path / "more", lambda tensors: tensors.update(extra=torch.zeros(2)))
-    with pytest.raises(ValueError, match="Weights have no place in the model: extra"):
-        convert(more, tmp_path / "theirs", to="bart")
+    for number, (edit, message) in enumerate(
+        (
+            (lambda tensors: tensors.pop(name), f"Weights are missing: {name}"),
+            (lambda tensors: tensors.update(extra=torch.zeros(2)), "Weights have no place in the model: extra"),
+        )
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(changed(tmp_path / "ours", tmp_path / str(number), edit), tmp_path / "theirs", to="bart")
 
 
 def test_quantized_weights_are_refused(bart, tmp_path):
@@ -319,15 +294,10 @@ def test_quantized_weights_are_refused(bart, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize(
-    ("content", "said"), [("{", "must be readable"), ("[]", "must hold fields with values, got list")]
-)
-def test_file_that_cannot_be_read_is_named(bart, tmp_path, name, content, said):
-    source = tmp_path / "source"
-    shutil.copytree(bart[0], source)
-    (source / name).write_text(content)
-    with pytest.raises(ValueError, match=f"`{name}` {said}"):
+def test_file_that_cannot_be_read_is_named(bart, tmp_path):
+    source = shutil.copytree(bart[0], tmp_path / "source")
+    (source / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"`config\.json` must hold fields with values, got list"):
         convert(source, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
@@ -340,14 +310,6 @@ def test_pickles_are_never_opened(bart, tmp_path):
     (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/opened'\ntR.")
     with pytest.raises(ValueError, match=r"A pickle such as pytorch_model\.bin is never opened: load it with"):
         convert(source, tmp_path / "ours")
-
-
-def test_loading_another_family_says_how_it_is_converted(bart):
-    folder, _ = bart
-    with pytest.raises(
-        ValueError, match=rf"`model_type` must be metaphrase, got 'bart'.*`metaphrase convert {folder} O"
-    ):
-        load_ours(folder)
 
 
 def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
@@ -367,6 +329,8 @@ def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
     ):
         assert run("convert", [str(word) for word in words]) == 2
         assert said in capsys.readouterr().err
+    with pytest.raises(ValueError, match=rf"`model_type` must be metaphrase, got 'bart'.*`metaphrase convert {folder}"):
+        load_ours(folder)
 
 
 def test_conversion_may_be_overwritten(bart, tmp_path):

@@ -26,7 +26,7 @@ class DownloadHandler(QuietHandler):
     def do_GET(self):
         hub, path = self.server, self.path.partition("?")[0]
         hub.asked.append(path)
-        if path in ("/api/models/somebody/bart/revision/main", "/api/models/somebody/bart/revision/v1"):
+        if path == "/api/models/somebody/bart/revision/v1":
             siblings = [{"rfilename": name} for name in hub.files]
             content = {"id": "somebody/bart", "sha": COMMIT, "siblings": siblings}
             return self.answer(200, content)
@@ -68,22 +68,21 @@ def hub(monkeypatch, tmp_path):
     huggingface_hub.close_session()
 
 
-@pytest.mark.parametrize("options", [[], ["--revision", "v1"]])
-def test_checkpoint_on_the_hub_is_converted(hub, tmp_path, options):
+def test_checkpoint_on_the_hub_is_converted(hub, tmp_path):
     theirs = bart_like("bart", draw("bart", 101), tie_word_embeddings=True)
     theirs.save_pretrained(tmp_path / "theirs")
     hub.files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
     hub.files["pytorch_model.bin"] = b"a pickle"
     hub.files["tf_model.h5"] = b"another"
     hub.files["checkpoint-10/model.safetensors"] = b"of a run"
-    execute(verb, ["somebody/bart", str(tmp_path / "ours"), *options])
+    execute(verb, ["somebody/bart", str(tmp_path / "ours"), "--revision", "v1"])
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert torch.equal(written["model.encoder.embed_tokens.weight"], theirs.get_input_embeddings().weight)
     provenance = json.loads((tmp_path / "ours" / "conversion.json").read_text(encoding="utf-8"))
     assert provenance["source"] == "somebody/bart"
     # What is pickled, and what a run left behind, is not even fetched.
     assert not any(path.endswith((".bin", ".h5")) or "checkpoint-10" in path for path in hub.asked)
-    assert f"/api/models/somebody/bart/revision/{(options or ['', 'main'])[1]}" in hub.asked
+    assert "/api/models/somebody/bart/revision/v1" in hub.asked
 
 
 def test_checkpoint_that_is_not_there_is_one_line(hub, tmp_path, capsys):

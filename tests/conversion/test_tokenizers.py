@@ -63,19 +63,6 @@ def test_tokenizer_class_is_the_one_that_transformers_takes(model_type, named, s
     assert type(AutoTokenizer.from_pretrained(source)).__name__ == _tokenizer_class(model_type, named)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "named", "expected"),
-    [
-        ("mbart", "MBart50Tokenizer", "MBart50Tokenizer"),
-        ("marian", None, "MarianTokenizer"),
-        ("metaphrase", "TokenizersBackend", "TokenizersBackend"),
-        ("metaphrase", None, None),
-    ],
-)
-def test_tokenizer_class_of_a_family_is_known_without_its_library_too(model_type, named, expected):
-    assert _tokenizer_class(model_type, named) == expected
-
-
 def test_nothing_of_a_training_comes_along(source, bart, tmp_path):
     pair = tiny_pair(False)
     pair.save_pretrained(source)

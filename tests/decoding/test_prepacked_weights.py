@@ -1,14 +1,15 @@
-"""Tests of `metaphrase.decoding.prepacked_weights`: products with prepacked weights are those of the layers."""
+"""Tests of `metaphrase.decoding.prepacked_weights`: the encoder computes the same with them, and without padding."""
 
 import copy
 
 import pytest
 import torch
-from tiny_models import DESIGNS, random_batch, tiny_model
+from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 from torch import nn
 
 from metaphrase.decoding import decoder_state, prepacked_weights
-from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain, prefers_onednn
+from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain
+from metaphrase.modeling.stacks import MetaphraseEncoder
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
 
@@ -40,7 +41,7 @@ def products(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [(0,), (1,), (2,), (130,), (600,), (2, 3, 4)])
+@pytest.mark.parametrize("rows", [(0,), (1,), (130,), (2, 3, 4)])
 @pytest.mark.parametrize("shape", [(1536, 512), (1001, 333)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_is_that_of_the_layer(bias, shape, rows, library):
@@ -62,22 +63,6 @@ def test_weight_of_another_class_is_not_plain():
     assert is_plain(layer)
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Quantized))
     assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not is_plain(layer)
-
-
-@pytest.mark.parametrize(
-    ("vendor", "expected"),
-    [
-        ("vendor_id\t: AuthenticAMD", True),
-        ("vendor_id\t: GenuineIntel", False),
-        ("", False),
-    ],
-)
-def test_onednn_multiplies_on_processors_of_amd(vendor, expected, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(prepacked_weights, "_vendor", lambda: vendor)
-    assert prefers_onednn.__wrapped__() == expected
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not prefers_onednn.__wrapped__()
 
 
 @pytest.mark.parametrize("wrong_rows", [2, 130])
@@ -112,8 +97,16 @@ def test_encoder_computes_the_same(design, library, products):
     assert len(products) == len(layers) and not any("forward" in vars(module) for module in model.modules())
 
 
-def test_layers_are_restored_after_an_error(products):
+def test_hooks_and_replaced_forwards_are_called_and_layers_are_restored(products):
     model = tiny_model()
+    before, layer = encode(model), model.get_encoder().layers[0].mlp.up_proj
+    handle = layer.register_forward_hook(lambda module, given, output: 2 * output)
+    assert not torch.allclose(encode(model), before, atol=1e-3)
+    handle.remove()
+    layer.forward = lambda states: 2 * type(layer).forward(layer, states)
+    for _ in range(2):
+        assert not torch.allclose(encode(model), before, atol=1e-3) and "forward" in vars(layer)
+    del layer.forward
 
     def fail(*_):
         raise KeyError("stop")
@@ -123,68 +116,16 @@ def test_layers_are_restored_after_an_error(products):
         encode(model)
     handle.remove()
     assert products and not any("forward" in vars(module) for module in model.modules())
-
-
-def test_hooks_are_called_around_packed_layers(products):
-    model = tiny_model()
-    before, seen = encode(model), []
-    layer = model.get_encoder().layers[0].mlp.up_proj
-    handle = layer.register_forward_hook(lambda module, given, output: seen.append(output) or 2 * output)
-    assert not torch.allclose(encode(model), before, atol=1e-3) and seen
-    handle.remove()
     torch.testing.assert_close(encode(model), before)
 
 
-def test_replaced_forward_is_called_and_stays(products):
-    model = tiny_model()
-    before = encode(model)
-    layer = model.get_encoder().layers[0].mlp.up_proj
-    layer.forward = lambda states: 2 * type(layer).forward(layer, states)
-    for _ in range(2):
-        assert not torch.allclose(encode(model), before, atol=1e-3) and "forward" in vars(layer)
-    del layer.forward
-    torch.testing.assert_close(encode(model), before)
-
-
-CHANGES = {
-    "written": lambda mlp: mlp.down_proj.weight.data.mul_(2),
-    "another weight": lambda mlp: setattr(mlp.down_proj, "weight", nn.Parameter(mlp.down_proj.weight + 1)),
-    "another layer": lambda mlp: setattr(mlp, "down_proj", nn.Linear(48, 32)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_weights_are_packed_again(change, products):
-    model = tiny_model(mlp_bias=True)
-    before = encode(model)
-    with torch.no_grad():
-        change(model.get_encoder().layers[0].mlp)
-    after = encode(model)
-    assert not torch.allclose(after, before, atol=1e-3)
-    torch.testing.assert_close(after, encode_plainly(model), atol=1e-5, rtol=1e-5)
-    packed = prepacked_weights._copies[model.get_encoder()][prepacked_weights._prepack][0]
-    assert model.get_encoder().layers[0].mlp.down_proj in [linear for linear, _ in packed]
-
-
-def test_training_frees_prepacked_weights_and_they_are_not_saved(products):
-    model, owners = tiny_model(), prepacked_weights._copies
-    names = set(model.state_dict())
-    encode(model)
-    assert model.get_encoder() in owners and set(model.state_dict()) == names
-    assert copy.deepcopy(model).get_encoder() not in owners
-    model.train()
-    assert model.get_encoder() not in owners
-    count = len(products)
-    encode(model)
-    model.eval()
-    batch = random_batch(model.config)
-    model.get_encoder()(batch["input_ids"]).last_hidden_state.sum().backward()
-    assert len(products) == count and model.get_encoder().layers[0].mlp.up_proj.weight.grad is not None
-
-
-def test_other_dtypes_and_weights_without_versions_are_not_packed(products):
+def test_other_dtypes_training_and_weights_without_versions_are_not_packed(products):
     with torch.inference_mode():
         encode(tiny_model())
+    encode(tiny_model().train())
+    model = tiny_model()
+    model.get_encoder()(random_batch(model.config)["input_ids"]).last_hidden_state.sum().backward()
+    assert model.get_encoder().layers[0].mlp.up_proj.weight.grad is not None
     encode(tiny_model().to(torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         encode(tiny_model())
@@ -197,3 +138,74 @@ def test_traced_encoder_calls_its_layers(products):
         traced = torch.jit.trace(lambda ids: model.get_encoder()(ids).last_hidden_state, ids, check_trace=False)
         assert not products
         torch.testing.assert_close(traced(ids), model.get_encoder()(ids).last_hidden_state)
+
+
+# Without padding
+
+LENGTHS = [9, 4, 1, 6]
+
+
+@pytest.fixture
+def skipped(monkeypatch):
+    """The lengths of the sources that were encoded without their padding."""
+    monkeypatch.setattr(prepacked_weights, "LEAST_HIDDEN_SIZE", 0)
+    calls, original = [], MetaphraseEncoder.encode_packed
+
+    def recorded(self, embeddings, segments, **kwargs):
+        calls.append(segments.lengths.tolist())
+        return original(self, embeddings, segments, **kwargs)
+
+    monkeypatch.setattr(MetaphraseEncoder, "encode_packed", recorded)
+    return calls
+
+
+def make_batch(config, side="right"):
+    ids = torch.randint(3, config.vocab_size, (len(LENGTHS), 11), generator=torch.Generator().manual_seed(0))
+    mask = padding_mask(LENGTHS, 11, side)
+    return ids.masked_fill(mask == 0, config.pad_token_id), mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", list(DESIGNS))
+def test_output_is_that_of_padded_rows(name, side, skipped):
+    encoder = tiny_model(**DESIGNS[name]).get_encoder()
+    ids, mask = make_batch(encoder.config, side)
+    with torch.no_grad():
+        output = encoder(ids, mask).last_hidden_state
+    assert skipped == [LENGTHS]
+    # With gradients it computes the padding too.
+    expected = encoder(ids, mask).last_hidden_state
+    assert skipped == [LENGTHS]
+    torch.testing.assert_close(output[mask == 1], expected[mask == 1], rtol=1e-4, atol=5e-5)
+    assert (output[mask == 0] == 0).all()
+
+
+OBSTACLES = {
+    "hole": lambda encoder, mask: mask[0, 4].zero_(),
+    "empty row": lambda encoder, mask: mask[2].zero_(),
+    "little padding": lambda encoder, mask: mask.fill_(1)[0, -1].zero_(),
+    "training": lambda encoder, mask: encoder.train(),
+    "another kernel": lambda encoder, mask: encoder.set_attn_implementation("eager"),
+    "hook": lambda encoder, mask: encoder.layers[1].mlp.register_forward_hook(lambda *_: None),
+    "small model": lambda encoder, mask: setattr(prepacked_weights, "LEAST_HIDDEN_SIZE", 256),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES.values(), ids=OBSTACLES)
+@torch.no_grad()
+def test_padding_is_computed(obstacle, skipped):
+    encoder = tiny_model().get_encoder()
+    ids, mask = make_batch(encoder.config)
+    obstacle(encoder, mask)
+    assert encoder(ids, mask).last_hidden_state.shape == (*ids.shape, encoder.config.hidden_size)
+    assert skipped == []
+
+
+@torch.no_grad()
+def test_padding_is_computed_where_positions_are_given_or_outputs_recorded(skipped):
+    encoder = tiny_model().get_encoder()
+    ids, mask = make_batch(encoder.config)
+    encoder(ids, mask, position_ids=torch.arange(ids.shape[1])[None])
+    recorded = encoder(ids, mask, output_hidden_states=True).hidden_states
+    assert [states.shape for states in recorded] == [(*ids.shape, encoder.config.hidden_size)] * 3
+    assert skipped == []

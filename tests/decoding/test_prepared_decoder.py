@@ -10,22 +10,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from metaphrase.decoding import prepacked_weights
-from metaphrase.decoding.decoder_state import DecoderState, PreparedLinear, prepared_head, prepared_layers
+from metaphrase.decoding.decoder_state import DecoderState, PreparedLinear, prepared_head
 
 
 def linears(*sizes, bias=True):
     return [nn.Linear(6, size, bias=bias) for size in sizes]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rows", [(1,), (5,), (100,), (3, 5)])
-@pytest.mark.parametrize("sizes", [(4,), (4, 2, 2)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("largest", [100, 1])
-def test_product_is_that_of_the_layers_side_by_side(largest, bias, sizes, rows):
-    layers, states = linears(*sizes, bias=bias), torch.randn(*rows, 6)
-    product = PreparedLinear(layers, largest)(states)
-    assert torch.allclose(product, torch.cat([layer(states) for layer in layers], dim=-1), atol=1e-6)
 
 
 class Doubled(nn.Linear):
@@ -77,15 +66,11 @@ CHANGES = {
     "written": lambda model: [weight.mul_(2) for weight in model.parameters()],
     "written past the version": lambda model: [weight.data.mul_(2) for weight in model.parameters()],
     "silent heads": in_layers(lambda layer: layer.self_attn.o_proj.weight.data[:, 1:8].zero_()),
-    "loaded": lambda model: model.load_state_dict({name: 2 * weight for name, weight in model.state_dict().items()}),
     "other data": lambda model: [setattr(weight, "data", weight.data * 2) for weight in model.parameters()],
     "other projections": in_layers(
         lambda layer: [
             replace(module) for module in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.up_proj)
         ]
-    ),
-    "another module": in_layers(
-        lambda layer: setattr(layer.self_attn, "v_proj", copy.deepcopy(layer.self_attn.q_proj))
     ),
     "training": torch.enable_grad()(train),
     "parametrization": in_layers(
@@ -95,10 +80,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("norm_type", "dtype"), [("layernorm", torch.float32), ("rmsnorm", torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_weights_are_seen(change, norm_type, dtype):
-    model = tiny_model(gated_mlp=True, norm_type=norm_type).to(dtype)
+def test_changed_weights_are_seen(change, dtype):
+    model = tiny_model(gated_mlp=True).to(dtype)
     before = first_step(model)
     with torch.no_grad():
         change(model)
@@ -110,10 +95,10 @@ def test_changed_weights_are_seen(change, norm_type, dtype):
 def test_copies_serve_again_as_long_as_nothing_changes():
     model = tiny_model(gated_mlp=True, num_key_value_heads=2)
     first_step(model)
-    before = prepared_layers(model.get_decoder())
+    [before] = prepacked_weights._copies[model.get_decoder()].values()
     model.float().eval().requires_grad_(False)
     first_step(model)
-    assert prepared_layers(model.get_decoder()) is before
+    assert list(prepacked_weights._copies[model.get_decoder()].values()) == [before]
 
 
 def test_copies_are_freed_with_training_and_with_the_model_and_not_saved():
@@ -164,11 +149,10 @@ def test_changed_head_is_copied_again():
     assert model.get_decoder() not in prepacked_weights._copies
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_hooked_head_is_called(beams):
+def test_hooked_head_is_called():
     model = tiny_model()
     inputs = random_sources(model.config)
-    options = {"max_new_tokens": 5, "num_beams": beams, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 5, "num_beams": 3, "eos_token_id": None}
     before = model.generate(**inputs, **options)
     bias = 1e4 * nn.functional.one_hot(torch.tensor(9), model.config.decoder_vocab_size)
     handle = model.lm_head.register_forward_hook(lambda module, arguments, logits: logits + bias)

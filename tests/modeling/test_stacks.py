@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import DESIGNS, POSITIONS, random_batch, run_model, tiny_model
+from tiny_models import DESIGNS, POSITIONS, padding_mask, random_batch, run_model, tiny_model
 
 from metaphrase.modeling import MetaphraseModel
-from metaphrase.modeling.positions import sinusoids
 
 
 def first_layer_input(stack, run):
@@ -33,7 +32,6 @@ def test_dropout_falls_on_the_embeddings(name, embedding_norm):
     torch.testing.assert_close(entered[~dropped], exact[~dropped] / 0.75)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
 def test_norm_eps_reaches_every_norm(norm_type):
     model = tiny_model(MetaphraseModel, norm_type=norm_type, norm_eps=0.125, embedding_norm=True, qk_norm=True)
@@ -90,26 +88,6 @@ def with_positions(kind, **fields):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["sinusoidal", "half_split", "learned"])
-def test_added_positions_are_a_table_on_the_embeddings(kind):
-    model, plain = with_positions(kind)
-    inputs = random_batch(model.config, padding=None)
-    embeddings = {}
-    for stack, ids, field in (
-        (model.encoder, inputs["input_ids"], "inputs_embeds"),
-        (model.decoder, inputs["decoder_input_ids"], "decoder_inputs_embeds"),
-    ):
-        length = ids.shape[1]
-        if kind == "learned":
-            table = stack.embed_positions.weight[2 : length + 2]
-        else:
-            table = sinusoids(torch.arange(length), 32, model.config.sinusoidal_layout)
-        embeddings[field] = stack.embed_tokens(ids) + table
-    expected = plain(**embeddings).last_hidden_state
-    torch.testing.assert_close(run_model(model).last_hidden_state, expected, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["relative", "alibi"])
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
 def test_biases_are_added_to_the_scores_of_self_attention(kind, name):
@@ -138,18 +116,55 @@ def test_learned_positions_refuse_what_is_longer(name):
         model(**random_batch(model.config, padding=None, **(lengths | {name: 7})))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["sinusoidal", "half_split", "learned"])
-@pytest.mark.parametrize("name", ["position_ids", "decoder_position_ids"])
-def test_given_positions_may_lie_past_the_table(kind, name):
-    """Three tokens at far places: sinusoids are made for them, of learned positions there are none."""
-    fields = POSITIONS[kind] | {"max_position_embeddings": 8}
-    model = tiny_model(MetaphraseModel, **fields)
-    inputs = random_batch(model.config, source=3, target=3, padding=None)
-    inputs[name] = torch.tensor([[0, 8, 30]])
-    if kind == "learned":
-        with pytest.raises(IndexError):
-            model(**inputs)
-    else:
-        roomy = tiny_model(MetaphraseModel, **(fields | {"max_position_embeddings": 64}))
-        torch.testing.assert_close(model(**inputs).last_hidden_state, roomy(**inputs).last_hidden_state)
+# Several targets of a source
+
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+COPIES = 3
+
+
+def shared_and_repeated(model, target=4):
+    """Arguments with each source once, and with each as often as it has targets."""
+    batch = random_batch(model.config, source=7, padding="left")
+    mask = batch["attention_mask"]
+    generator = torch.Generator().manual_seed(1)
+    rows = COPIES * mask.shape[0]
+    targets = torch.randint(3, model.config.decoder_vocab_size, (rows, target), generator=generator)
+    given = {
+        "decoder_input_ids": targets,
+        "decoder_attention_mask": padding_mask([target - row % 2 for row in range(rows)], target, "right"),
+    }
+    with torch.no_grad():
+        encoder_output = model.get_encoder()(batch["input_ids"], mask).last_hidden_state
+    repeated = [tensor.repeat_interleave(COPIES, dim=0) for tensor in (encoder_output, mask)]
+    return tuple(
+        {"encoder_outputs": (encoder_output,), "attention_mask": mask} | given
+        for encoder_output, mask in ((encoder_output, mask), repeated)
+    )
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_shared_and_repeated_sources_give_the_same(design, kernel):
+    model = tiny_model(**DESIGNS[design] | {"attn_implementation": kernel, "num_key_value_heads": 2})
+    shared, repeated = shared_and_repeated(model)
+    outputs, expected = (model(**given, output_attentions=kernel == "eager") for given in (shared, repeated))
+    torch.testing.assert_close(outputs.logits, expected.logits, **CLOSE)
+    if kernel == "eager":
+        torch.testing.assert_close(outputs.cross_attentions, expected.cross_attentions, **CLOSE)
+    gradients = [
+        torch.autograd.grad(result.logits.square().mean(), model.parameters(), allow_unused=True)
+        for result in (outputs, expected)
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours is None) is (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_targets_must_be_a_multiple_of_the_sources():
+    model = tiny_model()
+    shared, _ = shared_and_repeated(model)
+    for name in ("decoder_input_ids", "decoder_attention_mask"):
+        shared[name] = shared[name][:-1]
+    with pytest.raises(ValueError, match="as many as sources, or a multiple of them, got 8 and 3"):
+        model(**shared)

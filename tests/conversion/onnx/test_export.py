@@ -12,13 +12,11 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
-import onnx
 import onnxruntime
 import torch
-from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
-from tiny_generator import save_generator, tiny_generator, tiny_pair
-from tiny_models import DESIGNS, POSITIONS, padding_mask, random_batch, tiny_config, tiny_model
-from transformers import AutoConfig, GenerationConfig, T5Config
+from tiny_generator import save_generator, tiny_pair
+from tiny_models import DESIGNS, padding_mask, random_batch, tiny_config, tiny_model
+from transformers import AutoConfig, GenerationConfig
 from verbs import execute
 
 from metaphrase.conversion.onnx import export as onnx_export
@@ -29,9 +27,8 @@ from metaphrase.conversion.onnx.export import (
     TOLERANCE,
     check_graphs,
     export_onnx,
-    past_names,
-    refuse_unsupported,
-    with_tables,
+    find_obstacles,
+    use_tables,
     write_graphs,
 )
 from metaphrase.inference import Generator
@@ -95,16 +92,14 @@ def exported(tmp_path_factory):
 # the whole export
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_greedy_decoding_gives_the_tokens_of_generate(side, exported):
+def test_greedy_decoding_gives_the_tokens_of_generate(exported):
     model, _, folder = exported
     draw = torch.Generator().manual_seed(1)
-    mask = padding_mask([11, 4, 1, 7, 9, 2], 11, side)
+    mask = padding_mask([11, 4, 1, 7, 9, 2], 11, "left")
     ids = torch.randint(4, model.config.vocab_size, mask.shape, generator=draw)
     expected = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=20)
     found = greedy(folder, ids, mask, 20)
     assert found.tolist() == expected.tolist()
-    # An output that is the same whatever is read would prove nothing.
     assert len({tuple(row) for row in expected.tolist()}) > 3
     # What stands on padding must not matter.
     assert greedy(folder, ids.where(mask == 1, 3), mask, 20).tolist() == found.tolist()
@@ -132,8 +127,7 @@ def test_files_and_tensors_have_the_names_of_optimum(exported):
             ["logits", *[name.replace("past_key_values", "present") for name in past if ".decoder." in name]],
         ],
     }
-    assert (ENCODER_NAME, DECODER_NAME) == ("encoder_model.onnx", "decoder_model.onnx")
-    assert DECODER_WITH_PAST_NAME == "decoder_with_past_model.onnx"
+    assert GRAPHS == ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
 
 
 def test_what_a_runner_needs_lies_beside_the_graphs(exported):
@@ -168,15 +162,6 @@ def test_what_differs_is_found(exported):
             with pytest.raises(RuntimeError, match=f"^{name} must compute what the model computes, within 0.0001 of"):
                 check_graphs(model, folder)
             bias.copy_(old)
-    later = folder.with_name("later")
-    shutil.copytree(folder, later)
-    graph = onnx.load(later / DECODER_WITH_PAST_NAME)
-    head = next(weight for weight in graph.graph.initializer if tuple(weight.dims)[:1] == (model.config.hidden_size,))
-    values = onnx.numpy_helper.to_array(head) * 1.5
-    head.CopyFrom(onnx.numpy_helper.from_array(values, head.name))
-    onnx.save(graph, later / DECODER_WITH_PAST_NAME)
-    with pytest.raises(RuntimeError, match=f"^{DECODER_WITH_PAST_NAME} must compute"):
-        check_graphs(model, later)
 
 
 def test_an_export_that_fails_its_check_leaves_nothing(exported, tmp_path, monkeypatch):
@@ -194,75 +179,31 @@ def test_an_export_that_fails_its_check_leaves_nothing(exported, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_path):
-    _, source, folder = exported
-    with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --overwrite to replace it"):
-        export_onnx(source, folder)
-    with pytest.raises(ValueError, match=r"must hold only the files that export\.json lists"):
-        export_onnx(source, tmp_path, overwrite=True)
-
-
 # positions
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "none" else [pytest.mark.slow])
-        for name in POSITIONS
-        if name not in ("rotary", "half_split", "relative_per_layer")
-    ],
-)
-def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
-    """Check models of one layer. One graph has its weights in a separate file."""
-    model = tiny_model(attn_implementation="eager", **(DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1}))
-    path, is_large = tmp_path / DECODER_WITH_PAST_NAME, name == "none"
-    if is_large:
-        monkeypatch.setattr(onnx_export, "LARGEST_WEIGHTS_BYTES", 0)
-    write_graphs(model, tmp_path, [DECODER_WITH_PAST_NAME])
-    assert path.with_name(path.name + "_data").exists() == is_large
-    graph = session(path)
-    for batch, source, target in ((3, 12, 9), (1, 1, 2), (2, 5, 30)):
-        given = random_batch(model.config, batch, source, target)
-        with torch.no_grad():
-            expected = model(**given, use_cache=False).logits[:, -1:]
-            given["decoder_input_ids"], last = given["decoder_input_ids"].split((target - 1, 1), dim=1)
-            past = model(**given, use_cache=True).past_key_values
-        caches = past.self_attention_cache.layers[0], past.cross_attention_cache.layers[0]
-        states = [states.numpy() for cache in caches for states in (cache.keys, cache.values)]
-        inputs = {"input_ids": last.numpy(), "encoder_attention_mask": given["attention_mask"].numpy()}
-        logits = graph.run(["logits"], inputs | dict(zip(past_names(1), states, strict=True)))[0]
-        assert_close(logits, expected)
-    if name == "learned":
-        # A position past the table is an error, and never a wrong result.
-        places = model.config.max_position_embeddings
-        keys = np.zeros((2, 4, places, 8), np.float32)
-        past = dict(zip(past_names(1), [keys, keys, *states[2:]], strict=True))
-        with pytest.raises(InvalidArgument, match="out of data bounds"):
-            graph.run(["logits"], inputs | past)
-
-
 @pytest.mark.parametrize("name", ["sinusoidal", "half_split", "learned", "relative", "relative_per_layer"])
-def test_tables_change_nothing_and_are_gone_afterwards(name):
+def test_tables_change_nothing(name):
     """The lengths reach beyond the last bucket and beyond the first table of sinusoids."""
     model = tiny_model(**DESIGNS[name])
-    before = list(model.state_dict())
     given = random_batch(model.config, batch=2, source=40, target=33)
     with torch.no_grad():
         expected = model(**given).logits
-        with with_tables(model):
-            assert any(type(module).__name__.endswith("Table") for module in model.modules())
-            torch.testing.assert_close(model(**given).logits, expected, rtol=0, atol=0)
-    assert not any(type(module).__name__.endswith("Table") for module in model.modules())
-    assert list(model.state_dict()) == before
+        use_tables(model)
+        assert any(type(module).__name__.endswith("Table") for module in model.modules())
+        torch.testing.assert_close(model(**given).logits, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DESIGNS)
-def test_whole_designs(name, tmp_path):
-    model = tiny_model(attn_implementation="eager", **DESIGNS[name])
+def test_every_design(name, tmp_path, monkeypatch):
+    """The graphs of one design have their weights in separate files."""
+    model = tiny_model(attn_implementation="eager", **DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1})
+    if name == "none":
+        monkeypatch.setattr(onnx_export, "LARGEST_WEIGHTS_BYTES", 0)
     write_graphs(model, tmp_path)
     check_graphs(model, tmp_path)
+    assert (tmp_path / f"{DECODER_NAME}_data").exists() == (name == "none")
 
 
 # refusals
@@ -274,38 +215,30 @@ REFUSED = {"dynamic": {"factor": 2.0}, "longrope": {"factor": 2.0, **LONGROPE}}
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_exported_is_refused_by_name(kind, tmp_path):
     rotation = {"rope_type": kind, "rope_theta": 1e4, **REFUSED[kind]}
-    message = f"ONNX cannot express `rope_parameters` with `rope_type` '{kind}'"
-    with pytest.raises(ValueError, match=message):
-        write_graphs(tiny_model(rope_parameters=rotation), tmp_path)
     source = save_generator(make_generator(rope_parameters=rotation), tmp_path / "model")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"onnx cannot express `rope_parameters` with `rope_type` '{kind}'"):
         export_onnx(source, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
     # The fields have no effect without rotary positions.
-    refuse_unsupported(tiny_config(position_embedding_type="none", rope_parameters=rotation))
+    assert not find_obstacles(tiny_config(position_embedding_type="none", rope_parameters=rotation))
 
 
-def test_other_families_and_quantization_are_refused(tmp_path):
-    T5Config().save_pretrained(tmp_path / "t5")
-    with pytest.raises(ValueError, match="`model_type` must be metaphrase, got 't5'"):
-        export_onnx(tmp_path / "t5", tmp_path / "exported")
+def test_quantization_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`--quantization` must be left out with --format onnx, got 'int8'"):
         execute(export, ["model", str(tmp_path / "exported"), "--format", "onnx", "--quantization", "int8"])
 
 
-@pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
-def test_without_the_packages_the_error_says_what_to_install(missing, tmp_path, monkeypatch):
-    source = save_generator(tiny_generator(), tmp_path / "model")
+def test_without_the_packages_the_error_says_what_to_install(tmp_path, monkeypatch):
     for name in list(sys.modules):
         if name.startswith("metaphrase.conversion.onnx"):
             monkeypatch.delitem(sys.modules, name)
     whole = builtins.__import__
 
     def absent(name, *args, **kwargs):
-        if name.split(".")[0] == missing:
-            raise ModuleNotFoundError(f"No module named {missing!r}")
+        if name.split(".")[0] == "onnxscript":
+            raise ModuleNotFoundError("No module named 'onnxscript'")
         return whole(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ImportError, match=r"pip install metaphrase\[onnx\]"):
-        execute(export, [str(source), str(tmp_path / "exported"), "--format", "onnx"])
+        execute(export, ["model", str(tmp_path / "exported"), "--format", "onnx"])

@@ -1,12 +1,14 @@
 """Tests of constrained beam search: targets contain the phrases, and are the best such targets."""
 
 import itertools
+import random
 
 import pytest
 import torch
 from small_searches import ENDS, OURS, log_probabilities, one_of, search_model, search_sources
 from tiny_models import tiny_model
 
+from metaphrase.decoding.searches.constrained_beam_search import START, PhraseAutomaton
 from metaphrase.inference import constrained_beam_search
 
 OPTIONS = {"num_beams": 5, "max_new_tokens": 9, "eos_token_id": ENDS, "return_dict_in_generate": True}
@@ -62,8 +64,10 @@ def test_every_target_contains_every_phrase_and_scores_what_it_is_worth(name, ph
 TINY = {"vocab_size": 6, "decoder_layers": 1, "initializer_range": 0.25}
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-@pytest.mark.parametrize("phrases", [[[4]], [[3, 4]], [[3, 4], [5]], [[[3, 3], [5]], [4]], [[4, 4], [3]]], ids=str)
+@pytest.mark.parametrize(
+    ("phrases", "length_penalty"),
+    [([[4]], 0.0), ([[3, 4], [5]], 1.0), ([[[3, 3], [5]], [4]], 1.0), ([[4, 4], [3]], 0.0)],
+)
 def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
     """Compare with all targets of at most 4 tokens of a vocabulary of 6."""
     end, most = 2, 4
@@ -105,19 +109,6 @@ def test_a_source_is_searched_as_if_it_were_alone():
         alone = constrained(model, one_of(inputs, index), [[7, 8], [20]], **options)
         assert until_end(row) == until_end(alone.sequences[0].tolist())
         torch.testing.assert_close(found.sequences_scores[index], alone.sequences_scores[0], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_what_must_not_occur_does_not(name):
-    model = search_model(name)
-    inputs = search_sources(model)
-    free = constrained(model, inputs, [[7, 8]]).sequences.tolist()
-    # What stands before the phrase, and its beginning with that.
-    banned = [[row[row.index(7) - 1], 7] for row in free if row.index(7) > 1] + [[20]]
-    found = constrained(model, inputs, [[7, 8]], bad_words_ids=banned).sequences.tolist()
-    assert len(banned) > 2 and found != free
-    for ids in map(until_end, found):
-        assert contains(ids, [7, 8]) and not any(contains(ids, words) for words in banned)
 
 
 @pytest.mark.parametrize("forced", [{"forced_bos_token_id": 8}, {"forced_eos_token_id": 4}, {"min_new_tokens": 9}])
@@ -197,10 +188,8 @@ def test_a_phrase_that_the_prompt_begins_is_completed(name):
     ("phrases", "options", "message"),
     [
         ([], {}, "`force_words_ids` must hold at least one phrase"),
-        ([[]], {}, "`force_words_ids` must hold ids"),
         ([[7, 37]], {}, "`force_words_ids` must hold ids"),
         ([[7, 4]], {}, "no end or padding"),
-        ([[7] * 6, [8] * 4], {}, "`max_new_tokens` or `num_beams`"),
         ([[7] * 9], {"forced_eos_token_id": 4}, "`max_new_tokens` or `num_beams`"),
         ([[7]], {"num_beams": 1}, "`num_beams` must be at least 2"),
         ([[7], [8]], {"max_new_tokens": 2, "bad_words_ids": [[7, 8], [8, 7]]}, r"got fewer for 5 of 5 sources"),
@@ -215,7 +204,7 @@ def test_errors_name_the_argument(phrases, options, message):
 @pytest.mark.parametrize(
     ("name", "prompt", "message"),
     [
-        ("bart", None, "need a Metaphrase model"),
+        ("bart", None, "support a model of another family"),
         ("half precision", None, "support dtype"),
         ("sinusoidal", [[1, 5], [1, 6]], "prompts of one source"),
     ],
@@ -226,3 +215,62 @@ def test_what_the_fast_decoder_cannot_run_is_refused(name, prompt, message):
     sources = {key: value[:1] for key, value in search_sources(model).items()}
     with pytest.raises(ValueError, match=message):
         constrained(model, sources, [[7]], **options)
+
+
+# The automaton
+
+VOCAB = 5
+CASES = [
+    [[(1,)]],
+    [[(1, 2, 1, 3)]],
+    [[(1, 1, 2)], [(1, 1)]],
+    [[(1, 2, 3)], [(2, 3, 4)], [(3,)]],
+    [[(1, 2), (3, 3, 3)], [(2, 1)]],
+    [[(1, 2), (START, 4, 2)], [(2, 2)]],
+]
+
+
+def is_met(text, phrases):
+    text = (START, *text)
+    return any(text[first : first + len(phrase)] == phrase for phrase in phrases for first in range(len(text)))
+
+
+def follow(automaton, text):
+    states = torch.tensor([automaton.start])
+    met = torch.zeros(1, automaton.num_constraints, dtype=torch.bool)
+    for token in text:
+        states, met = automaton.read(states, met, torch.tensor([token]))
+    return states, met
+
+
+def fewest(text, constraints):
+    """Return by trial how many more tokens meet all constraints."""
+    for count in range(9):
+        for more in itertools.product(range(1, VOCAB), repeat=count):
+            if all(is_met((*text, *more), phrases) for phrases in constraints):
+                return count
+    raise AssertionError(f"{constraints} need more tokens behind {text}")
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_met_is_what_a_text_contains(constraints):
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for length in range(7):
+        rng = random.Random(length)
+        for _ in range(60):
+            text = [rng.randrange(VOCAB) for _ in range(length)]
+            assert follow(automaton, text)[1][0].tolist() == [is_met(text, phrases) for phrases in constraints]
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_missing_is_enough_and_can_always_be_lowered(constraints):
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for length in range(4):
+        for text in itertools.product(range(VOCAB), repeat=length):
+            states, met = follow(automaton, text)
+            missing = automaton.num_missing(states, met).item()
+            assert fewest(text, constraints) <= missing <= automaton.num_tokens
+            assert (missing == 0) == bool(met.all())
+            if missing:
+                behind = automaton.read(states, met[:, None], automaton.alphabet)
+                assert automaton.num_missing(*behind).min() < missing

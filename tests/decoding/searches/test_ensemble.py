@@ -84,8 +84,6 @@ def test_tokens_are_those_of_whole_passes(models, options, monkeypatch):
 
 PENALTIES = {"repetition_penalty": 2.5, "exponential_decay_length_penalty": (2, 1.5)}
 ALONE = {
-    "greedy": {},
-    "beams": BEAMS,
     "penalties": PENALTIES,
     "penalties of beams": BEAMS | PENALTIES,
     "penalties of samples": PENALTIES | {"do_sample": True, "num_return_sequences": 2},
