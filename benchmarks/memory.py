@@ -9,10 +9,9 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.planning.batches import BatchShape
 from metaphrase.training.planning.estimate import meta_model
 from metaphrase.training.planning.memory import (
-    ParameterCounts,
+    BatchShape,
     Precision,
     Sharding,
     estimate_activations,
@@ -64,13 +63,13 @@ def shared_table() -> str:
         model = meta_model(MetaphraseConfig.from_preset(preset))
         optimizer, _ = optimizer_bytes(model, ARGUMENTS)
         activations = estimate_activations(model.config, batch_of(*SHARED_BATCH), precision, is_checkpointed=True)
-        count = ParameterCounts.of(model).total
+        count = model.num_parameters()
         for devices in DEVICES:
             state = estimate_states(model, optimizer, precision, Sharding(devices, 3, "fsdp"))
             traffic = state.gathered_weights + state.buffers
             workspace = max(activations.loss_workspace, activations.backward_workspace)
             most = state.peak(activations)
-            sizes = (state.weights, state.gradients, state.optimizer, traffic, activations.kept, workspace, most)
+            sizes = (state.weights, state.gradients, state.optimizer, traffic, activations.kept_bytes, workspace, most)
             rows.append([f"{preset} ({count / 1e9:.2f} B)", str(devices), *map(gibibytes, sizes)])
     head = ["model", "devices", "weights", "gradients", "optimizer", "gathered", "activations", "workspace", "**most**"]
     return f"GiB of each device at {describe(SHARED_BATCH)} on each:\n\n" + table(head, rows)
@@ -82,7 +81,7 @@ def single_table() -> str:
     for preset in SINGLE_PRESETS:
         model = meta_model(MetaphraseConfig.from_preset(preset))
         optimizer, _ = optimizer_bytes(model, ARGUMENTS)
-        row = [preset, f"{ParameterCounts.of(model).total / 1e6:,.0f} M"]
+        row = [preset, f"{model.num_parameters() / 1e6:,.0f} M"]
         for compute_bytes in (4, 2):
             precision = Precision(compute_bytes=compute_bytes, on_accelerator=True)
             state = estimate_states(model, optimizer, precision, Sharding())

@@ -5,8 +5,7 @@ from small_runs import QUIET
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.training.planning.batches import BatchShape
-from metaphrase.training.planning.memory import Precision
+from metaphrase.training.planning.memory import BatchShape, Precision
 
 PAIRS, SOURCE, TARGET = 8, 32, 24
 FLOAT32, AUTOCAST = Precision(), Precision(compute_bytes=2)

@@ -34,9 +34,9 @@ def test_a_run_has_the_steps_of_its_dry_run(data, tmp_path):
     report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
     sizes = {name: report[f"{name}/train"]["kept"] for name in ("clean", "noisy")}
     # Both are read equally often in the first stage.
-    assert estimate.data.pairs == 6 * sizes["noisy"] + sizes["clean"]
+    assert estimate.pairs == 6 * sizes["noisy"] + sizes["clean"]
     assert result["data"]["num_train"] == sum(sizes.values())
-    assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == estimate.data.steps > 6
+    assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == estimate.steps > 6
     assert read_log(tmp_path / "run", "train_loss")[-1]["epoch"] == 1
     # The saved recipe trains the same.
     saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
-"""Estimate of a run before it starts: parameters, memory per device, tokens, steps, operations and hours."""
+"""Estimate of a run before it starts: parameters, memory per device, tokens, steps and hours."""
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,17 +12,16 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
-from metaphrase.data.pairs import LENGTH_COLUMNS
+from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.stages import StagedPairs
-from metaphrase.data.token_budget import round_up
+from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning.batches import BatchShape, DataEstimate, plan_batches, training_flops
 from metaphrase.training.planning.memory import (
     ActivationEstimate,
-    ParameterCounts,
+    BatchShape,
     Precision,
     Sharding,
     StateMemory,
@@ -33,7 +33,6 @@ from metaphrase.training.planning.memory import (
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Number of largest batches by each size.
 _CANDIDATES = 16
-_NOTE_ON_LAYERS = "All layers are taken to be computed again, and what they keep to stay on the device."
 _NOTE_ON_PROCESS = (
     "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
 )
@@ -42,20 +41,23 @@ _NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a C
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """Needs of a run. Bytes are those of one device.
+    """Needs of a run. Bytes are those of one device, batches those of all devices. Tokens do not count padding.
 
     Attributes:
+        trained_parameters: Number of weights that are not frozen.
         largest_batch: The batch that needs most memory.
         activations: Bytes of that batch.
         is_checkpointed: True if layers are computed again in the backward pass.
         peak: Maximum bytes of a step.
         other_peak: `peak` for the opposite of `is_checkpointed`.
-        flops_per_step: Mean operations per optimizer step, all devices together.
+        padding_share: Share of computed cells that hold no token, from 0 to 1.
+        steps: Optimizer steps of the run.
         hours: Duration of the run; None without a rate.
         notes: Assumptions and omissions.
     """
 
-    parameters: ParameterCounts
+    parameters: int
+    trained_parameters: int
     precision: Precision
     sharding: Sharding
     state: StateMemory
@@ -64,39 +66,23 @@ class RunEstimate:
     is_checkpointed: bool
     peak: int
     other_peak: int
-    data: DataEstimate
-    flops_per_step: int
+    pairs: int
+    source_tokens: int
+    target_tokens: int
+    padding_share: float
+    batches_per_epoch: int
+    steps_per_epoch: int
+    steps: int
     hours: float | None
     notes: list[str]
 
     def __str__(self) -> str:
         """Return a table with one line per quantity."""
-        counts, data, time = self.parameters, self.data, "unknown"
+        time = "unknown"
         if self.hours is not None:
             time = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
-        rows = [
-            ("parameters", f"{counts.total:,}"),
-            *((f"  {name}", f"{getattr(counts, name):,}") for name in ("embeddings", "encoder", "decoder")),
-            ("  head", f"{counts.head:,}" if counts.head else "0 (tied)"),
-            ("  trained", f"{counts.trainable:,}"),
-            ("", ""),
-            ("pairs", f"{data.pairs:,}"),
-            ("tokens for each epoch", f"{data.source_tokens:,} source, {data.target_tokens:,} target"),
-            ("padding", f"{100 * data.padding_share:.1f} %"),
-            ("batches for each epoch", f"{data.batches_per_epoch:,}"),
-            ("steps", f"{data.steps:,}, {data.steps_per_epoch:,} for each epoch"),
-            ("", ""),
-            *self._memory_rows(),
-            ("", ""),
-            ("compute for each step", f"{self.flops_per_step:.3g} FLOP"),
-            ("time", time),
-        ]
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
-        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
-
-    def _memory_rows(self) -> list[tuple[str, str]]:
         state, batch = self.state, self.largest_batch
+        kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
         sizes = {
             "weights": state.weights,
             "weights cast by autocast": state.cast_weights,
@@ -104,23 +90,32 @@ class RunEstimate:
             "gradients": state.gradients,
             "gradients on their way": state.buffers,
             "optimizer": state.optimizer,
+            f"activations, {kind} checkpoints": self.activations.kept_bytes,
+            "workspace of the loss": self.activations.loss_workspace,
+            "workspace of a layer": self.activations.backward_workspace,
         }
         tokens = f"{batch.source_tokens:,} source and {batch.target_tokens:,} target tokens"
         rows = [
+            ("parameters", f"{self.parameters:,}"),
+            ("  trained", f"{self.trained_parameters:,}"),
+            ("", ""),
+            ("pairs", f"{self.pairs:,}"),
+            ("tokens for each epoch", f"{self.source_tokens:,} source, {self.target_tokens:,} target"),
+            ("padding", f"{100 * self.padding_share:.1f} %"),
+            ("batches for each epoch", f"{self.batches_per_epoch:,}"),
+            ("steps", f"{self.steps:,}, {self.steps_per_epoch:,} for each epoch"),
+            ("", ""),
             ("memory of each device", str(self.sharding)),
             *((f"  {name}", _format_bytes(size)) for name, size in sizes.items() if size),
-            ("  largest batch", f"{batch.pairs:,} pairs, {tokens}"),
-        ]
-        kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
-        return [
-            *rows,
-            (f"  activations, {kind} checkpoints", _format_bytes(self.activations.kept)),
-            *((f"    {name}", _format_bytes(size)) for name, size in self.activations.terms.items() if size),
-            ("  workspace of the loss", _format_bytes(self.activations.loss_workspace)),
-            ("  workspace of a layer", _format_bytes(self.activations.backward_workspace)),
             ("  most at a time", _format_bytes(self.peak)),
             (f"  most {other} checkpoints", _format_bytes(self.other_peak)),
+            ("  largest batch", f"{batch.pairs:,} pairs, {tokens}"),
+            ("", ""),
+            ("time", time),
         ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
 
 def _format_bytes(size: int) -> str:
@@ -133,6 +128,36 @@ def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
         return MetaphraseForConditionalGeneration(config)
 
 
+def plan_batches(
+    lengths: np.ndarray,
+    arguments: TrainingArguments,
+    max_tokens_per_batch: int | None,
+    devices: int,
+    length_multiple: int = 1,
+    staged: StagedPairs | None = None,
+) -> list[list[int]]:
+    """Return the batches of the first epoch, of all devices, as the trainer will form them. All stages are one epoch.
+
+    Widths are rounded up to `length_multiple`. `staged` are the training pairs, if they have stages.
+    """
+    seed = data_seed(arguments)
+    if staged is not None:
+        sampler = staged.sampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
+        return [[index % len(lengths) for index in batch] for batch in sampler.batches()]
+    if max_tokens_per_batch is not None:
+        sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
+        # Indices beyond the end repeat a pair to fill up a batch.
+        return [[index % len(lengths) for index in batch] for batch in sampler.epoch_batches(0)]
+    rows = arguments.per_device_train_batch_size
+    if arguments.train_sampling_strategy == "group_by_length":
+        order = list(LengthGroupedSampler(lengths.sum(axis=1).tolist(), rows, seed))
+    else:
+        order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    batches = [order[start : start + rows] for start in range(0, len(order), rows)]
+    # Dropping the last leaves full batches alone, equally many on each device.
+    return batches[: len(order) // rows // devices * devices] if arguments.dataloader_drop_last else batches
+
+
 def estimate_run(
     model: PreTrainedModel,
     arguments: TrainingArguments,
@@ -143,7 +168,7 @@ def estimate_run(
     r_drop_start_step: int | None = None,
     devices: int | None = None,
     on_accelerator: bool | None = None,
-    flops_per_second: float | None = None,
+    tokens_per_second: float | None = None,
     staged: StagedPairs | None = None,
 ) -> RunEstimate:
     """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
@@ -157,7 +182,7 @@ def estimate_run(
         r_drop_start_step: Steps before R-Drop begins; None without R-Drop.
         devices: Number of devices to plan for; those of this run by default.
         on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
-        flops_per_second: Rate of one device, stated or measured.
+        tokens_per_second: Rate of one device, padding counted, stated or measured.
         staged: The training pairs, if they have stages.
 
     Raises:
@@ -173,7 +198,12 @@ def estimate_run(
     padded = round_up(lengths, multiple)
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     read = lengths if staged is None else lengths[np.concatenate(batches)]
-    data = DataEstimate.of(read, shapes, arguments, sharding.devices)
+    source_tokens, target_tokens = map(int, read.sum(axis=0))
+    computed = sum(shape.tokens for shape in shapes)
+    steps_per_epoch = math.ceil(math.ceil(len(shapes) / sharding.devices) / arguments.gradient_accumulation_steps)
+    steps = passes = arguments.max_steps
+    if steps <= 0:
+        steps = passes = math.ceil(arguments.num_train_epochs * steps_per_epoch)
     if on_accelerator is None:
         on_accelerator = arguments.device.type != "cpu"
     stored = next(iter(model.parameters())).element_size()
@@ -185,9 +215,8 @@ def estimate_run(
     # transformers has two names for it, and FSDP has a switch of its own.
     fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
     is_checkpointed = any((getattr(arguments, CHECKPOINTING), arguments.gradient_checkpointing, fsdp_switch))
-    flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
     if r_drop_start_step is not None:
-        flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
+        passes += max(0, steps - r_drop_start_step)
         shapes = [shape.repeated(2) for shape in shapes]
     optimizer, remark = optimizer_bytes(model, arguments)
     accumulates = arguments.gradient_accumulation_steps > 1
@@ -205,13 +234,12 @@ def estimate_run(
     candidates = [shape for size in sizes for shape in nlargest(_CANDIDATES, shapes, key=size)]
     largest = max(candidates, key=lambda shape: (state.peak(activations(shape)), shape.tokens))
     hours = None
-    if flops_per_second is not None:
-        hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
-    kept_options = {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {})
+    if tokens_per_second is not None:
+        tokens = passes * computed / steps_per_epoch
+        hours = tokens / (tokens_per_second * sharding.devices) / _SECONDS_PER_HOUR
     is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
     family = model.config.model_type
     notes = (
-        (is_checkpointed and kept_options, _NOTE_ON_LAYERS),
         (r_drop_start_step is not None, "R-Drop passes each batch twice: the largest one is counted with both."),
         (remark, remark),
         (not on_accelerator, _NOTE_ON_PROCESS),
@@ -221,7 +249,8 @@ def estimate_run(
         (hours is None, "No time is given, because no rate of the device was measured or stated."),
     )
     return RunEstimate(
-        parameters=ParameterCounts.of(model),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         precision=precision,
         sharding=sharding,
         state=state,
@@ -230,8 +259,13 @@ def estimate_run(
         is_checkpointed=is_checkpointed,
         peak=state.peak(activations(largest)),
         other_peak=state.peak(activations(largest, not is_checkpointed)),
-        data=data,
-        flops_per_step=flops_per_step,
+        pairs=len(read),
+        source_tokens=source_tokens,
+        target_tokens=target_tokens,
+        padding_share=1 - (source_tokens + target_tokens) / computed,
+        batches_per_epoch=len(batches),
+        steps_per_epoch=steps_per_epoch,
+        steps=steps,
         hours=hours,
         notes=[note for applies, note in notes if applies],
     )
@@ -279,7 +313,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
         pad_to_multiple_of=experiment.pad_to_multiple_of,
         r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
         devices=devices,
-        flops_per_second=rate,
+        tokens_per_second=rate,
         staged=train if isinstance(train, StagedPairs) else None,
     )
     objective = getattr(train, "objective", None)
@@ -290,7 +324,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
 
 
 def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, lengths: np.ndarray) -> float:
-    """Return the median FLOP per second of real training steps by AdamW with a learning rate of 0.
+    """Return the median tokens per second of real training steps by AdamW with a learning rate of 0.
 
     The batches are the first of an epoch, formed as the trainer does. The first one warms up.
     """
@@ -320,8 +354,7 @@ def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, length
         optimizer.zero_grad()
         seconds = _now(kind) - start
         total += seconds
-        shape = BatchShape.of_tensors(batch)
-        rates.append(training_flops(model, [shape], arguments.gradient_checkpointing) / seconds)
+        rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / seconds)
         if len(rates) > 3 and total > TIMED_SECONDS:
             break
     return statistics.median(rates[1:])

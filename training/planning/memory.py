@@ -5,10 +5,11 @@ it is made. Weights, gradients and optimizer may be shared among devices, and ar
 """
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env
 from torch import nn
@@ -16,11 +17,57 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.packing import grid_width
 from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
 from metaphrase.ops.projected_loss import chunk_rows
-from metaphrase.training.planning.batches import BatchShape
 
 FLOAT32_BYTES, MASK_BYTES, INDEX_BYTES = 4, 1, 8
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes that decide the cost of a batch, which is padded, or packed into one row.
+
+    Tokens are cells that are computed: with padding, `pairs` times the longest sequence. Scores are those of one head, in the
+    encoder (`source_scores`) and in the decoder.
+    """
+
+    pairs: int
+    source_tokens: int
+    target_tokens: int
+    longest_source: int
+    longest_target: int
+    source_scores: int
+    target_scores: int
+    cross_scores: int
+    is_packed: bool
+
+    @classmethod
+    def of(cls, source_lengths: Sequence[int], target_lengths: Sequence[int], is_packed: bool) -> "BatchShape":
+        """Return the shape of a batch of pairs with these lengths in tokens."""
+        sides = [[int(length) for length in side] for side in (source_lengths, target_lengths)]
+        pairs = len(source_lengths)
+        longest = [max(side) for side in sides]
+        if not is_packed:
+            sides = [pairs * [length] for length in longest]
+        # A lower bound: packed sequences that are computed together have a grid of one width.
+        source, target = (np.array([grid_width(length) if is_packed else length for length in side]) for side in sides)
+        scores = (int(queries @ keys) for queries, keys in ((source, source), (target, target), (target, source)))
+        return cls(pairs, *map(sum, sides), *longest, *scores, is_packed)
+
+    def repeated(self, times: int) -> "BatchShape":
+        """Return the shape of the batch repeated several times, as R-Drop does."""
+        names = ("pairs", "source_tokens", "target_tokens", "source_scores", "target_scores", "cross_scores")
+        return replace(self, **{name: times * getattr(self, name) for name in names})
+
+    @property
+    def tokens(self) -> int:
+        return self.source_tokens + self.target_tokens
+
+    def width(self, side: str) -> int:
+        """Return the columns of attention scores on the side `source` or `target`."""
+        longest = self.longest_source if side == "source" else self.longest_target
+        return grid_width(longest) if self.is_packed else longest
 
 
 @dataclass(frozen=True)
@@ -44,40 +91,31 @@ class ActivationEstimate:
     """Bytes of one step beside weights, gradients and optimizer.
 
     Attributes:
-        terms: Bytes kept from the forward to the backward pass, by part.
-        loss_workspace: Further bytes of the loss, while all terms are there.
+        kept_bytes: Bytes kept from the forward to the backward pass.
+        loss_workspace: Further bytes of the loss, while all of these are there.
         backward_workspace: Maximum bytes of the backward pass of one layer; with checkpoints, the layer itself too.
         is_checkpointed: True if layers are computed again in the backward pass.
     """
 
-    terms: dict[str, int]
+    kept_bytes: int
     loss_workspace: int
     backward_workspace: int
     is_checkpointed: bool
 
-    @property
-    def kept(self) -> int:
-        return sum(self.terms.values())
-
     def peak(self, gradients: int = 0, gradients_persist: bool = False, cast_weights: int = 0) -> int:
         """Return the maximum bytes at a time.
 
-        Args:
-            gradients: Bytes of the weights' gradients, which appear while activations are freed.
-            gradients_persist: True if they exist from the start, as when they are accumulated.
-            cast_weights: Bytes of weights that autocast converts. Layers that are computed again free them.
+        The weights' gradients appear while activations are freed, or persist from the start if they are accumulated.
+        `cast_weights` are those that autocast converts. Layers that are computed again free them.
         """
-        first = self.kept + gradients * gradients_persist
+        first = self.kept_bytes + gradients * gradients_persist
         backward = max(first, gradients) + self.backward_workspace + (0 if self.is_checkpointed else cast_weights)
         return max(first + self.loss_workspace + cast_weights, backward)
 
 
 @lru_cache
 def kept_by_activation(name: str) -> int:
-    """Return how many tensors of its input's size an activation function keeps, beside its output.
-
-    The function is applied to a few numbers, so that the answer holds for all functions of transformers.
-    """
+    """Return how many tensors of its input's size any activation function of transformers keeps, beside its output."""
     states, saved = torch.linspace(-1, 1, 1024, requires_grad=True), {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,13 +135,7 @@ def estimate_activations(
 
     Source: counting by part is the method of Korthikanti et al. 2022, section 4, arXiv 2205.05198. With checkpoints a layer keeps
     its input alone and is computed again (Chen et al. 2016, section 3, arXiv 1604.06174). The layers of other families follow
-    equation 1 of the former, and their logits, softmax and gradient are in float32.
-
-    Args:
-        config: Configuration of a model with all weights trained. Frozen weights keep less.
-        shape: Shape of the batch.
-        precision: Precision of the step.
-        is_checkpointed: True if layers are computed again in the backward pass (`gradient_checkpointing`).
+    equation 1 of the former, and their logits, softmax and gradient are in float32. Frozen weights would keep less.
     """
     hidden, element = config.hidden_size, precision.compute_bytes
     inputs = [precision.stream_bytes * hidden * tokens for tokens in (shape.source_tokens, shape.target_tokens)]
@@ -115,12 +147,12 @@ def estimate_activations(
             element * shape.target_tokens * (45 * hidden + 5 * heads * both) // 2,
         )
         depths = (config.num_hidden_layers,) * 2
-        terms, loss_workspace, workspace = {}, 0, 0
+        total, loss_workspace, workspace = 0, 0, 0
         loss = 3 * FLOAT32_BYTES * shape.target_tokens * getattr(config, "vocab_size", 0)
     else:
         layers = _layer(config, shape, precision, "source"), _layer(config, shape, precision, "target")
         depths = config.encoder_layers, config.decoder_layers
-        terms = _outside_layers(config, shape, precision)
+        total = _outside_layers(config, shape, precision)
         # Logits exist in chunks alone, and their gradients are made in the forward pass.
         vocabulary, tokens = config.decoder_vocab_size, shape.target_tokens
         weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + config.logits_bias)
@@ -129,9 +161,8 @@ def estimate_activations(
         loss_workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
         workspace = _backward_workspace(config, shape, precision)
     stored = inputs if is_checkpointed else layers
-    names = ("encoder layers", "decoder layers")
-    terms |= {name: depth * size for name, depth, size in zip(names, depths, stored, strict=True)} | {"loss": loss}
-    return ActivationEstimate(terms, loss_workspace, workspace + max(layers) * is_checkpointed, is_checkpointed)
+    total += loss + sum(depth * size for depth, size in zip(depths, stored, strict=True))
+    return ActivationEstimate(total, loss_workspace, workspace + max(layers) * is_checkpointed, is_checkpointed)
 
 
 def _norm(config: MetaphraseConfig, precision: Precision, width: int) -> int:
@@ -183,25 +214,23 @@ def _scores(
     return scores * FLOAT32_BYTES * (1 + 2 * drops) * is_plain
 
 
-def _outside_layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> dict[str, int]:
+def _outside_layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
     """Return the bytes that embeddings, position biases, final norms and the encoder output keep."""
-    norm, embeddings, bias = _norm(config, precision, config.hidden_size), 0, 0
+    norm, size = _norm(config, precision, config.hidden_size), 0
     for side, stack in (("source", "encoder"), ("target", "decoder")):
         heads, layers = (getattr(config, f"{stack}_{name}") for name in ("attention_heads", "layers"))
         token = INDEX_BYTES + MASK_BYTES * config.hidden_size * (config.dropout > 0) + norm * config.embedding_norm
         if config.position_embedding_type == "rotary":
             token += 2 * precision.stream_bytes * config.get_head_dim(heads)
-        embeddings += token * getattr(shape, f"{side}_tokens")
+        size += token * getattr(shape, f"{side}_tokens")
         if config.position_embedding_type in ("relative", "alibi") and not precision.on_accelerator:
             is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
             # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
             rows = shape.pairs if side == "source" and shape.is_packed else 1
-            bias += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
+            size += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
     # All cross-attentions read the encoder output.
-    outputs = (
-        shape.tokens * norm * config.final_norm + shape.source_tokens * precision.compute_bytes * config.hidden_size
-    )
-    return {"embeddings": embeddings, "position bias": bias, "outputs": outputs}
+    size += shape.tokens * norm * config.final_norm
+    return size + shape.source_tokens * precision.compute_bytes * config.hidden_size
 
 
 def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
@@ -216,38 +245,6 @@ def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: 
         tokens * max(tensors * heads * config.get_head_dim(heads), 2 * inner) for tokens, heads, inner in sides
     )
     return precision.compute_bytes * largest + 2 * precision.stream_bytes * config.hidden_size * shape.tokens
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of weights by part. A tied weight counts once, in the first of embeddings, encoder, decoder and head."""
-
-    total: int
-    trainable: int
-    embeddings: int
-    encoder: int
-    decoder: int
-    head: int
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "ParameterCounts":
-        """Count the weights of an encoder-decoder."""
-        counted: set[int] = set()
-
-        def count(parameters: Iterable[nn.Parameter]) -> int:
-            fresh = {id(parameter): parameter.numel() for parameter in parameters if id(parameter) not in counted}
-            counted.update(fresh)
-            return sum(fresh.values())
-
-        # The table of a relative position bias is an embedding too, but its width is the number of heads.
-        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-        embeddings = count(table.weight for table in tables if table.embedding_dim == model.config.hidden_size)
-        encoder = count(model.get_encoder().parameters())
-        decoder = count(model.get_decoder().parameters())
-        head = count(model.parameters())
-        total = embeddings + encoder + decoder + head
-        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        return cls(total, trainable, embeddings, encoder, decoder, head)
 
 
 @dataclass(frozen=True)
@@ -272,14 +269,14 @@ class Sharding:
 
     @classmethod
     def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
-        """Read the training arguments and the environment of `accelerate launch`.
-
-        Args:
-            arguments: Training arguments.
-            devices: Number of devices to plan for; those of this run by default.
-        """
+        """Read the training arguments and the environment of `accelerate launch`, for the devices of this run by default."""
         devices = arguments.world_size if devices is None else devices
-        if (zero := _zero_settings(arguments)) is not None:
+        zero = None
+        if arguments.deepspeed:
+            zero = arguments.hf_deepspeed_config.config.get("zero_optimization", {})
+        elif parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            zero = DeepSpeedPlugin().deepspeed_config.get("zero_optimization", {})
+        if zero is not None:
             offload = (zero.get("offload_optimizer") or {}).get("device", "none")
             bucket = zero.get("reduce_bucket_size", 5 * 10**8)
             bucket = bucket if isinstance(bucket, int | float) else 0
@@ -297,14 +294,6 @@ class Sharding:
             return "one device"
         shared = ("nothing", "optimizer", "optimizer and gradients", "optimizer, gradients and weights")[self.stage]
         return f"{self.devices} devices by {self.engine}, sharing {shared}"
-
-
-def _zero_settings(arguments: TrainingArguments) -> dict | None:
-    if arguments.deepspeed:
-        return dict(arguments.hf_deepspeed_config.config.get("zero_optimization", {}))
-    if not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        return None
-    return dict(DeepSpeedPlugin().deepspeed_config.get("zero_optimization", {}))
 
 
 _ASSUMED_BYTES = 8
@@ -335,14 +324,6 @@ def optimizer_bytes(model: PreTrainedModel, arguments: TrainingArguments) -> tup
     states = (value for state in optimizer.state.values() for value in state.values())
     sizes = [value.numel() * value.element_size() for value in states if torch.is_tensor(value) and value.dim()]
     return entries * sum(sizes) // matrix.numel(), None
-
-
-def unit_sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the number of weights of the largest layer that is gathered as one, and of everything outside layers."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    return max(sizes, default=0), sum(parameter.numel() for parameter in model.parameters()) - sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -382,12 +363,7 @@ def estimate_states(
 ) -> StateMemory:
     """Estimate the bytes of weights, gradients and optimizer on one device.
 
-    Args:
-        model: The model.
-        optimizer: Bytes of the optimizer's whole state.
-        precision: Precision of the step.
-        sharding: Distribution among devices.
-        accumulates: True if gradients of several batches are added up.
+    `optimizer` are the bytes of the optimizer's whole state. `accumulates` is true if gradients of several batches are added up.
     """
     devices, stage = sharding.devices, sharding.stage
 
@@ -422,9 +398,11 @@ def _traffic(model: PreTrainedModel, precision: Precision, sharding: Sharding, t
         return 0, 0
     if sharding.engine == "ddp":
         return 0, trained
-    layer, rest = unit_sizes(model)
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     # The next layer is gathered during the computation of one. Weights outside layers stay.
-    units = element * min(2 * layer + rest, entries)
+    units = element * min(2 * max(sizes, default=0) + entries - sum(sizes), entries)
     if sharding.engine == "fsdp":
         return (units, units) if sharding.stage == 3 else (element * entries, element * entries)
     return units if sharding.stage == 3 else 0, 2 * element * min(sharding.bucket_entries, entries)
