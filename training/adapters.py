@@ -91,13 +91,12 @@ def add_lora(
     return adapted
 
 
-def check_targets(model: nn.Module, target_modules: str | Sequence[str], field: str = "target_modules") -> None:
+def check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None:
     """Refuse names without a layer, and layers whose merged weight would act differently from the adapter.
 
     Args:
         model: A model on any device, also the meta device.
         target_modules: See `add_lora`.
-        field: Name of the field for errors.
 
     Raises:
         ValueError: Naming the layer and the problem.
@@ -112,14 +111,16 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str], field: 
     for target, pattern in patterns.items():
         modules = {name: module for name, module in model.named_modules() if re.fullmatch(pattern, name)}
         if not modules:
-            raise ValueError(f"`{field}` must name linear layers of the model, got {target!r}, which names nothing.")
+            raise ValueError(
+                f"`target_modules` must name linear layers of the model, got {target!r}, which names nothing."
+            )
         for name, module in modules.items():
             # An embedding may scale its rows; its adapter does not.
             if not isinstance(module, nn.Linear):
-                raise ValueError(f"`{field}` must name linear layers, got {name!r}, a {type(module).__name__}.")
+                raise ValueError(f"`target_modules` must name linear layers, got {name!r}, a {type(module).__name__}.")
             if aliases[module.weight] > 1:
                 raise ValueError(
-                    f"`{field}` must name weights that are not tied, got {name!r}: merging would change its twin."
+                    f"`target_modules` must name weights that are not tied, got {name!r}: merging would change its twin."
                 )
 
 

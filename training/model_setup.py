@@ -11,9 +11,7 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.adapters import check_targets
 from metaphrase.training.checkpointing.sharding import whole_shape
-from metaphrase.training.optimizer import check_parts
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -21,17 +19,10 @@ logger = logging.getLogger(__name__)
 # Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
 _TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart")
 _TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
-# Generation settings with ids of the former vocabulary.
-_ID_SETTINGS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
 
 
 def longest_sequence(recipe: Recipe) -> int | None:
-    """Return the maximum tokens per side for the model of a recipe; None if its positions have no end.
-
-    Raises:
-        ValueError: If there is no such preset, or the dimensions of a new model are invalid.
-        OSError: If there is no such model.
-    """
+    """Return the maximum tokens per side for the model of a recipe; None if its positions have no end."""
     config = _load_config(recipe)
     if config.model_type == "metaphrase":
         return config.position_limit
@@ -47,33 +38,10 @@ def _load_config(recipe: Recipe) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
 
 
-def check_parts_of_model(recipe: Recipe) -> None:
-    """Refuse names of missing parts, before any corpus is read.
-
-    Raises:
-        ValueError: Naming the field.
-        OSError: If there is no such model.
-    """
-    if not (recipe.freeze or recipe.lora_target_modules):
-        return
-    with torch.device("meta"):
-        model = AutoModelForSeq2SeqLM.from_config(_load_config(recipe), trust_remote_code=False)
-    check_parts(model, recipe.freeze or ())
-    if recipe.lora_target_modules:
-        check_targets(model, recipe.lora_target_modules, "lora_target_modules")
-
-
 def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
     """Load the model to fine-tune in float32, since half precision would round most updates away.
 
-    With an adapter, which is in float32 itself, the model keeps its saved precision.
-
-    Args:
-        recipe: Names the model.
-        with_weights: False to load the shape alone, without weights.
-
-    Raises:
-        ValueError: If its weights are not whole.
+    With an adapter, which is in float32 itself, the model keeps its saved precision. Without weights it has its shape alone.
     """
     name = recipe.model_name_or_path
     config = _load_config(recipe)
@@ -94,11 +62,7 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
 def fit_vocabulary(
     model: PreTrainedModel, recipe: Recipe, tokenizers: TokenizerPair, with_weights: bool = True
 ) -> None:
-    """Resize the embeddings of a model to hold its tokenizers.
-
-    Raises:
-        ValueError: If embeddings would grow beside an adapter, or the model cannot hold the target vocabulary.
-    """
+    """Resize the embeddings of a model to hold its tokenizers, or refuse tokenizers that it cannot hold."""
     fields = tokenizers.config_fields()
     source = fields["vocab_size"]
     target = fields["decoder_vocab_size"] or source
@@ -137,71 +101,14 @@ def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None
         )
 
 
-def fit_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair, languages: Mapping[str, int]) -> None:
-    """Set the special ids of tokenizers that are not the model's own. With wrong ids, decoding would never end.
-
-    Each token keeps its role: a decoder that started with eos starts with the new eos. Equal ids change nothing.
-
-    Args:
-        model: Its configurations are changed.
-        tokenizers: Tokenizers that replace those of the model.
-        languages: Result of `set_languages`.
-
-    Raises:
-        ValueError: If a special token of the model has no counterpart, or positions are counted from the padding token.
-    """
-    config, fields = model.config, tokenizers.config_fields()
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    olds = {name: _as_list(getattr(config, name, None)) for name in names}
-    # Often only one of model and tokenizer has a bos token.
-    compared = [name for name in names if name != "bos_token_id" or (olds[name] and fields[name] is not None)]
-    if all(fields[name] in olds[name] for name in compared):
-        return
-    # If one id has two roles, the last counts.
-    roles = {old: name for name in names for old in olds[name]}
-    _move_padding(model, config.pad_token_id, fields["pad_token_id"])
-    [example] = tokenizers.encode_targets(["a"])
-    for owner in (config, model.generation_config):
-        changed = {name: fields[name] for name in names}
-        for name in ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"):
-            old = _as_list(getattr(owner, name, None))
-            if not old or name in languages:
-                continue
-            if old[0] not in roles:
-                raise ValueError(
-                    f"`{name}` of the model must be one of its special tokens, pad, bos or eos, where `tokenizer_name_or_path` "
-                    f"names another tokenizer, got {old[0]}. Choose another tokenizer, or give `target_lang`."
-                )
-            changed[name] = fields[roles[old[0]]]
-        if changed.get("decoder_start_token_id", 0) is None:
-            changed["decoder_start_token_id"] = fields["decoder_start_token_id"]
-        if changed.get("forced_bos_token_id") not in (None, example[0]):
-            # Targets of these tokenizers do not begin with the token.
-            changed["forced_bos_token_id"] = None
-        changed |= {name: None for name in _ID_SETTINGS if getattr(owner, name, None) is not None}
-        different = {name: value for name, value in changed.items() if getattr(owner, name, None) != value}
-        for name, value in different.items():
-            logger.warning("`%s` is %s, as the tokenizer has it, not %s.", name, value, getattr(owner, name, None))
-            setattr(owner, name, value)
-
-
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    return [] if ids is None else ids if isinstance(ids, list) else [ids]
-
-
-def _move_padding(model: PreTrainedModel, old: int | None, new: int) -> None:
-    """Exclude the row of the new padding token from training, and include that of the old one."""
-    if old is None or old == new:
-        return
-    for name, module in model.named_modules():
-        if getattr(module, "padding_idx", None) is None:
-            continue
-        if "position" in name:
-            raise ValueError(
-                f"`pad_token_id` of the tokenizer must be {old}, from which this model counts its positions, got {new}. "
-                "Convert the model first (`metaphrase convert`), or choose another tokenizer."
-            )
-        module.padding_idx = new
+def check_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair) -> None:
+    """Refuse tokenizers whose special ids are not those of the model: its decoding would never end."""
+    fields = tokenizers.config_fields()
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        ids = getattr(model.config, name, None)
+        # Often only one of model and tokenizer has a bos token.
+        if None not in (ids, fields[name]) and fields[name] not in (ids if isinstance(ids, list) else [ids]):
+            raise ValueError(f"`tokenizer_name_or_path` must have the `{name}` {ids} of the model, got {fields[name]}.")
 
 
 # Settings of one way to decode, each with its neutral value.
@@ -222,9 +129,6 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
         recipe: Its settings replace those of the model.
         max_length: Maximum decoded tokens, start token included.
         languages: Result of `set_languages`.
-
-    Raises:
-        ValueError: If the recipe has a setting of beam search but no beams, or the remaining settings are invalid.
     """
     config = model.generation_config
     names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")
@@ -251,7 +155,20 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
 
 def remove_ineffective_settings(config: GenerationConfig) -> None:
     """Unset the settings that have no effect beside the others, with which transformers would not save the configuration."""
-    values = {name: (getattr(config, name, None), neutral) for name, neutral in _ineffective_settings(config).items()}
+    beams, samples = config.num_beams or 1, config.do_sample is True
+    neutrals: dict[str, Any] = {}
+    if not samples:
+        # Contrastive search has a `top_k` too, but transformers does not save it.
+        neutrals |= {**_OF_SAMPLING, "penalty_alpha": None}
+    if beams == 1:
+        neutrals |= _OF_BEAMS
+    if (config.num_return_sequences or 1) > beams and not (samples and beams == 1):
+        neutrals["num_return_sequences"] = 1
+    if config.use_cache is False:
+        neutrals |= {"cache_implementation": None, "cache_config": None}
+    if config.return_dict_in_generate is not True:
+        neutrals |= dict.fromkeys(_OF_DETAILED_RESULTS, False)
+    values = {name: (getattr(config, name, None), neutral) for name, neutral in neutrals.items()}
     dropped = {name: value for name, (value, neutral) in values.items() if value not in (None, neutral)}
     for name in dropped:
         setattr(config, name, None)
@@ -260,21 +177,3 @@ def remove_ineffective_settings(config: GenerationConfig) -> None:
             "These generation settings of the base model have no effect beside the others and are removed: %s.",
             ", ".join(f"{name} {value}" for name, value in dropped.items()),
         )
-
-
-def _ineffective_settings(config: GenerationConfig) -> dict[str, Any]:
-    """Return the settings that have no effect beside the others, each with its neutral value."""
-    beams, samples = config.num_beams or 1, config.do_sample is True
-    neutral: dict[str, Any] = {}
-    if not samples:
-        # Contrastive search has a `top_k` too, but transformers does not save it.
-        neutral |= {**_OF_SAMPLING, "penalty_alpha": None}
-    if beams == 1:
-        neutral |= _OF_BEAMS
-    if (config.num_return_sequences or 1) > beams and not (samples and beams == 1):
-        neutral["num_return_sequences"] = 1
-    if config.use_cache is False:
-        neutral |= {"cache_implementation": None, "cache_config": None}
-    if config.return_dict_in_generate is not True:
-        neutral |= dict.fromkeys(_OF_DETAILED_RESULTS, False)
-    return neutral

@@ -58,7 +58,7 @@ def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resu
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig"),
         ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
         ({"tokenizer_name_or_path": "./nope"}, r"`tokenizer_name_or_path` must be a folder .*got '\./nope'"),
-        ({"data_dir": "./nope"}, r"`data_dir` must be a folder that exists, got \./nope"),
+        ({"data_dir": "./nope"}, r"`train_file` must be a file that exists, got nope/"),
     ],
 )
 def test_what_would_be_found_late_is_refused_before_any_work(data, tmp_path, fields, message):

@@ -5,7 +5,7 @@ A field without effect, because another one is missing, is only warned of.
 
 import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from metaphrase.data.pairs import SPLITS
@@ -77,61 +77,117 @@ _SCORED = ("validation", "test", "num_", "dataset_validation", "dataset_test", "
 VALIDATION_FIELDS = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
 
-def check_recipe(recipe: Any) -> None:
-    """Refuse a recipe that contradicts itself, and warn of fields without effect.
+# A rule of a recipe: True if it holds, the field, and what must hold.
+Rule = tuple[Any, str, str]
 
-    Raises:
-        ValueError: Naming the fields, what must hold and what was given.
-    """
+
+def check_recipe(recipe: Any) -> None:
+    """Refuse a recipe that contradicts itself by a `ValueError` with the fields, and warn of fields without effect."""
     check_conflicts(recipe)
-    for name, reason in LEFT_OUT.items():
-        _require(not getattr(recipe, name), recipe, name, f"be left out. {reason}")
-    for name, needed in _NEEDS.items():
-        _require(not recipe.is_set(name) or recipe.is_set(needed), recipe, name, f"come with `{needed}`")
-    if recipe.max_steps == 0:
-        raise ValueError("`max_steps` must be above 0, or -1 for `num_train_epochs`, got 0.")
-    if recipe.objective != "pairs":
-        is_joint = recipe.joint_vocabulary is not False
-        _require(is_joint, recipe, "joint_vocabulary", "be true with `objective`: both sides are one text")
+    _check(recipe, _rules(recipe))
     for group in ("tasks", "datasets"):
         _check_parts(recipe, group)
     if recipe.stages:
         parse_stages(recipe.stages, list(recipe.datasets))
-    for name in ("streaming", "stages"):
-        if getattr(recipe, name):
-            _require(recipe.max_tokens_per_batch, recipe, name, "come with `max_tokens_per_batch`, such as 4000")
-            for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
-                is_epoch = getattr(recipe, strategy) == "epoch"
-                _require(not is_epoch, recipe, strategy, f"be steps or no with `{name}`, which has no epochs")
-    _require(
-        not recipe.streaming or recipe.max_steps > 0, recipe, "streaming", "come with `max_steps`: it has no length"
-    )
     if recipe.max_tokens_per_batch is not None:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
-    _check_augmentation(recipe)
-    _check_best(recipe)
-    _check_averages(recipe)
-    ineffective = {name: field.json_schema_extra["effect_with"] for name, field in OWN_FIELDS.items()}
+    has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
+    if "terms" in recipe.augmentation and has_two:
+        raise ValueError(
+            "`augmentation.terms` must be left out with two vocabularies. Its marks are tokens of a joint one."
+        )
+    needs = {name: field.json_schema_extra["effect_with"] for name, field in OWN_FIELDS.items()}
     parts = [
         f"`{name}` without `{needed}`"
-        for name, needed in ineffective.items()
+        for name, needed in needs.items()
         if needed and recipe.is_set(name) and not recipe.is_set(needed)
     ]
     if parts:
         logger.warning("These fields have no effect: %s.", ", ".join(parts))
 
 
-def _require(condition: Any, recipe: Any, name: str, rule: str) -> None:
-    if not condition:
-        raise ValueError(f"`{name}` must {rule}, got {getattr(recipe, name)!r}.")
+def _check(recipe: Any, rules: Iterable[Rule]) -> None:
+    for holds, name, rule in rules:
+        if not holds:
+            raise ValueError(f"`{name}` must {rule}, got {getattr(recipe, name)!r}.")
+
+
+def _rules(recipe: Any) -> Iterator[Rule]:
+    for name, reason in LEFT_OUT.items():
+        yield not getattr(recipe, name), name, f"be left out. {reason}"
+    for name, needed in _NEEDS.items():
+        yield not recipe.is_set(name) or recipe.is_set(needed), name, f"come with `{needed}`"
+    yield recipe.max_steps != 0, "max_steps", "be above 0, or -1 for `num_train_epochs`"
+    can_join = recipe.objective == "pairs" or recipe.joint_vocabulary is not False
+    yield can_join, "joint_vocabulary", "be true with `objective`: both sides are one text"
+    for name in (name for name in ("streaming", "stages") if getattr(recipe, name)):
+        yield recipe.max_tokens_per_batch, name, "come with `max_tokens_per_batch`, such as 4000"
+        for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
+            rule = f"be steps or no with `{name}`, which has no epochs"
+            yield getattr(recipe, strategy) != "epoch", strategy, rule
+    yield not recipe.streaming or recipe.max_steps > 0, "streaming", "come with `max_steps`: it has no length"
+    if recipe.subword_sampling is not None:
+        for name in ("tokenizer_kind", "target_tokenizer_kind"):
+            rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
+            yield getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule
+    yield from _rules_of_best(recipe)
+    for name in (name for name in ("average_last", "average_best") if getattr(recipe, name) is not None):
+        limit = recipe.save_total_limit
+        yield limit is None or getattr(recipe, name) <= limit, name, f"be at most `save_total_limit` {limit}"
+        yield not recipe.load_best_model_at_end, "load_best_model_at_end", f"be false with `{name}`"
+        yield recipe.save_strategy != "no", "save_strategy", f"be steps, epoch or best with `{name}`"
+    if recipe.average_best is not None and recipe.save_strategy != "best":
+        # A checkpoint that is not evaluated has no score.
+        is_equal = recipe.save_strategy == recipe.eval_strategy
+        yield is_equal, "save_strategy", "be best or the `eval_strategy` with `average_best`"
+        # `eval_steps` is `logging_steps` by default. Both may be shares of the run.
+        steps = recipe.eval_steps or recipe.logging_steps
+        times = recipe.save_steps / steps
+        is_multiple = (recipe.save_steps < 1) == (steps < 1) and abs(times - round(times)) <= 1e-6
+        is_evaluated = recipe.save_strategy != "steps" or is_multiple
+        yield is_evaluated, "save_steps", "be a multiple of `eval_steps` with `average_best`"
+
+
+def _rules_of_best(recipe: Any) -> Iterator[Rule]:
+    """Yield the rules by which checkpoints are selected by a metric that is evaluated during training."""
+    metric, is_evaluated = recipe.metric_for_best_model, recipe.eval_strategy != "no"
+    for name in ("early_stopping_patience", "average_best"):
+        yield is_evaluated or getattr(recipe, name) is None, name, "come with `eval_strategy` steps or epoch"
+    has_metric = metric or recipe.load_best_model_at_end or not recipe.early_stopping_patience
+    yield has_metric, "early_stopping_patience", "come with `metric_for_best_model`"
+    if is_evaluated and (metric is not None or recipe.average_best is not None):
+        evaluated = ["loss", "perplexity"]
+        if decodes(recipe):
+            names = recipe.metrics or DEFAULT_METRICS
+            tasks = [task for task, fields in recipe.tasks.items() if any(map(fields.get, VALIDATION_FIELDS))]
+            evaluated += [*names, *(f"{task}_{name}" for task, name in itertools.product(tasks, names))]
+        is_known = (metric or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated
+        yield is_known, "metric_for_best_model", f"be evaluated while training: {', '.join(evaluated)}"
+
+
+def check_evaluated(recipe: Any) -> None:
+    """Refuse an evaluation without data, which a Trainer would notice after reading the corpus."""
+    fields_of_parts = recipe.tasks.values() or [{name: getattr(recipe, name) for name in VALIDATION_FIELDS}]
+    has_pairs = any(fields.get(name) for fields in fields_of_parts for name in VALIDATION_FIELDS)
+    has_any = has_pairs or (not recipe.tasks and recipe.validation_text_file)
+    is_pairs = recipe.objective == "pairs"
+    rule = f"come with {'`validation_file` or `num_validation`' if is_pairs else '`validation_text_file`'}"
+    _check(
+        recipe,
+        [
+            ((has_pairs and is_pairs) or not recipe.choose_decoding, "choose_decoding", rule),
+            (has_any or recipe.eval_strategy == "no", "eval_strategy", rule),
+        ],
+    )
+
+
+def decodes(recipe: Any) -> bool:
+    """Return True if validation pairs are decoded during training."""
+    return recipe.objective == "pairs" and bool(recipe.predict_with_generate) and not recipe.prediction_loss_only
 
 
 def check_conflicts(recipe: Any, names: Collection[str] | None = None) -> None:
-    """Refuse two fields that contradict each other, of which one is among `names`; None for all.
-
-    Raises:
-        ValueError: Naming both fields and the reason.
-    """
+    """Refuse two fields that contradict each other, of which one is among `names`; None for all."""
     for first, conflicting, reason in _CONFLICTS:
         if not recipe.is_changed(first) or getattr(recipe, first) is False:
             continue
@@ -159,83 +215,3 @@ def _check_parts(recipe: Any, group: str) -> None:
         weight = fields.get("weight", 1)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise ValueError(f"`{path}.weight` must be a number above 0, got {weight!r}.")
-
-
-def _check_augmentation(recipe: Any) -> None:
-    for name in ("tokenizer_kind", "target_tokenizer_kind"):
-        is_sampled = recipe.subword_sampling is None or getattr(recipe, name) in (None, *SAMPLED_KINDS)
-        _require(is_sampled, recipe, name, f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`")
-    has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
-    if "terms" in recipe.augmentation and has_two:
-        raise ValueError(
-            "`augmentation.terms` must be left out with two vocabularies. Its marks are tokens of a joint one."
-        )
-    cases = [recipe.augmentation.get(name, 0) for name in ("uppercase", "titlecase")]
-    if sum(cases) > 1:
-        raise ValueError(
-            f"`augmentation.uppercase` and `augmentation.titlecase` must be at most 1 together, got {cases[0]} and {cases[1]}."
-        )
-
-
-def check_evaluated(recipe: Any) -> None:
-    """Refuse an evaluation without data, which a Trainer would notice after reading the corpus.
-
-    Raises:
-        ValueError: If there is neither a file nor a number of pairs to evaluate.
-    """
-    fields_of_parts = recipe.tasks.values() or [{name: getattr(recipe, name) for name in VALIDATION_FIELDS}]
-    has_pairs = any(fields.get(name) for fields in fields_of_parts for name in VALIDATION_FIELDS)
-    has_any = has_pairs or (not recipe.tasks and recipe.validation_text_file)
-    names = "`validation_text_file`" if recipe.objective != "pairs" else "`validation_file` or `num_validation`"
-    can_choose = has_pairs and recipe.objective == "pairs"
-    _require(can_choose or not recipe.choose_decoding, recipe, "choose_decoding", f"come with {names}")
-    _require(has_any or recipe.eval_strategy == "no", recipe, "eval_strategy", f"come with {names}")
-
-
-def decodes(recipe: Any) -> bool:
-    """Return True if validation pairs are decoded during training."""
-    return recipe.objective == "pairs" and bool(recipe.predict_with_generate) and not recipe.prediction_loss_only
-
-
-def _check_best(recipe: Any) -> None:
-    """Refuse to select checkpoints by a metric that is not evaluated during training."""
-    metric = recipe.metric_for_best_model
-    for name in ("early_stopping_patience", "average_best"):
-        is_evaluated = recipe.eval_strategy != "no" or getattr(recipe, name) is None
-        _require(is_evaluated, recipe, name, "come with `eval_strategy` steps or epoch")
-    has_metric = metric or recipe.load_best_model_at_end or not recipe.early_stopping_patience
-    _require(has_metric, recipe, "early_stopping_patience", "come with `metric_for_best_model`")
-    if recipe.eval_strategy == "no" or (metric is None and recipe.average_best is None):
-        return
-    evaluated = ["loss", "perplexity"]
-    if decodes(recipe):
-        names = recipe.metrics or DEFAULT_METRICS
-        tasks = [task for task, fields in recipe.tasks.items() if any(fields.get(name) for name in VALIDATION_FIELDS)]
-        evaluated += [*names, *(f"{task}_{name}" for task, name in itertools.product(tasks, names))]
-    is_evaluated = (metric or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated
-    _require(is_evaluated, recipe, "metric_for_best_model", f"be evaluated while training: {', '.join(evaluated)}")
-
-
-def _check_averages(recipe: Any) -> None:
-    name = next((name for name in ("average_last", "average_best") if getattr(recipe, name) is not None), None)
-    if name is None:
-        return
-    limit, save = recipe.save_total_limit, recipe.save_strategy
-    _require(limit is None or getattr(recipe, name) <= limit, recipe, name, f"be at most `save_total_limit` {limit}")
-    _require(not recipe.load_best_model_at_end, recipe, "load_best_model_at_end", f"be false with `{name}`")
-    _require(save != "no", recipe, "save_strategy", f"be steps, epoch or best with `{name}`")
-    if name == "average_best" and save != "best":
-        # A checkpoint that is not evaluated has no score.
-        _require(
-            save == recipe.eval_strategy, recipe, "save_strategy", "be best or the `eval_strategy` with `average_best`"
-        )
-        is_evaluated = save != "steps" or saves_evaluated_weights(recipe)
-        _require(is_evaluated, recipe, "save_steps", "be a multiple of `eval_steps` with `average_best`")
-
-
-def saves_evaluated_weights(recipe: Any) -> bool:
-    """Return True if each step that saves a checkpoint also evaluates it."""
-    # `eval_steps` is `logging_steps` by default. Both may be shares of the run.
-    steps = recipe.eval_steps or recipe.logging_steps or recipe.save_steps
-    times = recipe.save_steps / steps
-    return (recipe.save_steps < 1) == (steps < 1) and abs(times - round(times)) <= 1e-6

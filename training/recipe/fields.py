@@ -34,6 +34,7 @@ _DataSets = Annotated[
         )
     ),
 ]
+_Column = Annotated[int | str | None, Field(union_mode="left_to_right")]
 _Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
@@ -58,9 +59,7 @@ class OwnFields(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
     data_dir: str | None = _data("Folder of relative data files. Give it on the command line.")
-    train_file: str | None = _data(
-        "Training pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but .parquet may be gzipped (.gz)."
-    )
+    train_file: str | None = _data("Training pairs: .tsv, .csv, .jsonl, .json (each also gzipped: .gz) or .parquet.")
     validation_file: str | None = _data("Validation pairs in one file.")
     test_file: str | None = _data("Test pairs in one file.")
     train_source_file: str | None = _data("Training sources, one per line; may be gzipped (.gz).")
@@ -74,80 +73,50 @@ class OwnFields(BaseModel):
     dataset_train_split: str = _data("Training split of the data set.", "train", effect_with="dataset_name")
     dataset_validation_split: str | None = _data("Validation split of the data set.", effect_with="dataset_name")
     dataset_test_split: str | None = _data("Test split of the data set.", effect_with="dataset_name")
-    source_column: Annotated[int | str | None, Field(union_mode="left_to_right")] = _data(
-        "Column of sources: a name [source], or an index from 0 in a .tsv file without a header [0]."
-    )
-    target_column: Annotated[int | str | None, Field(union_mode="left_to_right")] = _data(
-        "Column of targets: a name [target] or an index [1]."
-    )
+    source_column: _Column = _data("Column of sources: a name [source], or an index in a .tsv file without header [0].")
+    target_column: _Column = _data("Column of targets: a name [target] or an index [1].")
     source_language: str | None = _data("Language code of the sources, for the model card.")
     target_language: str | None = _data("Language code of the targets, for the model card.")
     source_prefix: str | None = _data("Text before each source, such as `summarize: `.")
     max_source_length: int = _data("Maximum tokens of a training source, eos included.", 256, ge=2)
     max_target_length: int = _data("Maximum tokens of a training target, eos included.", 256, ge=2)
-    too_long: Literal["skip", "truncate", "error"] = _data(
-        "What to do with longer training pairs. Scored pairs that the model cannot read are an error, unless truncate.",
-        "skip",
-    )
-    empty: Literal["skip", "error", "keep"] = _data(
-        "What to do with training pairs with an empty side. Validation and test keep them, unless error.", "skip"
-    )
+    # Scored pairs that the model cannot read are an error, unless `too_long` is truncate.
+    too_long: Literal["skip", "truncate", "error"] = _data("What to do with longer training pairs.", "skip")
+    # Validation and test keep them, unless error.
+    empty: Literal["skip", "error", "keep"] = _data("What to do with training pairs with an empty side.", "skip")
     malformed: Literal["error", "skip"] = _data("What to do with lines that hold no pair.", "error")
     invalid_utf8: Literal["error", "skip"] = _data("What to do with text that is not UTF-8.", "error")
-    max_line_characters: int = _data(
-        "Maximum characters of a line. Longer training pairs are skipped and counted, unless `too_long` is error. Other "
-        "longer lines are an error.",
-        MAX_LINE_CHARACTERS,
-        ge=1,
-    )
+    # Longer training pairs are skipped and counted, unless `too_long` is error. Other longer lines are an error.
+    max_line_characters: int = _data("Maximum characters of a line.", MAX_LINE_CHARACTERS, ge=1)
     streaming: bool = _data("Read training pairs during training. Needs `max_steps`.", False)
-    pairs_in_buffer: int = _data(
-        "Number of pairs that a stream shuffles and sorts together.", 20000, ge=1, effect_with="streaming"
-    )
+    pairs_in_buffer: int = _data("Pairs that a stream shuffles and sorts together.", 20000, "streaming", ge=1)
     objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _data(
         "Train on pairs, or denoise plain text as T5, UL2 or BART.", "pairs"
     )
-    train_text_file: str | None = _data(
-        "Plain text to denoise, one document per line; may be gzipped (.gz).", effect_with="objective"
-    )
-    validation_text_file: str | None = _data("Plain text to denoise, for validation.", effect_with="objective")
-    noise_density: float | None = _data(
-        "Share of tokens to hide [that of the paper].", gt=0, lt=1, effect_with="objective"
-    )
-    mean_span_length: float | None = _data(
-        "Mean tokens of a hidden span [that of the paper].", ge=1, effect_with="objective"
-    )
-    num_sentinels: int = _data("Number of sentinel tokens of a new tokenizer.", 100, ge=1, effect_with="objective")
+    train_text_file: str | None = _data("Plain text, one document per line, may be gzipped (.gz).", None, "objective")
+    validation_text_file: str | None = _data("Plain text to denoise, for validation.", None, "objective")
+    noise_density: float | None = _data("Share of tokens to hide [that of the paper].", None, "objective", gt=0, lt=1)
+    mean_span_length: float | None = _data("Mean tokens of a hidden span [that of the paper].", None, "objective", ge=1)
+    num_sentinels: int = _data("Number of sentinel tokens of a new tokenizer.", 100, "objective", ge=1)
     max_train_samples: int | None = _data("Maximum number of training pairs.", ge=1)
     max_validation_samples: int | None = _data("Maximum number of validation pairs.", ge=1)
     max_test_samples: int | None = _data("Maximum number of test pairs.", ge=1)
     num_validation: int = _data("Number of training pairs to move to validation.", 0, ge=0)
     num_test: int = _data("Number of training pairs to move to the test.", 0, ge=0)
 
-    tasks: dict[str, dict] = _tasks(
-        "Several tasks: for each name, fields of `data` such as `train_file` and `source_prefix`, and `weight`.", {}
-    )
+    tasks: dict[str, dict] = _tasks("Several tasks: for each name, fields such as `train_file`, and `weight`.", {})
     task_mixing: Literal["proportional", "temperature", "equal"] = _tasks(
-        "Share of each task: in proportion to its pairs, to a root of their number, or equal.",
-        "proportional",
-        effect_with="tasks",
+        "Share of each task: in proportion to its pairs, to a root of their number, or equal.", "proportional", "tasks"
     )
-    mixing_temperature: float = _tasks("Degree of the root.", 2.0, ge=1, effect_with="tasks")
-    mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", ge=1, effect_with="tasks")
+    mixing_temperature: float = _tasks("Degree of the root.", 2.0, "tasks", ge=1)
+    mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", None, "tasks", ge=1)
 
-    datasets: _DataSets = _stages(
-        "Named data sets for `stages`: for each name a file of pairs, or fields of `data` such as `train_file`.", {}
-    )
-    stages: dict[str, dict] = _stages(
-        "Stages of training in order: for each name, `shares` of the data sets, `until` one of them was read so often.",
-        {},
-    )
+    datasets: _DataSets = _stages("Named data sets for `stages`: a file of pairs, or fields such as `train_file`.", {})
+    stages: dict[str, dict] = _stages("Stages in order: `shares` of data sets, `until` one was read so often.", {})
 
     tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
     target_tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer for the targets.")
-    source_lang: str | None = _tokenizer(
-        "The tokenizer's code of the source language: eng_Latn (NLLB), en_XX (mBART), en (M2M100)."
-    )
+    source_lang: str | None = _tokenizer("The tokenizer's code of the source language, such as eng_Latn, en_XX or en.")
     target_lang: str | None = _tokenizer("The tokenizer's code of the target language, which starts decoding.")
     tokenizer_kind: str | None = _tokenizer(f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe].")
     target_tokenizer_kind: str | None = _tokenizer("Kind of a new, separate target tokenizer.")
@@ -162,74 +131,38 @@ class OwnFields(BaseModel):
 
     model_name_or_path: str | None = _model("Model to fine-tune.")
     preset: str = _model(f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())}.", "metaphrase-small")
-    model: dict[str, Any] = _model(
-        "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", {}
-    )
+    model: dict[str, Any] = _model("Fields of MetaphraseConfig that replace the preset's: --model.dropout 0.2.", {})
 
     time_budget: str | None = _batches("Time for the whole run, with data and scores, such as 20m or 2h [no limit].")
-    max_tokens_per_batch: int | None = _batches(
-        "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.", ge=2
-    )
+    max_tokens_per_batch: int | None = _batches("Source, target and padding tokens of a batch on each device.", ge=2)
 
     r_drop_alpha: float = _technique(
-        "Weight of R-Drop's divergence, such as 5. A batch takes the memory of two.", 0.0, ge=0, le=1000
+        "Weight of R-Drop's divergence, such as 5. Takes twice the memory.", 0.0, ge=0, le=1e3
     )
-    r_drop_start_step: int = _technique(
-        "Step at which R-Drop begins. Steps before it cost half.", 0, ge=0, effect_with="r_drop_alpha"
-    )
-    subword_sampling: float | None = _technique(
-        "Draw new segmentations in each epoch: the rate of BPE-dropout, such as 0.1.", gt=0, lt=1
-    )
+    r_drop_start_step: int = _technique("Step at which R-Drop begins. Earlier ones cost half.", 0, "r_drop_alpha", ge=0)
+    subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
     augmentation: dict[Literal[tuple(AUGMENTATIONS)], _Share] = _technique(
-        f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).",
-        {},
+        f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).", {}
     )
     average_last: int | None = _technique("Save the mean of the last N checkpoints.", ge=2)
     average_best: int | None = _technique("Save the mean of the N best by `metric_for_best_model`.", ge=2)
-    freeze: Names | None = _technique(
-        "Parts not to train: encoder, decoder.layers.0-3, embeddings, ...; !part excepts a part."
-    )
+    freeze: Names | None = _technique("Parts not to train: encoder, decoder.layers.0-3, ...; !part excepts a part.")
     lora_rank: int | None = _technique("Rank of a LoRA adapter, which is trained instead of the weights.", ge=1)
-    lora_alpha: float = _technique(
-        "Weight of the adapter before division by the rank.", 16.0, effect_with="lora_rank", gt=0
-    )
-    lora_dropout: float = _technique(
-        "Dropout probability of the adapter's input.", 0.0, ge=0, lt=1, effect_with="lora_rank"
-    )
-    lora_target_modules: Names | None = _technique(
-        "Layers with an adapter, such as q_proj [all linear].", effect_with="lora_rank"
-    )
+    lora_alpha: float = _technique("Weight of the adapter before division by the rank.", 16.0, "lora_rank", gt=0)
+    lora_dropout: float = _technique("Dropout probability of the adapter's input.", 0.0, "lora_rank", ge=0, lt=1)
+    lora_target_modules: Names | None = _technique("Layers with an adapter, as q_proj [all linear].", None, "lora_rank")
 
-    metrics: Names | None = _evaluation(
-        f"Scores on validation and test: {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}]."
-    )
+    metrics: Names | None = _evaluation(f"Scores of the run: {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}].")
     bleu_tokenize: str | None = _evaluation("sacreBLEU's tokenizer, such as 13a; none for tokenized text.")
-    num_beams: int | None = _evaluation(
-        "Beams of the finished model. `generation_num_beams` holds during training.", **_limits("num_beams")
-    )
-    length_penalty: float | None = _evaluation(
-        "Exponent of the length that divides beam scores.", **_limits("length_penalty")
-    )
-    choose_decoding: bool = _evaluation(
-        "Compare beams and length penalties on validation pairs at the end, unless one of them is given.", False
-    )
-    no_repeat_ngram_size: int | None = _evaluation(
-        "Length of n-grams that may not repeat.", **_limits("no_repeat_ngram_size")
-    )
-    repetition_penalty: float | None = _evaluation(
-        "Penalty of tokens that were generated before.", **_limits("repetition_penalty")
-    )
-    max_decoded_samples: int | None = _evaluation(
-        "Number of validation pairs, evenly spread, to decode during training [all].", ge=1
-    )
+    num_beams: int | None = _evaluation("Beams of the finished model.", **_limits("num_beams"))
+    length_penalty: float | None = _evaluation("Exponent of the length in beam scores.", **_limits("length_penalty"))
+    choose_decoding: bool = _evaluation("Compare beams and length penalties on validation pairs at the end.", False)
+    no_repeat_ngram_size: int | None = _evaluation("N-grams that may not repeat.", **_limits("no_repeat_ngram_size"))
+    repetition_penalty: float | None = _evaluation("Penalty of earlier tokens.", **_limits("repetition_penalty"))
+    max_decoded_samples: int | None = _evaluation("Validation pairs to decode during training [all].", ge=1)
     early_stopping_patience: int | None = _evaluation("Evaluations without a better score before training stops.", ge=1)
-    early_stopping_threshold: float | None = _evaluation(
-        "Minimum change that counts as better.", ge=0, effect_with="early_stopping_patience"
-    )
 
-    search: dict[str, Any] = _search(
-        "Values that `metaphrase tune` tries, by field: a list, or {low: 1e-4, high: 1e-2, log: true}.", {}
-    )
+    search: dict[str, Any] = _search("Values for `metaphrase tune`: a list, or {low: 1e-4, high: 1e-2, log: true}.", {})
 
 
 # All differences from transformers' own defaults.
@@ -310,11 +243,7 @@ OWN_FIELDS = OwnFields.model_fields
 
 
 def group_of(name: str, where: str = "a recipe") -> str:
-    """Return the group of a field, `training` for the fields of transformers.
-
-    Raises:
-        ValueError: If there is no such field; the error says where it stands.
-    """
+    """Return the group of a field, `training` for the fields of transformers. `where` is its place, for the error."""
     if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
         hint = did_you_mean(name, [*OWN_FIELDS, *TRAINING_FIELDS]) or " Fields of the network go below `model`."
         raise ValueError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")

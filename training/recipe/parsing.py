@@ -47,11 +47,7 @@ for _name, (_pattern, _letters) in _SCALARS.items():
 
 
 def load_yaml(text: str, where: str) -> Any:
-    """Parse one YAML document.
-
-    Raises:
-        ValueError: If it is not YAML, or a mapping has a key twice or a key that is not a text.
-    """
+    """Parse one YAML document, or raise a `ValueError`: if it is no YAML, or has a key twice or one that is not a text."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -89,11 +89,7 @@ class Recipe(AllFields):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], where: str) -> "Recipe":
-        """Make a recipe from flat keys and values.
-
-        Args:
-            mapping: Values by field.
-            where: Origin of the values, for errors.
+        """Make a recipe from flat keys and values. `where` is their origin, for errors.
 
         Raises:
             ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
@@ -112,11 +108,7 @@ class Recipe(AllFields):
         return self.model_copy(update=values)
 
     def checked(self) -> "Recipe":
-        """Return an equal recipe whose values were checked.
-
-        Raises:
-            ValueError: As for a new recipe.
-        """
+        """Return an equal recipe, whose values are checked as those of a new one."""
         return Recipe(**{name: getattr(self, name) for name in (*self.set_names, "set_names", "reasons")})
 
     def choose(self, reason: str, **values: Any) -> "Recipe":
@@ -147,17 +139,10 @@ class Recipe(AllFields):
         return [*(TERM_TOKENS if "terms" in self.augmentation else ()), *(self.additional_special_tokens or ())]
 
     def data_path(self, name: str) -> Path:
-        """Return the data file that a field names, below `data_dir` if it is relative.
-
-        Raises:
-            ValueError: If the field is not set.
-            FileNotFoundError: If there is no such file.
-        """
+        """Return the data file that a field names, below `data_dir` if it is relative, or raise an error if there is none."""
         if (value := getattr(self, name)) is None:
             raise ValueError(f"`{name}` must name a file, got null.")
         path = Path(self.data_dir or "").expanduser() / Path(value).expanduser()
-        if self.data_dir is not None and not Path(self.data_dir).expanduser().is_dir():
-            raise FileNotFoundError(f"`data_dir` must be a folder that exists, got {self.data_dir}.")
         if not path.is_file():
             raise FileNotFoundError(
                 f"`{name}` must be a file that exists, got {path}. Pass --data_dir FOLDER, the folder with the data files."
@@ -165,11 +150,7 @@ class Recipe(AllFields):
         return path
 
     def pairs_options(self, split: str) -> dict[str, Any] | None:
-        """Return the arguments of `load_pairs` for `train`, `validation` or `test`; None if the recipe has no such split.
-
-        Raises:
-            FileNotFoundError: If a file does not exist.
-        """
+        """Return the arguments of `load_pairs` for `train`, `validation` or `test`; None if the recipe has no such split."""
         file, source, target = f"{split}_file", f"{split}_source_file", f"{split}_target_file"
         if self.is_set(file):
             options: dict[str, Any] = {"file": self.data_path(file)}
@@ -227,21 +208,13 @@ class Recipe(AllFields):
         values = {name: copy.deepcopy(getattr(self, name)) for name in saved}
         if Path(str(values.get("output_dir") or "")).is_absolute():
             del values["output_dir"]
-        if self.data_dir is not None:
-            folder = Path(self.data_dir).expanduser().absolute()
-            parts = [*values.get("tasks", {}).values(), *values.get("datasets", {}).values()]
-            for group in (values, *(part for part in parts if isinstance(part, dict))):
-                for name in (name for name in group if name.endswith("_file") and group[name] is not None):
-                    path = Path(group[name]).expanduser()
-                    if path.is_relative_to(folder):
-                        group[name] = path.relative_to(folder).as_posix()
         return values
 
     def save(self, path: str | Path, head: str = "") -> None:
         """Write the values that were set as YAML, from which `load_recipe` reads them and a run can resume.
 
-        `data_dir`, an absolute `output_dir` and `hub_token` are left out. Data files below `data_dir` become relative. Other
-        paths stay; cut them before publishing the file, as `metaphrase push` does.
+        `data_dir`, an absolute `output_dir` and `hub_token` are left out. Other paths stay; cut them before publishing the
+        file, as `metaphrase push` does.
 
         Args:
             path: The file. A file that exists stays whole until the new one is written.
@@ -287,12 +260,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def saved_recipe(path: str | Path) -> Recipe:
-    """Return the recipe that a run has saved. It is not checked again, because newer rules may refuse it.
-
-    Raises:
-        ValueError: If the file is not a YAML mapping with each key once.
-        FileNotFoundError: If there is no such file.
-    """
+    """Return the recipe that a run has saved. It is not checked again, because newer rules may refuse it."""
     return Recipe().replace(**_read_fields(Path(path)))
 
 
@@ -332,13 +300,12 @@ def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
             options[-1][1].append(word)
         else:
             raise ValueError(f"The command line must name a field with --field before a value, got {word!r}.")
-    return [_resolve_negation(name, values) for name, values in options]
-
-
-def _resolve_negation(name: str, values: list[str]) -> tuple[str, list[str]]:
-    positive = name.removeprefix("no_")
-    is_negation = positive != name and not values and (positive in OWN_FIELDS or positive in TRAINING_FIELDS)
-    return (positive, ["false"]) if is_negation else (name, values)
+    return [
+        (name[3:], ["false"])
+        if name.startswith("no_") and not values and name[3:] in Recipe.model_fields
+        else (name, values)
+        for name, values in options
+    ]
 
 
 def describe_fields() -> str:

@@ -7,7 +7,6 @@ import pytest
 import yaml
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.scripts.train import find_recipe
 from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS
 from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
 
@@ -64,13 +63,14 @@ HIDDEN = ("sortish_sampler", "generation_config", "use_liger_kernel")
 
 
 def test_every_training_argument_is_a_field():
+    recipe, listed = Recipe(), describe_fields()
     for item in dataclasses.fields(Seq2SeqTrainingArguments):
-        getattr(Recipe(), item.name)
+        getattr(recipe, item.name)
         # Not offered: fields of `metaphrase push`, fields that are refused, and fields without effect.
         is_left_out = item.name.startswith(("push_to_hub", "hub_", "do_")) or item.name in HIDDEN
-        assert (f"--{item.name} " in describe_fields()) is not is_left_out
+        assert (f"--{item.name} " in listed) is not is_left_out
         assert item.name not in OWN_FIELDS
-    assert all(f"--{name}" in describe_fields() for name in OWN_FIELDS)
+    assert all(f"--{name}" in listed for name in OWN_FIELDS)
 
 
 def test_overrides_by_type(recipe_file):
@@ -108,20 +108,12 @@ def test_an_empty_field_of_our_own_is_not_set(recipe_file):
     ("text", "message"),
     [
         ("learnin_rate: 1", r"`learnin_rate` in .*recipe\.yaml.*'learning_rate'"),
-        ("hidden_size: 8", r"`hidden_size` in .*recipe\.yaml"),
         ("seed: 1\nseed: 2", r"recipe\.yaml .*`seed` occurs twice"),
-        ("model: {a: 1, a: 2}", "`a` occurs twice"),
-        ("1: 2", "a key must be a name"),
         ("- seed", "must be a mapping"),
         ("seed: [", r"recipe\.yaml must be valid YAML"),
-        ("model:\n\tdropout: 0.1", r"recipe\.yaml must be valid YAML: .* cannot start any token .*line 2"),
-        ("train_file: " + "[" * 100_000, r"recipe.yaml must be valid YAML: maximum recursion depth"),
-        ("do_train: !!bool abc", r"recipe.yaml must be valid YAML"),
         *((f"seed: {value}", "^`seed` must be .*, got") for value in (1.5, "true", "")),
         *((f"learning_rate: {value}", "^`learning_rate` must be .*, got") for value in (".nan", "fast")),
         ("output_dir: 2024", "`output_dir` must be .*, got 2024"),
-        ("metrics: [1]", "`metrics.0` must be "),
-        ("metrics: {bleu: 1}", "`metrics` must be "),
         ("model: tiny", "`model` must be .*, got 'tiny'"),
         ("too_long: cut", "`too_long` must be 'skip', 'truncate' or 'error', got 'cut'"),
         ("lr_scheduler_type: triangle", "`lr_scheduler_type` must be 'linear', .*got 'triangle'"),
@@ -137,28 +129,17 @@ def test_refused_files(recipe_file, text, message):
     ("words", "message"),
     [
         (["--learnin_rate", "1"], "`learnin_rate` in the command line.*'learning_rate'"),
-        (["--no_such"], "`no_such` in the command line"),
         (["seed", "1"], "got 'seed'"),
         (["--seed"], "`seed` must be a number"),
         (["--seed", "1", "2"], "`seed` must have one value, got 1 2. A recipe or file stands before all options"),
-        (["--seed", "1.5"], "`seed` must be "),
         (["--no_seed"], "`seed` must be "),
-        (["--bf16", "maybe"], "`bf16` must be "),
         (["--seed.x", "1"], "`seed` must be "),
         (["--model.a", "1", "--model.a.b", "2"], "`model` must be a mapping"),
-        (["--model.a", "[1"], "valid YAML"),
-        (["--optim", "adm"], "`optim` must be "),
     ],
 )
 def test_refused_overrides(words, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(None, words)
-
-
-def test_unknown_key_of_a_mapping_of_transformers_is_named():
-    recipe = Recipe(output_dir="run", accelerator_config={"no_such": 1})
-    with pytest.raises(ValueError, match=r"AcceleratorConfig.*'no_such'"):
-        recipe.training_arguments()
 
 
 def test_values_reach_the_training_arguments(tmp_path):
@@ -187,14 +168,6 @@ def test_a_recipe_does_not_change():
 def test_whether_to_resume_is_decided_while_parsing(recipe_file, word, expected):
     assert load_recipe(None, ["--resume_from_checkpoint", word]).resume_from_checkpoint == expected
     assert load_recipe(recipe_file(f"resume_from_checkpoint: {word}")).resume_from_checkpoint == expected
-
-
-def test_what_transformers_calls_otherwise_now_is_no_cause_for_a_warning(tmp_path, recwarn):
-    words = ["--gradient_checkpointing", "true", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}']
-    arguments = load_recipe(None, words).training_arguments(output_dir=str(tmp_path))
-    assert arguments.gradient_checkpointing is True
-    assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": True}
-    assert not [warning for warning in recwarn if "checkpointing" in str(warning.message)]
 
 
 def test_data_path(tmp_path):
@@ -238,79 +211,38 @@ def test_saved_recipe_loads_as_what_was_set(tmp_path, recipe_file):
     )
     folder = tmp_path / "data"
     overrides = ["--data_dir", str(folder), "--hub_token", "secret", "--output_dir", str(tmp_path / "out")]
-    recipe = load_recipe(path, [*overrides, "--test_file", str(folder / "sub" / "t.tsv")])
+    recipe = load_recipe(path, overrides)
     recipe = recipe.replace(num_beams=4)
     recipe.save(tmp_path / "saved.yaml")
     text = (tmp_path / "saved.yaml").read_text(encoding="utf-8")
     assert str(tmp_path) not in text and "secret" not in text
     loaded = load_recipe(tmp_path / "saved.yaml")
     expected = dict(yaml.safe_load(path.read_text()), learning_rate=1e-5, eval_strategy="no", target_language="no")
-    assert loaded.to_dict() == {**expected, "test_file": "sub/t.tsv", "num_beams": 4}
+    assert loaded.to_dict() == {**expected, "num_beams": 4}
     assert loaded.to_dict() == recipe.to_dict()
     # A reader of YAML 1.1 finds the same values.
     assert yaml.safe_load(text) == recipe.to_dict()
 
 
-def test_a_file_stays_whole_until_the_new_one_is_written(tmp_path, monkeypatch):
-    path = tmp_path / "recipe.yaml"
-    Recipe(seed=3).save(path)
-    earlier = path.read_text(encoding="utf-8")
-
-    def fill_disk(file, text, **options):
-        file.write_bytes(b"see")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fill_disk)
-    with pytest.raises(OSError, match="No space"):
-        Recipe(seed=4).save(path)
-    assert path.read_text(encoding="utf-8") == earlier and [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
-def test_relative_output_folder_is_saved(tmp_path):
-    load_recipe(None, ["--output_dir", "runs/a"]).save(tmp_path / "saved.yaml")
-    assert load_recipe(tmp_path / "saved.yaml").output_dir == "runs/a"
-    Recipe().save(tmp_path / "empty.yaml")
-    assert load_recipe(tmp_path / "empty.yaml") == Recipe()
-
-
 @pytest.mark.parametrize(
     ("metric", "given", "expected"),
-    [
-        *(("bleu", None, True), ("eval_chrf", None, True), ("german_bleu", None, True), ("loss", None, False)),
-        *(("perplexity", None, False), ("eval_ter", None, False), ("german_wer", None, False), ("ter", True, True)),
-    ],
+    [("german_bleu", None, True), ("eval_ter", None, False), ("loss", None, False), ("ter", True, True)],
 )
 def test_the_better_direction_of_a_metric_is_known(metric, given, expected):
-    options = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "greater_is_better": given}
-    recipe = Recipe(train_file="train.tsv", **options)
+    recipe = Recipe(output_dir="run", use_cpu=True, metric_for_best_model=metric, greater_is_better=given)
     assert recipe.training_arguments().greater_is_better is expected
 
 
-@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 @pytest.mark.parametrize(
     ("metric", "given", "mode"), [("bleu", None, "max"), ("loss", None, None), ("bleu", {"mode": "min"}, "min")]
 )
-def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode, schedule):
-    training = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "eval_strategy": "steps"}
-    training |= {"lr_scheduler_type": schedule, "eval_steps": 1}
-    training |= {} if given is None else {"lr_scheduler_kwargs": given}
-    recipe = Recipe(train_file="train.tsv", **training)
+def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode):
+    fields = {"metric_for_best_model": metric, "eval_strategy": "steps", "lr_scheduler_type": "reduce_lr_on_plateau"}
+    fields |= {} if given is None else {"lr_scheduler_kwargs": given}
+    recipe = Recipe(output_dir="run", use_cpu=True, eval_steps=1, **fields)
     assert (recipe.training_arguments().lr_scheduler_kwargs or {}).get("mode") == mode
     # That is no part of what was set.
     assert recipe.to_dict().get("lr_scheduler_kwargs") == given
-    training |= {"lr_scheduler_type": "linear"}
-    assert (Recipe(**training).training_arguments().lr_scheduler_kwargs or {}).get("mode") == (given or {}).get("mode")
-
-
-def test_a_mere_name_is_that_of_a_recipe_of_the_package(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").mkdir()
-    assert find_recipe("demo").parent.name == "recipes"
-    for name in ("confgis/demo.yaml", "demo.yaml", "./lost", "runs/demo"):
-        with pytest.raises(FileNotFoundError, match=f"must be a file or one of .*, demo, .*, got '{name}'"):
-            find_recipe(name)
-    (tmp_path / "demo.yaml").write_text("seed: 1\n")
-    assert find_recipe("demo.yaml") == Path("demo.yaml")
 
 
 def test_fields_that_were_chosen_together_are_saved_below_their_reason(tmp_path):
@@ -319,17 +251,3 @@ def test_fields_that_were_chosen_together_are_saved_below_their_reason(tmp_path)
     lines = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()
     start = lines.index("# both belong together")
     assert lines[start + 1 : start + 3] == ["learning_rate: 0.001", "vocab_size: 900"]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
-def test_recipe_that_is_not_utf8_is_named(encoding, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("train_file: über.tsv\n", encoding=encoding)
-    with pytest.raises(ValueError, match=r"^`recipe.yaml` must be UTF-8, got .* '\S+recipe.yaml'.* 0x(ff|fc) "):
-        load_recipe(path, [])
-
-
-def test_aliases_are_read(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("metrics: &parts [encoder]\nlora_target_modules: *parts\n", encoding="utf-8")
-    assert load_recipe(path).lora_target_modules == ["encoder"]
