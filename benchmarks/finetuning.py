@@ -21,7 +21,7 @@ from transformers import MarianConfig, MarianMTModel, PreTrainedModel, T5Config,
 
 from metaphrase.conversion import convert
 from metaphrase.demo.corpus import write_demo_corpus
-from metaphrase.scripts.train import find_recipe
+from metaphrase.scripts.train import find_data
 from metaphrase.tokenization import TokenizerPair
 
 VOCAB_SIZE = 2000
@@ -65,7 +65,7 @@ def main() -> None:
     )
     arguments, options = parser.parse_known_args()
     options = OPTIONS[arguments.family] + options
-    recipe = find_recipe(f"finetune_{arguments.family}")
+    recipe = find_data([f"finetune_{arguments.family}"])[0]
     fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     folder = arguments.output_dir / recipe.stem
     if not (folder / "ours").is_dir():

@@ -22,7 +22,7 @@ from machine import describe_machine
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-from metaphrase.scripts.train import find_recipe
+from metaphrase.scripts.train import find_data
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -144,7 +144,7 @@ def main() -> None:
         "--output", type=Path, help="JSON file [benchmarks/results/RECIPE.json]; a picture goes beside it"
     )
     arguments = parser.parse_args()
-    recipe = find_recipe(arguments.recipe)
+    recipe = find_data([arguments.recipe])[0]
     fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     output = arguments.output or RESULTS / f"{recipe.stem}.json"
     for seed in arguments.seeds:

@@ -572,8 +572,6 @@ def _rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int)
 SAMPLE_PAIRS = 50_000
 # Words of a closed set are symbols, such as phonemes or commands: the next word of unseen text is hardly ever new.
 _MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
-# Share of texts that are not longer than `long_letters` and `long_words`.
-_LONG = 0.999
 
 
 @dataclass(frozen=True)
@@ -582,23 +580,17 @@ class SideProfile:
 
     Attributes:
         repetitions: Mean number of times that a text occurs.
-        long_letters: Characters that Unicode has taken apart (NFD).
         alphabet: Different characters.
         num_letters: Number of different characters that Unicode has taken apart.
-        is_decomposed: True if no text has a character that Unicode can take apart.
         num_words: Number of different words.
         new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
     """
 
     repetitions: float
     mean_characters: float
-    long_letters: int
-    long_bytes: int
     mean_words: float
-    long_words: int
     alphabet: frozenset[str]
     num_letters: int
-    is_decomposed: bool
     num_words: int
     new_words: float
 
@@ -616,13 +608,9 @@ class SideProfile:
         return cls(
             repetitions=len(texts) / len(set(texts)),
             mean_characters=float(np.mean(characters)),
-            long_letters=int(np.quantile([len(text) for text in letters], _LONG)),
-            long_bytes=int(np.quantile([len(text.encode()) for text in texts], _LONG)),
             mean_words=float(np.mean(lengths)),
-            long_words=int(np.quantile(lengths, _LONG)),
             alphabet=frozenset().union(*texts),
             num_letters=len(frozenset().union(*letters)),
-            is_decomposed=letters == list(texts),
             num_words=len(counts),
             new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
         )

@@ -40,56 +40,54 @@ _RECIPE_ENDINGS = (".yaml", ".yml")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.yaml)(?<!\.yml)")
 
 
-def find_recipe(name: str) -> Path:
-    """Return the recipe file of a path, or of the name of a recipe in this package.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-    """
-    path, packaged = Path(name), RECIPES / f"{name}.yaml"
-    if path.is_file():
-        return path
-    if path.name == name and packaged.is_file():
-        return packaged
-    names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    raise FileNotFoundError(
-        f"The recipe must be a file or one of {names}, got {name!r}. A data set must be a folder, or OWNER/NAME on the Hub."
-    )
-
-
 def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the recipe file that the words on the command line name, or None, and options for files or a data set.
 
-    A data set is a folder, or a name with its owner: a single word is a recipe.
+    A recipe is a file, or the name of a recipe in this package. A data set is a folder, or a name with its owner.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If there are more than two words, or files that do not go together.
+        ValueError: If the files do not go together, or a file has another ending.
     """
-    if len(names) > 2:
-        raise ValueError(
-            f"`metaphrase train` takes a recipe, a file of pairs, two parallel files or a data set, got {' '.join(names)}."
-        )
     endings = [Path(name.lower().removesuffix(".gz")).suffix for name in names]
-    if len(names) == 2:
-        for name, ending in zip(names, endings, strict=True):
-            if ending in (*READERS, *_RECIPE_ENDINGS):
-                raise ValueError(
-                    f"Two files must hold parallel lines, got {name}. Pass a recipe or a file of pairs alone, and other files as "
-                    "--train_file FILE, --validation_file FILE and --test_file FILE."
-                )
+    if len(names) == 2 and not {*endings} & {*READERS, *_RECIPE_ENDINGS}:
         return None, ["--train_source_file", names[0], "--train_target_file", names[1]]
-    if names and endings[0] in READERS:
-        return None, ["--train_file", names[0]]
-    if names and Path(names[0]).is_file() and endings[0] not in _RECIPE_ENDINGS:
+    if len(names) > 1:
         raise ValueError(
-            f"A file of pairs must end in one of {', '.join(READERS)} and a recipe in .yaml, got {names[0]}. Of parallel files, "
+            f"`metaphrase train` takes a recipe, a file of pairs, two parallel files or a data set, got {' '.join(names)}. Pass "
+            "other files as --train_file FILE, --validation_file FILE and --test_file FILE."
+        )
+    if not names:
+        return None, []
+    [name], [ending], path = names, endings, Path(names[0])
+    if ending in READERS:
+        return None, ["--train_file", name]
+    if path.is_file():
+        if ending in _RECIPE_ENDINGS:
+            return path, []
+        raise ValueError(
+            f"A file of pairs must end in one of {', '.join(READERS)} and a recipe in .yaml, got {name}. Of parallel files, "
             "pass both."
         )
-    is_recipe = names and (Path(names[0]).is_file() or (RECIPES / f"{names[0]}.yaml").is_file())
-    if names and not is_recipe and (Path(names[0]).is_dir() or _HUB_NAME.fullmatch(names[0])):
-        return None, ["--dataset_name", names[0]]
-    return (find_recipe(names[0]) if names else None), []
+    packaged = RECIPES / f"{name}.yaml"
+    if path.name == name and packaged.is_file():
+        return packaged, []
+    if path.is_dir() or _HUB_NAME.fullmatch(name):
+        return None, ["--dataset_name", name]
+    known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    raise FileNotFoundError(
+        f"The recipe must be a file or one of {known}, got {name!r}. A data set must be a folder, or OWNER/NAME on the Hub."
+    )
+
+
+def read_recipe(arguments: argparse.Namespace, ending: str = "") -> Recipe:
+    """Return the recipe of a command line, whose `output_dir` is by default named after the file."""
+    path, fields = find_data(arguments.recipe)
+    recipe = load_recipe(path, [*fields, *arguments.fields])
+    if recipe.output_dir is not None:
+        return recipe
+    name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
+    return recipe.replace(output_dir=f"runs/{name}{ending}")
 
 
 def limit_bars(recipe: Recipe) -> None:
@@ -111,18 +109,6 @@ def naming_checkpoint(folder: Path) -> Iterator[None]:
         if checkpoint is not None:
             hint = f"The same command with --resume goes on from {checkpoint}."
         raise KeyboardInterrupt(hint) from None
-
-
-def wrapped(choices: Sequence[str]) -> str:
-    """Return the choices in lines that fit the terminal, or 120 columns."""
-    options = {
-        "initial_indent": "  ",
-        "subsequent_indent": "      ",
-        "break_on_hyphens": False,
-        "break_long_words": False,
-    }
-    width = shutil.get_terminal_size((120, 24)).columns
-    return "\n".join(textwrap.fill(choice, width, **options) for choice in choices)
 
 
 def next_steps(folder: Path, objective: str = "pairs") -> str:
@@ -147,11 +133,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(
             "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
         )
-    path, fields = find_data(arguments.recipe)
-    recipe = load_recipe(path, [*fields, *arguments.fields])
-    if recipe.output_dir is None:
-        name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
-        recipe = recipe.replace(output_dir=f"runs/{name}")
+    recipe = read_recipe(arguments)
     folder = Path(recipe.output_dir)
     if recipe.resume_from_checkpoint is True and not holds_run(folder):
         # Open fields are chosen as for any new run.
@@ -165,7 +147,10 @@ def main(arguments: argparse.Namespace) -> None:
     experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
     is_main_process = experiment.arguments.process_index == 0
     if choices and is_main_process:
-        logger.info("Chosen, to be saved in recipe.yaml:\n%s", wrapped(choices))
+        options = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
+        width = shutil.get_terminal_size((120, 24)).columns
+        lines = [textwrap.fill(choice, width, break_long_words=False, **options) for choice in choices]
+        logger.info("Chosen, to be saved in recipe.yaml:\n%s", "\n".join(lines))
     if arguments.dry_run:
         estimate = dry_run(experiment)
         if is_main_process:
@@ -181,7 +166,7 @@ def main(arguments: argparse.Namespace) -> None:
         renew_model_card(experiment.folder)
         logger.info("The model lies in %s\n%s", experiment.folder, next_steps(experiment.folder, recipe.objective))
     leave_processes()
-    if experiment.is_interrupted:
+    if experiment.interrupt.has_ended:
         # A script must not go on as if the training had reached its end.
         raise KeyboardInterrupt("The model of this update is saved; --resume goes on from there.")
 

@@ -2,26 +2,21 @@
 
 import argparse
 import shlex
-from pathlib import Path
 
 import psutil
 
-from metaphrase.scripts.train import find_data, limit_bars
+from metaphrase.scripts.train import limit_bars, read_recipe
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.choices.tuning import BEST_NAME, Tuning
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
-from metaphrase.training.recipe.recipe import load_recipe
 
 _SHOWN_ROWS = 5
 
 
 def main(arguments: argparse.Namespace) -> None:
-    path, fields = find_data(arguments.recipe)
-    recipe = load_recipe(path, [*fields, *arguments.fields])
-    name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
-    defaults = {"output_dir": f"runs/{name}_tune", "time_budget": "30m"}
-    defaults = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
-    recipe = recipe.replace(**defaults)
+    recipe = read_recipe(arguments, "_tune")
+    if recipe.time_budget is None:
+        recipe = recipe.replace(time_budget="30m")
 
     limit_bars(recipe)
     keep_freed_memory()

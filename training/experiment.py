@@ -53,8 +53,7 @@ from metaphrase.training.finishing import (
     save_final,
 )
 from metaphrase.training.model_setup import (
-    check_parts_of_model,
-    fit_special_ids,
+    check_special_ids,
     fit_vocabulary,
     load_base,
     longest_sequence,
@@ -105,6 +104,7 @@ class Experiment:
             ValueError: If the recipe has no training pairs or names an unknown score, or its folder holds a run or a model
                 already and is not to be resumed.
         """
+        self._tokenizers: TokenizerPair | None = None
         self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None
         if recipe.use_cpu or not torch.accelerator.is_available():
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
@@ -126,7 +126,6 @@ class Experiment:
         self.corpus = open_corpus(recipe, self.arguments, longest_sequence(recipe))
         # Its length limits are those that the model can read.
         self._set_recipe(self.corpus.recipe)
-        check_parts_of_model(recipe)
         self.interrupt = EndOnInterrupt()
         self.is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
@@ -143,10 +142,6 @@ class Experiment:
         other.arguments, other.corpus = _training_arguments(recipe), copy.copy(self.corpus)
         other._set_recipe(recipe)
         return other
-
-    def __repr__(self) -> str:
-        state = f"resumes from {self.checkpoint}" if self.checkpoint else "starts from the beginning"
-        return f"Experiment({str(self.folder)!r}, {state}, {self.recipe!r})"
 
     def train(self) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`.
@@ -203,11 +198,6 @@ class Experiment:
         trainer.accelerator.wait_for_everyone()
         return result
 
-    @property
-    def is_interrupted(self) -> bool:
-        """True if Ctrl-C has ended the training early."""
-        return self.interrupt.has_ended
-
     def prepare(self) -> tuple[TokenizerPair, dict[str, datasets.Dataset]]:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
         if self._prepared is None:
@@ -233,6 +223,12 @@ class Experiment:
         return 8 if torch.accelerator.is_available() and not self.arguments.use_cpu else 1
 
     def make_tokenizers(self) -> TokenizerPair:
+        """Load or train the tokenizers. A second call returns the same."""
+        if self._tokenizers is None:
+            self._tokenizers = self._make_tokenizers()
+        return self._tokenizers
+
+    def _make_tokenizers(self) -> TokenizerPair:
         recipe = self.recipe
         if self.checkpoint is not None:
             return TokenizerPair.from_pretrained(self.checkpoint)
@@ -269,19 +265,14 @@ class Experiment:
         return tokenizers
 
     def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:
-        """Return the model to train, with frozen parts or an adapter.
-
-        Args:
-            tokenizers: Tokenizers that the model must fit.
-            with_weights: False to give a model to fine-tune its shape alone, without its weights.
-        """
+        """Return the model to train, with frozen parts or an adapter. Without weights, a base model has its shape alone."""
         recipe = self.recipe
         languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
         if recipe.model_name_or_path is not None:
             model = load_base(recipe, with_weights)
             fit_vocabulary(model, recipe, tokenizers, with_weights)
             if recipe.tokenizer_name_or_path is not None:
-                fit_special_ids(model, tokenizers, languages)
+                check_special_ids(model, tokenizers)
         else:
             separate = {} if tokenizers.is_joint else {"share_embeddings": False}
             fields = {**tokenizers.config_fields(), **separate, **recipe.model}
@@ -308,8 +299,7 @@ class Experiment:
         recipe, arguments = self.recipe, self.arguments
         callbacks = []
         if recipe.early_stopping_patience is not None:
-            threshold = recipe.early_stopping_threshold or 0.0
-            callbacks.append(EarlyStopping(recipe.early_stopping_patience, threshold))
+            callbacks.append(EarlyStopping(recipe.early_stopping_patience))
         if recipe.time_budget is not None:
             splits = self.corpus.splits
             sizes = [len(splits.get(split) or ()) for split in (self.corpus.scored_split(), "validation")]

@@ -44,13 +44,6 @@ def last_evaluation(make):
     return read_log(make.folder / "run")[-1]
 
 
-def test_a_validation_pair_beyond_the_budget_of_training_is_evaluated(make):
-    result = make(validation_file="scored.tsv", max_tokens_per_batch=40).train()
-    assert result["num_examples"] == 3
-    assert last_evaluation(make)["eval_loss"] == pytest.approx(result["loss"], rel=1e-4)
-    assert last_evaluation(make)["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
-
-
 @pytest.mark.parametrize(("split", "too_long"), [("validation", "skip"), ("test", "error")])
 def test_what_the_model_cannot_read_is_refused_before_training(make, split, too_long, monkeypatch):
     strategy = {"eval_strategy": "no"} if split == "test" else {}

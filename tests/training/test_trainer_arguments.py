@@ -78,14 +78,11 @@ BUDGET = {"max_tokens_per_batch": 60}
     ("options", "message"),
     [
         (BUDGET | {"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` must be left out with `max_tokens_per_batch`"),
-        (BUDGET | {"auto_find_batch_size": True}, "`auto_find_batch_size` must be left out .* got true and 60"),
-        (BUDGET | {"dataloader_drop_last": True}, "`dataloader_drop_last` must be left out"),
         (BUDGET | {"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must be left out"),
         (
             BUDGET | {"train": Dataset.from_dict({"input_ids": [[5]], "labels": [[6]]})},
             "columns source_length and target_length",
         ),
-        (BUDGET | {"train": [{"input_ids": [5], "labels": [6]}]}, "columns source_length and .* got a list with None"),
         (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
         (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
         (
@@ -101,12 +98,6 @@ def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_pa
         trainer = make_trainer(model, pairs, tmp_path, max_steps=1, **options)
         trainer.train_dataset, trainer.data_collator = data, collator or trainer.data_collator
         trainer.train()
-
-
-def test_lengths_of_what_is_evaluated_are_not_needed(model, pairs, tmp_path):
-    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=60)
-    with_them = trainer.evaluate(with_lengths(pairs))["eval_loss"]
-    assert trainer.evaluate(Dataset.from_list(pairs))["eval_loss"] == pytest.approx(with_them, rel=1e-5)
 
 
 def test_a_metric_that_would_choose_the_worst_is_pointed_out(model, pairs, tmp_path, caplog):

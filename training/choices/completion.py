@@ -1,19 +1,16 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
 import functools
-import importlib.util
 import logging
 import time
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 
 from metaphrase.data.pairs import SIDES, CorpusProfile, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.storage.loading import free_main_memory
-from metaphrase.training.choices.finetuning import LORA_RANK, choose_finetuning, choose_limits
 from metaphrase.training.choices.rules import (
     BATCH_SIZES,
     SIZES,
@@ -22,8 +19,10 @@ from metaphrase.training.choices.rules import (
     StepCost,
     TokenProfile,
     choose_batches,
+    choose_finetuning,
     choose_from_text,
     choose_from_tokens,
+    choose_limits,
     choose_optimizer,
     describe_choices,
     tokens_of_batch,
@@ -44,7 +43,7 @@ _UPDATES_SHARE = 0.8
 _HEAP = 1.8
 _TOKENS_PER_BATCH = 4096
 # Pairs whose tokens are counted for the limits of length.
-_SAMPLE_PAIRS = 2000
+_SAMPLE_PAIRS = 10_000
 # In hours.
 _LONG_RUN = 24
 
@@ -97,14 +96,7 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
     train = experiment.corpus.splits["train"]
     if recipe.num_test:
         train = split_pairs(train, 0, recipe.num_test, recipe.seed)["train"]
-    profile = CorpusProfile.of(train)
-    if is_base or recipe.tokenizer_name_or_path is not None:
-        tokenizers = experiment.make_tokenizers()
-        sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
-        encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
-        lengths = {side: np.array([len(ids) for ids in encode(sample[side][:])]) for side, encode in encoders}
-        recipe = choose_limits(recipe, lengths, profile, experiment.corpus.longest)
-    recipe = choose_from_text(recipe, profile, experiment.corpus.longest)
+    recipe = choose_from_text(recipe, CorpusProfile.of(train))
     if before.is_open("num_validation") and recipe.num_validation:
         # Pairs with the same source stay together.
         size = possible_validation(train, recipe.num_validation, recipe.num_test, recipe.seed)
@@ -113,7 +105,15 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
         recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
     experiment = experiment.with_recipe(_before_evaluation(recipe))
     with experiment.arguments.main_process_first(desc="encoding the corpus"):
-        tokenizers, encoded = experiment.prepare()
+        experiment.corpus.load()
+        tokenizers = experiment.make_tokenizers()
+        train = experiment.corpus.splits["train"]
+        sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
+        encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
+        lengths = {side: [len(ids) for ids in encode(sample[side][:])] for side, encode in encoders}
+        recipe = choose_limits(recipe, lengths, experiment.corpus.longest)
+        experiment = experiment.with_recipe(_before_evaluation(recipe))
+        _, encoded = experiment.prepare()
     tokens = TokenProfile.of(encoded["train"])
 
     @functools.cache
@@ -160,43 +160,32 @@ def _before_evaluation(recipe: Recipe) -> Recipe:
     return recipe.replace(**fields)
 
 
-def _split_step(experiment: Experiment, tokens: TokenProfile, **fields: Any) -> tuple[Experiment, int, float]:
+def _split_step(experiment: Experiment, tokens: TokenProfile) -> tuple[Experiment, int, float]:
     """Split an optimizer step into batches, as large as memory holds.
 
     Returns:
         The experiment with these batches, their number, and the bytes that it lacks; 0 or less if memory holds it.
     """
-    recipe = experiment.recipe.replace(**fields)
+    recipe = experiment.recipe
     budget, batches = tokens_per_update(recipe, tokens), recipe.gradient_accumulation_steps
-    is_given = not recipe.is_open(*BATCH_SIZES, "gradient_accumulation_steps")
+    is_open = recipe.is_open(*BATCH_SIZES)
+    is_final = not (is_open and recipe.is_open("gradient_accumulation_steps"))
     while True:
         size = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
-        split = (
-            recipe.choose("", **size, gradient_accumulation_steps=batches) if recipe.is_open(*BATCH_SIZES) else recipe
-        )
-        trial = experiment.with_recipe(split)
-        lacking = _HEAP * dry_run(trial, devices=1).peak - free_memory()
-        if lacking <= 0 or is_given or budget // (2 * batches) < tokens.longest:
-            return trial, batches, lacking
+        trial = recipe.choose("", **size, gradient_accumulation_steps=batches) if is_open else recipe
+        lacking = _HEAP * dry_run(experiment.with_recipe(trial), devices=1).peak - free_memory()
+        if lacking <= 0 or is_final or budget // (2 * batches) < tokens.longest:
+            return experiment.with_recipe(trial), batches, lacking
         batches *= 2
 
 
 def _with_batches_of_base(recipe: Recipe, experiment: Experiment, tokens: TokenProfile) -> Recipe:
-    """Return the recipe with batches that memory holds, and with an adapter if memory holds no batch of all weights."""
+    """Return the recipe with batches that memory holds, and warn if memory holds none."""
     _, batches, lacking = _split_step(experiment, tokens)
-    can_adapt = importlib.util.find_spec("peft") and recipe.is_open(
-        "lora_rank", "freeze", "average_best", "average_last"
-    )
-    if lacking > 0 and can_adapt:
-        adapted = _split_step(experiment, tokens, lora_rank=LORA_RANK)
-        if adapted[2] <= 0:
-            needed = (lacking + free_memory()) / _HEAP / 2**30
-            recipe = recipe.choose(f"training all weights takes {needed:.1f} GiB of memory", lora_rank=LORA_RANK)
-            _, batches, lacking = adapted
     if lacking > 0:
         logger.warning(
-            "Training takes about %.1f GiB, and %.1f GiB are free. Install metaphrase[lora] for `lora_rank`, or choose a "
-            "smaller model.",
+            "Training takes about %.1f GiB, and %.1f GiB are free. Set `lora_rank: 16` (pip install metaphrase[lora]), or "
+            "choose a smaller model.",
             *(size / _HEAP / 2**30 for size in (lacking + free_memory(), free_memory())),
         )
     if recipe.is_open(*BATCH_SIZES):
@@ -205,7 +194,7 @@ def _with_batches_of_base(recipe: Recipe, experiment: Experiment, tokens: TokenP
 
 
 def _step_seconds(estimate: RunEstimate) -> float:
-    return 3600 * (estimate.hours or 0.0) / estimate.data.steps
+    return 3600 * (estimate.hours or 0.0) / estimate.steps
 
 
 def free_memory() -> int:

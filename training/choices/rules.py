@@ -5,16 +5,17 @@ on 17 tasks of 500 to 117,000 pairs that the rules follow from.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedConfig
 
-from metaphrase.data.pairs import LENGTH_COLUMNS, CorpusProfile, SideProfile
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, CorpusProfile, SideProfile
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
-from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes, saves_evaluated_weights
+from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes
 from metaphrase.training.recipe.recipe import Recipe
 
 # Its design is that of the networks which are chosen.
@@ -48,14 +49,9 @@ def describe_choices(before: Recipe, after: Recipe) -> list[str]:
 def _shown(before: Recipe, after: Recipe, name: str) -> str:
     value = getattr(after, name)
     if name == "preset":
-        # Fields with equal values in encoder and decoder are shown once: `encoder/decoder_layers`.
-        model = {key: size for key, size in after.model.items() if key not in before.model}
-        for key in [key for key in model if key.startswith("encoder_")]:
-            other = key.replace("encoder_", "decoder_")
-            if model[key] == model.get(other):
-                model[f"encoder/{other}"] = model.pop(key)
-                del model[other]
-        value = f"{value} with {', '.join(f'{key} {size}' for key, size in model.items())}"
+        value = f"{value} with " + ", ".join(
+            f"{key} {size}" for key, size in after.model.items() if key not in before.model
+        )
     if isinstance(value, list):
         value = " ".join(value)
     elif isinstance(value, float):
@@ -158,19 +154,11 @@ def choose_from_tokens(
     updates = wanted if in_time == math.inf else max(wanted, min(most, int(in_time)))
     if recipe.is_open(*BATCH_SIZES):
         recipe = choose_batches(recipe, tokens, budget, cost.batches)
-    if recipe.is_open("max_steps", "num_train_epochs"):
-        share, epochs = min(1, in_time / wanted), updates * budget / tokens.both
-        ending = " fit into the time" if wanted < updates < most else ", after which little is gained"
-        reason = f"{epochs:.0f} epochs{ending}"
-        if share < 1:
-            shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
-            reason = f"{reason}; {shown} of them fit into the time"
-        elif cost.seconds:
-            reason = f"{reason}; about {duration(updates * cost.seconds)} on this machine"
-        recipe = recipe.choose(reason, max_steps=updates)
-    else:
-        epochs = math.ceil(recipe.num_train_epochs * tokens.both / budget)
-        updates = recipe.max_steps if recipe.max_steps > 0 else epochs
+    ending = " fit into the time" if wanted < updates < most else ", after which little is gained"
+    share = min(1, in_time / wanted)
+    recipe, updates = choose_updates(
+        recipe, tokens, updates, updates * budget / tokens.both, ending, share, cost.seconds
+    )
     # The time may end before the last update.
     reached = max(1, int(min(updates, in_time)))
     is_largest = tokens.target <= size.max_target_tokens
@@ -179,6 +167,22 @@ def choose_from_tokens(
     recipe = with_network(recipe, f"{reason} {tokens.target:,} target tokens", size, dropout=rate)
     recipe = choose_optimizer(recipe, updates // 10)
     return choose_evaluation(recipe, tokens, reached), updates * cost.seconds
+
+
+def choose_updates(
+    recipe: Recipe, tokens: TokenProfile, updates: int, epochs: float, ending: str, share: float, step_seconds: float
+) -> tuple[Recipe, int]:
+    """Choose the length of the run, unless it is given. `share` is the part that fits into the time, from 0 to 1."""
+    if not recipe.is_open("max_steps", "num_train_epochs"):
+        updates_of_epochs = math.ceil(recipe.num_train_epochs * tokens.both / tokens_per_update(recipe, tokens))
+        return recipe, recipe.max_steps if recipe.max_steps > 0 else updates_of_epochs
+    reason = f"{epochs:.0f} epochs{ending}"
+    if share < 1:
+        shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
+        reason = f"{reason}; {shown} of them fit into the time"
+    elif step_seconds:
+        reason = f"{reason}; about {duration(updates * step_seconds)} on this machine"
+    return recipe.choose(reason, max_steps=updates), updates
 
 
 def choose_batches(recipe: Recipe, tokens: TokenProfile, budget: int, batches: int) -> Recipe:
@@ -210,26 +214,23 @@ def choose_evaluation(recipe: Recipe, tokens: TokenProfile, updates: int) -> Rec
     """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
     if not any(getattr(recipe, name) for name in VALIDATION_FIELDS):
         return recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
-    strategies = {name: getattr(recipe, name) for name in STRATEGIES if recipe.is_set(name)}
-    # Checkpoints that are better than all before are saved at any evaluation.
-    strategy = next((value for value in strategies.values() if value != "best"), "steps")
-    # With two strategies the user decides when to evaluate, and which weights stay.
-    if len(strategies) < len(STRATEGIES) and strategy != "no":
+    strategy = recipe.eval_strategy if recipe.is_set("eval_strategy") else "steps"
+    # With fields of saving, the user decides when to evaluate, and which weights stay.
+    if recipe.is_open("save_strategy", "save_steps") and strategy != "no":
         usual = max(1, updates // _EVALUATIONS)
-        names = [name for name in ("eval_steps", "save_steps") if recipe.is_set(name)]
-        # A value below 1 is a share of the run.
-        steps = getattr(recipe, names[0]) if names else usual
-        every = {"eval_steps": steps, "save_steps": steps} if strategy == "steps" else {}
-        chosen = {**dict.fromkeys(STRATEGIES, strategy), **every}
+        chosen = dict.fromkeys(STRATEGIES, strategy)
+        if strategy == "epoch":
+            reason, num_evaluations = "evaluations by epoch", updates * tokens_per_update(recipe, tokens) / tokens.both
+        else:
+            steps = recipe.eval_steps or usual
+            chosen |= {"eval_steps": steps, "save_steps": steps}
+            # A value below 1 is a share of the run.
+            num_evaluations = updates / steps if steps >= 1 else 1 / steps
+            reason = f"{num_evaluations:.0f} evaluations in the run"
         if decodes(recipe):
             chosen["max_decoded_samples"] = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
-        reason = f"evaluations as often as `{names[0]}` says" if names else f"{_EVALUATIONS} evaluations in the run"
-        interval = steps if steps >= 1 else steps * updates
-        if strategy == "epoch":
-            reason, interval = "evaluations by epoch", tokens.both / tokens_per_update(recipe, tokens)
         recipe = recipe.choose(reason, **chosen, logging_steps=max(1, usual // 5), per_device_eval_batch_size=64)
-        if strategies.get("save_strategy") == "best" or strategy == "epoch" or saves_evaluated_weights(recipe):
-            recipe = choose_weights(recipe, updates / interval)
+        recipe = choose_weights(recipe, num_evaluations)
     if recipe.is_open("num_beams", "length_penalty"):
         recipe = recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
     return recipe
@@ -237,18 +238,15 @@ def choose_evaluation(recipe: Recipe, tokens: TokenProfile, updates: int) -> Rec
 
 def choose_weights(recipe: Recipe, num_evaluations: float) -> Recipe:
     """Choose the weights of the best checkpoints, and an early end after half of the evaluations without a better score."""
-    is_chosen = recipe.is_open("load_best_model_at_end")
-    if not recipe.is_open("average_last") or not (is_chosen or recipe.load_best_model_at_end):
+    if recipe.is_set("average_last"):
         return recipe
     # An error rate tells weights apart that are exactly right equally often.
     metrics = recipe.metrics or ["bleu"] if decodes(recipe) else ["loss"]
     metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
-    is_kept = recipe.is_open("save_total_limit") or (recipe.save_total_limit or _AVERAGED) >= _AVERAGED
+    checkpoints = {"load_best_model_at_end": True}
     # A checkpoint of an adapter holds no weights to average.
-    if is_kept and is_chosen and recipe.is_open("lora_rank"):
+    if recipe.is_open("load_best_model_at_end", "save_total_limit", "lora_rank"):
         checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
-    else:
-        checkpoints = {"load_best_model_at_end": True}
     reason = "the mean of the best weights is rarely worse than the best"
     recipe = recipe.choose(reason, metric_for_best_model=metric, **checkpoints)
     patience = max(_PATIENCE, round(num_evaluations / 2))
@@ -321,7 +319,8 @@ _SHORT_TEXT = 30
 _SINGLE = 1.5
 # Share of the targets' characters that the sources have too. Languages of one script share nearly all.
 _SHARED_SCRIPT = 0.9
-_BYTES_PER_PIECE = 2.5
+# A source that is so much longer than its target is summarized.
+_SUMMARY_RATIO = 4
 # In tokens. Attention takes time and memory with the square of the length.
 _LONGEST = 1024
 _TEXT_NAMES = {"word": "symbols", "char": "short strings", "byte_bpe": "text"}
@@ -335,15 +334,8 @@ _LONG_WORD = 12
 _EASTERN = "\u0e00"
 
 
-def choose_from_text(recipe: Recipe, profile: CorpusProfile, longest: int | None = None) -> Recipe:
-    """Choose validation pairs, tokenizers, limits of length, and scores.
-
-    Args:
-        recipe: The recipe.
-        profile: Profile of the pairs.
-        longest: Maximum tokens per side that the model can read; None if there is no end.
-    """
-    most = min(_LONGEST, longest or _LONGEST)
+def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
+    """Choose validation pairs, tokenizers and scores."""
     pairs, source, target = profile.pairs, profile.source, profile.target
     if recipe.is_open(*VALIDATION_FIELDS):
         size = min(1000, max(pairs // 20, min(50, pairs // 5)))
@@ -351,20 +343,36 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile, longest: int | None
     kinds = side_kind(source, target), side_kind(target, source)
     if recipe.is_open("tokenizer_name_or_path", "model_name_or_path"):
         recipe = choose_tokenizers(recipe, profile, kinds)
-    if recipe.is_open("model_name_or_path"):
-        kind = recipe.tokenizer_kind
-        limits = max_length(source, kind), max_length(target, recipe.target_tokenizer_kind or kind)
-        shown = {"max_source_length": min(most, limits[0]), "max_target_length": min(most, limits[1])}
-        reason = "the longest that is usual" if most == _LONGEST else "the model reads no more"
-        reason = "nearly all texts are shorter (99.9 %)" if max(limits) <= most else reason
-        recipe = recipe.choose(reason, **shown)
-        if limits[0] > most >= limits[1]:
-            recipe = recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
+    tokenize = bleu_tokenize(target)
+    # ROUGE finds no words in text without spaces.
+    is_summary = source.mean_characters > _SUMMARY_RATIO * target.mean_characters and tokenize is None
+    if is_summary and kinds[1] == "byte_bpe":
+        recipe = recipe.choose("sources are much longer than targets, as in summaries", metrics=["rouge", "chrf"])
     scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}
     metrics = scores.get(kinds[1], ["bleu", "chrf", "exact_match"])
     recipe = recipe.choose(f"targets are {_TEXT_NAMES[kinds[1]]}", metrics=metrics)
-    if "bleu" in recipe.metrics and kinds[1] == "byte_bpe" and (tokenize := bleu_tokenize(target)):
+    if "bleu" in recipe.metrics and kinds[1] == "byte_bpe" and tokenize:
         recipe = recipe.choose("targets have no spaces between words", bleu_tokenize=tokenize)
+    return recipe
+
+
+def choose_limits(recipe: Recipe, lengths: Mapping[str, Sequence[int]], longest: int | None = None) -> Recipe:
+    """Choose limits of length.
+
+    Args:
+        recipe: The recipe.
+        lengths: Tokens of some texts of each side.
+        longest: Maximum tokens per side that the model can read; None if there is no end.
+    """
+    most = min(_LONGEST, longest or _LONGEST)
+    # A fifth and 8 tokens more than nearly all texts have, rounded up to a multiple of 16.
+    source, target = (16 * math.ceil((1.2 * np.quantile(lengths[side], 0.999) + 8) / 16) for side in SIDES)
+    reason = "nearly all texts are shorter (99.9 %)"
+    if max(source, target) > most:
+        reason = "the longest that is usual" if most == _LONGEST else "the model reads no more"
+    recipe = recipe.choose(reason, max_source_length=min(most, source), max_target_length=min(most, target))
+    if source > most >= target:
+        recipe = recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
     return recipe
 
 
@@ -377,32 +385,24 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
         kinds: The kinds that suit sources and targets.
     """
     # The marks of terms are tokens of one vocabulary, and its pieces serve any text.
-    must_join = recipe.joint_vocabulary or "terms" in recipe.augmentation
+    must_join = bool(recipe.joint_vocabulary or "terms" in recipe.augmentation)
     reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
     if recipe.subword_sampling is not None:
         kinds, reason = ("byte_bpe", "byte_bpe"), "only pieces can be sampled"
     elif must_join and kinds[0] != kinds[1]:
         kinds, reason = ("byte_bpe", "byte_bpe"), "both sides have one vocabulary"
     if recipe.tokenizer_kind is not None:
-        kinds = (recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind)
-        reason = "the kind is given"
-    elif recipe.target_tokenizer_kind is not None:
-        kinds = (kinds[0], recipe.target_tokenizer_kind)
-    has_own_target = recipe.target_tokenizer_kind is not None or recipe.target_vocab_size is not None
-    must_separate = has_own_target or kinds[0] != kinds[1]
-    has_one_script = kinds[0] != "word" and profile.shared_characters >= _SHARED_SCRIPT
-    values: dict[str, Any] = {"tokenizer_kind": kinds[0]}
-    values["joint_vocabulary"] = bool(must_join or (has_one_script and not must_separate))
-    if kinds[0] != kinds[1]:
-        values["target_tokenizer_kind"] = kinds[1]
-    if any(kind in KINDS_THAT_FILL_A_VOCABULARY for kind in kinds):
+        kinds, reason = (recipe.tokenizer_kind, recipe.tokenizer_kind), "the kind is given"
+    kind, target_kind = kinds[0], recipe.target_tokenizer_kind or kinds[1]
+    values: dict[str, Any] = {"tokenizer_kind": kind}
+    if kind != target_kind:
+        values["target_tokenizer_kind"] = target_kind
+    can_join = kind == target_kind != "word" and recipe.is_open("target_tokenizer_kind", "target_vocab_size")
+    values["joint_vocabulary"] = must_join or (can_join and profile.shared_characters >= _SHARED_SCRIPT)
+    if {kind, target_kind} & {*KINDS_THAT_FILL_A_VOCABULARY}:
         values["vocab_size"] = vocabulary_size(profile)
     shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
-    recipe = recipe.choose(f"{reason}; {shared}", **values)
-    if kinds[0] == "char" and is_spelled_by_syllables(profile):
-        letters = f"{len(profile.source.alphabet):,} characters consist of {profile.source.num_letters} letters"
-        recipe = recipe.choose(f"the sources' {letters}", normalization="nfd")
-    return recipe
+    return recipe.choose(f"{reason}; {shared}", **values)
 
 
 def side_kind(side: SideProfile, other: SideProfile) -> str:
@@ -429,27 +429,114 @@ def bleu_tokenize(target: SideProfile) -> str | None:
     return "zh" if has_han and not has_kana else "char"
 
 
-def is_spelled_by_syllables(profile: CorpusProfile) -> bool:
-    """Return True if a source character stands for several letters, as in Hangul, and Unicode can take it apart.
-
-    Targets must stay as they are, since they are compared with the references.
-    """
-    return profile.source.num_letters * 4 <= len(profile.source.alphabet) and profile.target.is_decomposed
-
-
 def vocabulary_size(profile: CorpusProfile) -> int:
     """Return the entries of a vocabulary of pieces: they grow with the square root of the text, from 1,000 to 32,000."""
     characters = profile.pairs * (profile.source.mean_characters + profile.target.mean_characters)
     return 500 * max(2, min(64, round(3 * math.sqrt(characters) / 500)))
 
 
-def max_length(side: SideProfile, kind: str | None) -> int:
-    """Return a limit in tokens that hardly any text exceeds."""
-    pieces = side.long_bytes / _BYTES_PER_PIECE
-    tokens = {"word": side.long_words, "char": side.long_letters, "byte": side.long_bytes}.get(kind, pieces)
-    return with_margin(tokens)
+# Choices for fine-tuning. docs/choices.md lists the source of each rate, and a measurement with small bases.
+
+_LORA_FACTOR, _MAX_LORA_RATE = 10, 1e-3
+_MIN_UPDATES, _MAX_EPOCHS = 300, 30
 
 
-def with_margin(tokens: float) -> int:
-    """Return a limit above a number of tokens: a fifth and 8 tokens more, rounded up to a multiple of 16."""
-    return 16 * math.ceil((1.2 * tokens + 8) / 16)
+@dataclass(frozen=True)
+class FamilyRule:
+    """Optimizer for one family of base models.
+
+    Attributes:
+        rate: Learning rate of AdamW at `width`. Wider models have lower rates.
+        width: Hidden size of the models that the rate is for.
+        label_smoothing: Label smoothing.
+        weight_decay: Weight decay.
+        source: Origin of the numbers.
+    """
+
+    rate: float
+    width: int
+    label_smoothing: float
+    weight_decay: float
+    source: str
+
+    def learning_rate(self, width: int) -> float:
+        """Return the rate for a hidden size, by the exponent of new networks, within a factor of 4."""
+        factor = min(4.0, max(0.25, (self.width / width) ** 0.75))
+        return float(f"{self.rate * factor:.2g}")
+
+
+_T5 = FamilyRule(3e-4, 1024, 0.0, 0.0, "advice for T5 with AdamW in transformers")
+_BART = FamilyRule(3e-5, 1024, 0.1, 0.01, "fine-tuning of BART in fairseq")
+_PEGASUS = FamilyRule(1e-4, 1024, 0.1, 0.0, "fine-tuning of Pegasus in transformers")
+_MARIAN = FamilyRule(6e-5, 512, 0.1, 0.0, "a fifth of the rate that trains a Marian")
+# A family that is missing here is taken for a BART.
+RULES = {
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
+    "bart": _BART,
+    "mbart": FamilyRule(3e-5, 1024, 0.2, 0.0, "Liu et al. 2020, section 3.1"),
+    **dict.fromkeys(("pegasus", "bigbird_pegasus", "pegasus_x"), _PEGASUS),
+    "m2m_100": FamilyRule(5e-5, 1024, 0.1, 0.0, "between those of M2M-100 in fairseq and NLLB"),
+    **dict.fromkeys(("marian", "fsmt"), _MARIAN),
+    "metaphrase": FamilyRule(1e-3, 256, 0.1, 0.01, "half of the rate of a new network"),
+}
+
+
+def family_of(config: PreTrainedConfig) -> str:
+    """Return the family of a base model; that of the original for a converted model."""
+    if config.model_type != "metaphrase":
+        return config.model_type
+    if config.attention_scale == 1.0:
+        return "t5"
+    if config.train_padding_embedding:
+        return "metaphrase"
+    if config.position_embedding_type == "learned":
+        return "bart"
+    return "marian" if config.sinusoidal_layout == "half_split" else "m2m_100"
+
+
+def choose_finetuning(
+    recipe: Recipe,
+    tokens: TokenProfile,
+    config: PreTrainedConfig,
+    num_beams: int,
+    step_seconds: float,
+    seconds: float | None,
+) -> tuple[Recipe, float]:
+    """Choose optimizer, length of the run, and evaluation by the base model.
+
+    Args:
+        recipe: The recipe, with the choices from text and its batches.
+        tokens: Tokens of one epoch.
+        config: Configuration of the base.
+        num_beams: Beams of the base.
+        step_seconds: Duration of an optimizer step; 0 if it is unknown.
+        seconds: Time for training; None if there is no limit.
+
+    Returns:
+        The recipe, and the seconds of all steps; 0 if the speed is unknown.
+    """
+    budget = tokens_per_update(recipe, tokens)
+    usual = finetuning_updates(tokens, budget)
+    share = 1.0 if seconds is None or not step_seconds else min(1.0, seconds / (step_seconds * usual))
+    ending = ": few pairs are repeated more often"
+    recipe, updates = choose_updates(
+        recipe, tokens, max(1, int(share * usual)), usual * budget / tokens.both, ending, share, step_seconds
+    )
+    family = family_of(config)
+    rule = RULES.get(family, _BART)
+    rate, source = rule.learning_rate(config.hidden_size), f"a {family} of width {config.hidden_size}: {rule.source}"
+    if recipe.lora_rank is not None:
+        rate, source = min(_MAX_LORA_RATE, _LORA_FACTOR * rate), f"{source}, and {_LORA_FACTOR} times the rate for LoRA"
+    recipe = recipe.choose(source, learning_rate=rate, lr_scheduler_type="cosine", warmup_steps=updates // 10)
+    regularization = {"label_smoothing_factor": rule.label_smoothing, "weight_decay": rule.weight_decay}
+    recipe = recipe.choose(f"usual for {family}", **regularization, adam_beta2=0.999, max_grad_norm=1.0)
+    if num_beams > 1 and not recipe.choose_decoding:
+        recipe = recipe.choose("the base model has them", num_beams=num_beams)
+    return choose_evaluation(recipe, tokens, updates), updates * step_seconds
+
+
+def finetuning_updates(tokens: TokenProfile, budget: int) -> int:
+    """Return the updates of 10 epochs of 1,000 pairs, falling to 3 epochs of 120,000; at least 300 within 30 epochs."""
+    epochs = max(3, min(10, 10 * (1000 / tokens.pairs) ** 0.25))
+    batches = tokens.both / budget
+    return max(1, math.ceil(max(epochs * batches, min(_MIN_UPDATES, _MAX_EPOCHS * batches))))

@@ -40,10 +40,9 @@ _DECODED_SAMPLES = 500
 # Share of a trial's time for updates. The rest is for evaluations.
 _UPDATES_SHARE = 0.8
 _MIN_UPDATES = 100
-_MAX_FAILURES = 5
 # Share of a trial that the end of the time may cut off.
 _MAX_CUT = 0.2
-# Seconds at the end for the table and the picture.
+# Seconds at the end for the table.
 _WRITING_SECONDS = 5.0
 # A trial keeps no checkpoints and ends by its own clock.
 _TRIAL_FIELDS = {"eval_strategy": "steps", "eval_steps": 1 / _EVALUATIONS, "save_strategy": "no", "disable_tqdm": True}
@@ -84,8 +83,7 @@ class Tuning:
         Args:
             recipe: The recipe to start from, with `output_dir` and `time_budget`.
             max_trials: Maximum number of trials, with those before a resumption; None for all that fit into the time.
-            is_resumed: True to resume the search of the folder, if it has begun. Fields that the recipe leaves open are then
-                those of the search.
+            is_resumed: True to resume the search of the folder, if it has begun. Its fields fill those that are open.
             started: Beginning of the time budget, in seconds of `time.time()`.
 
         Raises:
@@ -164,11 +162,16 @@ class Tuning:
         logger.info("A trial has %s updates, %.0f %% of those of the recipe.", f"{updates:,}", 100 * self.share)
         if updates < _MIN_UPDATES and self.share < 1:
             logger.warning("Trials of %d updates show little. Raise `time_budget`.", updates)
-        usual = self.start if recipe.search else {**self.start, "learning_rate": usual_rate(recipe)}
-        ended = [trial.params for trial in self._trials("COMPLETE", "PRUNED", "FAIL")]
-        killed = [trial.params for trial in self._trials("RUNNING") if trial.params not in ended]
-        for values in [self.start, *([usual] if usual != self.start else [])]:
-            self.study.enqueue_trial(values, skip_if_exists=values not in killed)
+        firsts = [self.start]
+        if not recipe.search:
+            firsts.append({**self.start, "learning_rate": usual_rate(recipe)})
+        ended, killed = (
+            [trial.params for trial in self._trials(*states)]
+            for states in (("COMPLETE", "PRUNED", "FAIL"), ("RUNNING",))
+        )
+        for values in firsts:
+            # A trial that was killed is repeated.
+            self.study.enqueue_trial(values, skip_if_exists=values in ended or values not in killed)
         self.study.sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=recipe.seed + len(self.study.trials))
         self.study.pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=updates // 3)
 
@@ -181,15 +184,13 @@ class Tuning:
         # The rate of a large network is not measured. Then the seconds alone bound a trial.
         needed = 3600 * (estimate.hours or 0) / _UPDATES_SHARE
         share = min(1.0, seconds / needed) if needed else 1.0
-        return {"share": share, "updates": round(share * estimate.data.steps), "seconds": seconds}
+        return {"share": share, "updates": round(share * estimate.steps), "seconds": seconds}
 
     def _has_time(self) -> bool:
-        """Return True if another trial would not be cut by the end of the time, or fail as those before."""
-        complete, failed = self._trials("COMPLETE"), self._trials("FAIL")
-        longest = max((trial.duration.total_seconds() for trial in complete), default=self.seconds)
+        """Return True if another trial would not be cut by the end of the time."""
+        longest = max((row["seconds"] for row in self.best_rows), default=self.seconds)
         is_cut = time.time() + (1 - _MAX_CUT) * longest > self.deadline
-        num_trials = len(self._trials("COMPLETE", "PRUNED"))
-        return not is_cut and num_trials < self.max_trials and len(failed) - len(complete) <= _MAX_FAILURES
+        return not is_cut and len(self._trials("COMPLETE", "PRUNED")) < self.max_trials
 
     def _run_trial(self, trial: "optuna.Trial") -> None:
         trainer = self._make_trainer(trial)
@@ -199,7 +200,7 @@ class Tuning:
             trainer.train()
         except optuna.TrialPruned:
             self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        except (ValueError, torch.OutOfMemoryError) as error:
+        except torch.OutOfMemoryError as error:
             logger.warning("Trial %d fails: %s", trial.number, error)
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:
@@ -299,8 +300,7 @@ def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDi
     corners = {name: getattr(item, "choices", None) or (item.low, item.high) for name, item in space.items()}
     for index in range(max(map(len, corners.values()))):
         corner = {name: values[index % len(values)] for name, values in corners.items()}
-        fields = {name: getattr(recipe, name) for name in recipe.set_names} | _fields(recipe, corner)
-        checked = Recipe.from_mapping(fields, "`search`")
+        checked = with_values(recipe, corner).checked()
         if checked.model_name_or_path is None:
             _config(checked)
     return space, start
@@ -330,25 +330,15 @@ def usual_rate(recipe: Recipe) -> float:
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with the values of a trial."""
-    return recipe.replace(**_fields(recipe, values))
-
-
-def _fields(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by field. A name with a dot sets one key of a mapping."""
-    fields: dict[str, Any] = {}
+    """Return the recipe with the values of a trial. A name with a dot sets one key of a mapping."""
     for name, value in values.items():
         field, dot, key = name.partition(".")
-        fields[field] = {**fields.get(field, getattr(recipe, field)), key: value} if dot else value
-    return fields
+        recipe = recipe.replace(**{field: {**getattr(recipe, field), key: value} if dot else value})
+    return recipe
 
 
 def _value(recipe: Recipe, name: str) -> Any:
-    """Return the value of a field that may be searched.
-
-    Raises:
-        ValueError: If there is no such field, or it may not be searched.
-    """
+    """Return the value of a field, and refuse a field that may not be searched."""
     field, _, key = name.partition(".")
     group = group_of(field, "`search`")
     if group in _FIXED_GROUPS or field in _FIXED or field.startswith(_FIXED_PREFIXES):

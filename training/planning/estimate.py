@@ -143,7 +143,7 @@ def plan_batches(
     seed = data_seed(arguments)
     if staged is not None:
         sampler = staged.sampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
-        return [[index % len(lengths) for index in batch] for batch in sampler.batches()]
+        return [[index % len(lengths) for index in batch] for batch in sampler.epoch_batches(0)]
     if max_tokens_per_batch is not None:
         sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
         # Indices beyond the end repeat a pair to fill up a batch.

@@ -1,7 +1,6 @@
 """Tests of the search for a better recipe: its space, its trials, resumption, and the files that it leaves."""
 
 import csv
-import datetime
 import time
 
 import pytest
@@ -74,9 +73,7 @@ def test_the_default_search_is_around_the_rule():
         ({"vocab_size": [500]}, "`search` must name fields that may differ between trials, got `vocab_size`"),
         ({"model": {"dropout": [0.1]}}, "`search` must name one value, such as learning_rate or model.dropout"),
         ({"learning_rate": {"low": 2, "high": 1}}, "`search.learning_rate` must be a list"),
-        ({"label_smoothing_factor": {**RANGE}}, "`search.label_smoothing_factor` must be .* got .* 0.0"),
         ({"label_smoothing_factor": [0.1, 1.5]}, "`label_smoothing_factor` must be below 1, got 1.5"),
-        ({"lora_rank": {"low": 1, "high": 9}}, "`search.lora_rank` must be .* for a number, got .* None"),
         ({"model.hidden_size": [30]}, "hidden_size"),
     ],
 )
@@ -124,30 +121,17 @@ def test_trials_are_shortened_to_fit_into_the_time(data, tmp_path, monkeypatch):
     assert load_recipe(tmp_path / "run" / "recipe.yaml").max_steps == 4
 
 
-def test_no_trial_begins_that_would_end_too_late(data, tmp_path, monkeypatch):
-    has_time, lengths = Tuning._has_time, iter((0.0, 2400.0))
-
-    def with_slow_trials(self):
-        # The first of 40 minutes fits, and the clock is then so far.
-        self.deadline -= next(lengths)
-        return has_time(self)
-
-    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 2400.0})
-    monkeypatch.setattr(Tuning, "_has_time", with_slow_trials)
-    duration = property(lambda self: datetime.timedelta(seconds=2400))
-    monkeypatch.setattr(optuna.trial.FrozenTrial, "duration", duration)
-    assert len(search(data, tmp_path / "run", None).rows) == 1
-
-
-def test_a_killed_search_is_resumed(data, tmp_path):
+def test_a_killed_search_is_resumed(data, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    search(data, folder, 1)
-    # A process that is killed leaves a trial that runs.
-    optuna.load_study(study_name="tune", storage=f"sqlite:///{folder / 'study.db'}").ask()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tuning, "_make_trainer", lambda self, trial: (_ for _ in ()).throw(KeyboardInterrupt))
+        search(data, folder, 2)
     with pytest.raises(ValueError, match=r"`output_dir` must not hold another search, got .* Pass --resume"):
         search(data, folder, 2)
-    result = search(data, folder, 2, is_resumed=True)
-    assert [(row["trial"], row["state"]) for row in result.rows] == [(0, "complete"), (2, "complete")]
+    rows = search(data, folder, 2, is_resumed=True).rows
+    # The recipe is tried although its trial was killed.
+    assert [(row["trial"], row["state"]) for row in rows] == [(1, "complete"), (2, "complete")]
+    assert rows[0]["learning_rate"] == 0.01
 
 
 @pytest.mark.parametrize(
@@ -203,11 +187,3 @@ def test_no_trial_outlives_the_time_of_the_search(data, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "TimeBudget", time_budget)
     result = search(data, tmp_path / "run", 1, time_budget="1h")
     assert deadlines == [result.deadline]
-
-
-def test_the_recipe_is_tried_although_its_trial_was_killed(data, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Tuning, "_make_trainer", lambda self, trial: (_ for _ in ()).throw(KeyboardInterrupt))
-        search(data, tmp_path / "run", 1)
-    [row] = search(data, tmp_path / "run", 1, is_resumed=True).rows
-    assert row["trial"] == 1 and row["learning_rate"] == 0.01
