@@ -44,10 +44,6 @@ def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the recipe file that the words on the command line name, or None, and options for files or a data set.
 
     A recipe is a file, or the name of a recipe in this package. A data set is a folder, or a name with its owner.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the files do not go together, or a file has another ending.
     """
     endings = [Path(name.lower().removesuffix(".gz")).suffix for name in names]
     if len(names) == 2 and not {*endings} & {*READERS, *_RECIPE_ENDINGS}:

@@ -101,8 +101,7 @@ class Experiment:
             started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
 
         Raises:
-            ValueError: If the recipe has no training pairs or names an unknown score, or its folder holds a run or a model
-                already and is not to be resumed.
+            ValueError: If the recipe names no training pairs or an unknown score, or its folder holds another run or model.
         """
         self._tokenizers: TokenizerPair | None = None
         self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None

@@ -163,8 +163,7 @@ def _before_evaluation(recipe: Recipe) -> Recipe:
 def _split_step(experiment: Experiment, tokens: TokenProfile) -> tuple[Experiment, int, float]:
     """Split an optimizer step into batches, as large as memory holds.
 
-    Returns:
-        The experiment with these batches, their number, and the bytes that it lacks; 0 or less if memory holds it.
+    Return the experiment with these batches, their number, and the bytes that it lacks; 0 or less if memory holds it.
     """
     recipe = experiment.recipe
     budget, batches = tokens_per_update(recipe, tokens), recipe.gradient_accumulation_steps
@@ -212,12 +211,7 @@ _VALIDATION = ("dataset_validation_split", "num_validation")
 
 
 def choose_dataset(recipe: Recipe) -> Recipe:
-    """Choose the splits and columns of `dataset_name`, if the recipe has it.
-
-    Raises:
-        FileNotFoundError: If there is no such data set.
-        ValueError: If a configuration must be given, or the columns do not tell source and target.
-    """
+    """Choose the splits and columns of `dataset_name`, if the recipe has it."""
     name, config = recipe.dataset_name, recipe.dataset_config_name
     if name is None:
         return recipe
@@ -242,16 +236,7 @@ def choose_dataset(recipe: Recipe) -> Recipe:
 
 
 def find_columns(row: dict, name: str, config: str | None) -> tuple[str, str]:
-    """Return the columns of source and target.
-
-    Args:
-        row: A row of the data set.
-        name: Name of the data set, for errors.
-        config: Configuration; `de-en` decides the direction of a column `translation`.
-
-    Raises:
-        ValueError: If no pair of columns is known, or several are.
-    """
+    """Return the columns of source and target. A configuration `de-en` decides the direction of a column `translation`."""
     languages = row.get("translation")
     names, direction = (languages, (config or "").split("-")) if isinstance(languages, dict) else (row, ())
     pairs = [tuple(pair) for pair in (direction, *PAIRS) if len(pair) == 2 and set(pair) <= set(names)]

@@ -108,12 +108,7 @@ SIZES = (Size(128, 2, 60_000), Size(256, 3, 2_000_000), Size(384, 4, 10_000_000)
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of an optimizer step on this machine.
-
-    Attributes:
-        seconds: Duration; 0 if it is unknown.
-        batches: Number of batches that the step is split into, so that one fits into memory.
-    """
+    """Seconds of an optimizer step on this machine, 0 if unknown, and the batches that it is split into to fit into memory."""
 
     seconds: float
     batches: int = 1
@@ -130,16 +125,10 @@ def with_network(recipe: Recipe, reason: str, size: Size, **fields: Any) -> Reci
 def choose_from_tokens(
     recipe: Recipe, tokens: TokenProfile, cost_of: Callable[[Size], StepCost], seconds: float | None
 ) -> tuple[Recipe, float]:
-    """Choose network, batches, optimizer, length of the run, and evaluation.
+    """Choose network, batches, optimizer, length of the run, and evaluation, for the seconds of training, if they are limited.
 
-    Args:
-        recipe: The recipe, with the choices from text.
-        tokens: Tokens of one epoch.
-        cost_of: Returns the cost of an optimizer step of a network, on this machine.
-        seconds: Time for training; None if there is no limit.
-
-    Returns:
-        The recipe, and the seconds of all steps; 0 if the speed is unknown.
+    `cost_of` returns the cost of an optimizer step of a network on this machine. Return the recipe, and the seconds of all
+    steps; 0 if the speed is unknown.
     """
     budget = tokens_per_update(recipe, tokens)
     wanted = useful_updates(tokens, budget)
@@ -196,12 +185,7 @@ def choose_batches(recipe: Recipe, tokens: TokenProfile, budget: int, batches: i
 
 
 def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
-    """Choose the learning rate of a new network, its schedule, and regularization.
-
-    Args:
-        recipe: The recipe, with its network.
-        warmup_steps: Number of updates of the warm-up, or their share of the run if it is below 1.
-    """
+    """Choose the learning rate of a new network, its schedule, and regularization. A warm-up below 1 is a share of the run."""
     width = MetaphraseConfig.from_preset(recipe.preset, **recipe.model).hidden_size
     reason = f"0.002 was the best of three rates at width 256, and this network is {width} wide"
     recipe = recipe.choose(reason, learning_rate=learning_rate(width))
@@ -357,13 +341,7 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
 
 
 def choose_limits(recipe: Recipe, lengths: Mapping[str, Sequence[int]], longest: int | None = None) -> Recipe:
-    """Choose limits of length.
-
-    Args:
-        recipe: The recipe.
-        lengths: Tokens of some texts of each side.
-        longest: Maximum tokens per side that the model can read; None if there is no end.
-    """
+    """Choose limits of length from the tokens of some texts of each side. The model reads the `longest`, if that has an end."""
     most = min(_LONGEST, longest or _LONGEST)
     # A fifth and 8 tokens more than nearly all texts have, rounded up to a multiple of 16.
     source, target = (16 * math.ceil((1.2 * np.quantile(lengths[side], 0.999) + 8) / 16) for side in SIDES)
@@ -377,13 +355,7 @@ def choose_limits(recipe: Recipe, lengths: Mapping[str, Sequence[int]], longest:
 
 
 def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, str]) -> Recipe:
-    """Choose kinds of tokenizers, one vocabulary or two, and its size. Each field that is given stays.
-
-    Args:
-        recipe: The recipe.
-        profile: Profile of the pairs.
-        kinds: The kinds that suit sources and targets.
-    """
+    """Choose kinds of tokenizers, one vocabulary or two, and its size. `kinds` suit sources and targets."""
     # The marks of terms are tokens of one vocabulary, and its pieces serve any text.
     must_join = bool(recipe.joint_vocabulary or "terms" in recipe.augmentation)
     reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
@@ -443,15 +415,7 @@ _MIN_UPDATES, _MAX_EPOCHS = 300, 30
 
 @dataclass(frozen=True)
 class FamilyRule:
-    """Optimizer for one family of base models.
-
-    Attributes:
-        rate: Learning rate of AdamW at `width`. Wider models have lower rates.
-        width: Hidden size of the models that the rate is for.
-        label_smoothing: Label smoothing.
-        weight_decay: Weight decay.
-        source: Origin of the numbers.
-    """
+    """Optimizer for one family of base models: the rate of AdamW for a hidden size of `width`, and the origin of the numbers."""
 
     rate: float
     width: int
@@ -502,18 +466,9 @@ def choose_finetuning(
     step_seconds: float,
     seconds: float | None,
 ) -> tuple[Recipe, float]:
-    """Choose optimizer, length of the run, and evaluation by the base model.
+    """Choose optimizer, length of the run, and evaluation by the base model, its configuration and its beams.
 
-    Args:
-        recipe: The recipe, with the choices from text and its batches.
-        tokens: Tokens of one epoch.
-        config: Configuration of the base.
-        num_beams: Beams of the base.
-        step_seconds: Duration of an optimizer step; 0 if it is unknown.
-        seconds: Time for training; None if there is no limit.
-
-    Returns:
-        The recipe, and the seconds of all steps; 0 if the speed is unknown.
+    `step_seconds` is 0 if the speed is unknown. Return the recipe, and the seconds of all steps.
     """
     budget = tokens_per_update(recipe, tokens)
     usual = finetuning_updates(tokens, budget)

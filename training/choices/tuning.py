@@ -114,11 +114,7 @@ class Tuning:
             search_space(recipe)
 
     def run(self) -> None:
-        """Run trials until the time is over.
-
-        Raises:
-            ValueError: If there are no validation pairs, or no trial has a score.
-        """
+        """Run trials until the time is over. It is an error if no trial has a score."""
         with only_writer(self.folder):
             self._prepare()
             while self._has_time():
@@ -288,11 +284,7 @@ _RATE_FACTOR = math.sqrt(30)
 
 
 def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDistribution"], dict[str, Any]]:
-    """Return the distributions that a recipe declares, or default ones, and the recipe's values, which belong to them.
-
-    Raises:
-        ValueError: If a field does not exist, cannot be searched, or would have a wrong value.
-    """
+    """Return the distributions that a recipe declares, or default ones, and the recipe's values, which belong to them."""
     declared = recipe.search or _default_search(recipe)
     start = {name: _value(recipe, name) for name in declared}
     space = {name: _distribution(name, value, start[name]) for name, value in declared.items()}

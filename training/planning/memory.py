@@ -72,13 +72,9 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision and device of a step.
+    """Bytes of an entry in matrix products and of the residual stream, and True if an accelerator's kernels compute the step.
 
-    Attributes:
-        compute_bytes: Bytes of an entry in matrix products.
-        stream_bytes: Bytes of an entry of the residual stream. If it is wider than `compute_bytes`, as under autocast, a narrow
-            copy of the inputs of projections is kept too.
-        on_accelerator: True if an accelerator's fused kernels compute the step.
+    If the stream is wider, as under autocast, a narrow copy of the inputs of projections is kept too.
     """
 
     compute_bytes: int = FLOAT32_BYTES
@@ -254,7 +250,6 @@ class Sharding:
     Source: the stages of Rajbhandari et al. 2020, section 5, arXiv 1910.02054.
 
     Attributes:
-        devices: Number of devices.
         stage: 0 shares nothing, 1 the optimizer, 2 the gradients too, 3 the weights too.
         engine: `ddp`, `fsdp` or `deepspeed`; their buffers differ.
         is_offloaded: True if the optimizer's share is in host memory.
@@ -330,14 +325,8 @@ def optimizer_bytes(model: PreTrainedModel, arguments: TrainingArguments) -> tup
 class StateMemory:
     """Bytes on one device that do not depend on the batch.
 
-    Attributes:
-        weights: Share of the weights, in the precision in which they are updated.
-        cast_weights: Copies of weights that autocast makes in half precision.
-        gathered_weights: Weights of other devices, gathered for the computation.
-        gradients: Share of the gradients.
-        buffers: Gradients in transfer between devices.
-        optimizer: Share of the optimizer's state.
-        gradients_persist: True if gradients stay while the next batch is computed.
+    Weights are shared in the precision in which they are updated, and cast by autocast to half precision or gathered for the
+    computation. Buffers are gradients in transfer. Gradients persist if they stay while the next batch is computed.
     """
 
     weights: int

@@ -211,14 +211,10 @@ class Recipe(AllFields):
         return values
 
     def save(self, path: str | Path, head: str = "") -> None:
-        """Write the values that were set as YAML, from which `load_recipe` reads them and a run can resume.
+        """Write the values that were set as YAML, from which `load_recipe` reads them and a run can resume, below a comment.
 
         `data_dir`, an absolute `output_dir` and `hub_token` are left out. Other paths stay; cut them before publishing the
         file, as `metaphrase push` does.
-
-        Args:
-            path: The file. A file that exists stays whole until the new one is written.
-            head: Comment before the fields.
         """
         text = "".join(
             (f"\n# {self.reasons[name]}\n" if name in self.reasons else "") + dump_yaml({name: value})

@@ -13,7 +13,6 @@ from transformers import T5ForConditionalGeneration as T5
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
-from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.estimate import dry_run, estimate_run, meta_model
 from metaphrase.training.planning.memory import BatchShape, Precision, estimate_activations
@@ -128,18 +127,6 @@ def test_arguments_decide_precision_and_checkpoints(tmp_path):
     assert shared.precision == Precision(2, 2, True) and shared.state.cast_weights == 0
     assert shared.state.weights == -(-4 * model.num_parameters() // 8)
     assert any("FSDP on accel" in note for note in estimate_run(model, arguments, lengths * 8, devices=8).notes)
-
-
-def test_table_and_values_say_the_same(tmp_path):
-    model = meta_model(MetaphraseConfig.from_preset("t5-11b"))
-    arguments = arguments_of(tmp_path, bf16=True, fsdp=True, gradient_checkpointing=True, max_steps=10)
-    options = {"max_tokens_per_batch": 16384, "devices": 8, "on_accelerator": True, "tokens_per_second": 1e4}
-    estimate = estimate_run(model, arguments, [(128, 128)] * 512, **options)
-    text, batch = str(estimate), estimate.largest_batch
-    assert estimate.parameters == 11_307_321_344 and "11,307,321,344" in text
-    assert f"{estimate.peak / 2**30:.2f} GiB" in text and f"{estimate.state.optimizer / 2**30:.2f} GiB" in text
-    assert batch.tokens <= 16384 and f"{batch.source_tokens:,} source and {batch.target_tokens:,} target" in text
-    assert estimate.steps == 10 and f"{estimate.hours * 60:.1f} minutes" in text
 
 
 def test_activations_of_other_families_follow_a_formula(tmp_path):

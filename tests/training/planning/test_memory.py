@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from metaphrase.training.planning.memory import Sharding, estimate_activations, estimate_states, optimizer_bytes
-from metaphrase.training.r_drop import repeat_batch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
@@ -104,14 +103,6 @@ def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpo
     gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
     estimated = estimate_activations(model.config, shape, FLOAT32, is_checkpointed).peak(gradients)
     assert estimated == pytest.approx(live.most, rel=0.2)
-
-
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-def test_r_drop_keeps_the_activations_of_both_passes(is_packed):
-    model = training_model(dropout=0.1)
-    batch, shape = batch_and_shape(is_packed)
-    estimated = estimate_activations(model.config, shape.repeated(2), FLOAT32).kept_bytes
-    assert estimated == pytest.approx(kept_bytes(model, repeat_batch(batch), r_drop_alpha=5.0), rel=0.03)
 
 
 def test_frozen_weights_have_no_gradients(tmp_path):

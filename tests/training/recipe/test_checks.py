@@ -126,20 +126,7 @@ def test_consistent_fields_are_accepted(caplog):
     Recipe(max_tokens_per_batch=9, per_device_train_batch_size=4, neftune_noise_alpha=None)
     Recipe(**STREAM, max_steps=5, save_strategy="steps", eval_strategy="no")
     Recipe(tasks={"a": {}}, mixing_temperature=3.0, task_mixing="temperature", mixing_limit=3)
-    Recipe(tasks={"a": {}}, mixing_temperature=2.0)
     Recipe(train_sampling_strategy="sequential", dataloader_drop_last=True)
     Recipe(max_tokens_per_batch=9, train_sampling_strategy="group_by_length")
-    recipe = Recipe(
-        dataset_name="x",
-        dataset_config_name="y",
-        num_validation=5,
-        joint_vocabulary=False,
-        target_vocab_size=9,
-        metrics=["bleu"],
-        early_stopping_patience=2,
-        eval_strategy="epoch",
-        metric_for_best_model="bleu",
-    )
-    assert recipe.target_vocab_size == 9 and recipe.metric_for_best_model == "bleu"
     recipe = Recipe(num_validation=0, validation_file="a", predict_with_generate=False)
     assert recipe.validation_file == "a"

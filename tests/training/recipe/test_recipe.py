@@ -184,26 +184,6 @@ def test_data_path(tmp_path):
     assert recipe.data_path("train_file") == tmp_path / "a.tsv"
 
 
-def test_pairs_options_of_each_place(tmp_path):
-    for name in ("a.tsv", "b.en", "b.de"):
-        (tmp_path / name).write_text("x")
-    files = {"train_file": "a.tsv", "test_source_file": "b.en", "test_target_file": "b.de"}
-    options = {"source_column": "en", "source_prefix": "p ", "malformed": "skip", "max_test_samples": 4}
-    recipe = Recipe(data_dir=str(tmp_path), **files, **options)
-    shared = {"source_column": "en", "target_column": None, "source_prefix": "p "}
-    shared |= {"malformed": "skip", "invalid_utf8": "error", "max_line_characters": 100_000}
-    train = {"file": tmp_path / "a.tsv", **shared, "max_samples": None}
-    assert recipe.pairs_options("train") == train | {"line_too_long": "skip"}
-    assert recipe.replace(too_long="error").pairs_options("train") == train | {"line_too_long": "error"}
-    assert recipe.pairs_options("validation") is None
-    paths = {"source_file": tmp_path / "b.en", "target_file": tmp_path / "b.de"}
-    assert recipe.pairs_options("test") == {**paths, **shared, "max_samples": 4, "line_too_long": "error"}
-    hub = Recipe(dataset_name="x", dataset_config_name="y", dataset_test_split="test")
-    assert hub.pairs_options("train")["dataset_split"] == "train"
-    assert hub.pairs_options("validation") is None
-    assert hub.pairs_options("test")["dataset_config_name"] == "y"
-
-
 def test_saved_recipe_loads_as_what_was_set(tmp_path, recipe_file):
     path = recipe_file(
         "train_file: a.tsv\nlearning_rate: 1e-5\ntoo_long: skip\neval_strategy: no\nsource_prefix: '1e-3'\nrun_name: '1:30'\n"
