@@ -576,7 +576,7 @@ _MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
 
 @dataclass(frozen=True)
 class SideProfile:
-    """Texts of one side. Words are split at white space. One text of 1,000 is longer than a `long_` number.
+    """Texts of one side. Words are split at white space.
 
     Attributes:
         repetitions: Mean number of times that a text occurs.
