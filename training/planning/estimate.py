@@ -141,11 +141,9 @@ def plan_batches(
     Widths are rounded up to `length_multiple`. `staged` are the training pairs, if they have stages.
     """
     seed = data_seed(arguments)
-    if staged is not None:
-        sampler = staged.sampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
-        return [[index % len(lengths) for index in batch] for batch in sampler.epoch_batches(0)]
     if max_tokens_per_batch is not None:
-        sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
+        make_sampler = TokenBudgetSampler if staged is None else staged.sampler
+        sampler = make_sampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
         # Indices beyond the end repeat a pair to fill up a batch.
         return [[index % len(lengths) for index in batch] for batch in sampler.epoch_batches(0)]
     rows = arguments.per_device_train_batch_size
