@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import random
-import re
 
 import evaluate
 import numpy as np
@@ -140,17 +139,11 @@ def test_results_are_json_and_leave_the_random_state_alone():
     assert list(compute_metrics(PREDICTIONS, REFERENCES)) == ["bleu", "chrf"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], []), "got 0 and 0"),
-        ((["a", "b"], ["a"]), "got 2 and 1"),
-        ((["a"], ["a"], ["blue"]), "got 'blue'. Did you mean 'bleu'?"),
-    ],
-)
-def test_bad_corpora_and_names_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        compute_metrics(*arguments)
+def test_bad_corpora_and_names_are_refused():
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        compute_metrics(["a", "b"], ["a"])
+    with pytest.raises(ValueError, match=r"got 'blue'. Did you mean 'bleu'\?"):
+        compute_metrics(["a"], ["a"], ["blue"])
 
 
 def test_write_metrics_replaces_in_one_step(tmp_path):

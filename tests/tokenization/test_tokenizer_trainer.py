@@ -277,7 +277,7 @@ def test_characters_must_fit_into_the_vocabulary(kind):
 )
 def test_texts_are_checked(texts, message):
     with pytest.raises(ValueError, match=f"`texts` must .*{message}"):
-        train("bpe", texts, additional_special_tokens=["<2de>"])
+        train("bpe", texts)
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "unigram"])
