@@ -237,11 +237,10 @@ def test_the_seven_denoisers_have_equal_shares_their_modes_and_no_lost_token():
 
 
 def test_suffixes_of_the_sequential_denoiser_have_the_mean_of_the_paper():
-    sides = [MixtureOfDenoisers(SENTINELS, END, MODES)(np.arange(20, 60), generator(seed)) for seed in range(4000)]
+    sides = [MixtureOfDenoisers(SENTINELS, END, MODES)(np.arange(20, 60), generator(seed)) for seed in range(2500)]
     suffixes = [len(target) - 2 for source, target in sides if source[0] == MODES["S"]]
-    assert set(suffixes) == set(range(1, 20)) and np.mean(suffixes) == pytest.approx(10, rel=0.08)
+    assert set(suffixes) == set(range(1, 20)) and np.mean(suffixes) == pytest.approx(10, rel=0.1)
     assert max(len(source) for source, _ in sides) == OBJECTIVES["ul2"].lengths(40)[0]
-    assert MixtureOfDenoisers(SENTINELS, END).lengths(2) == (3, 3)
 
 
 # Tokens of a tokenizer
@@ -395,6 +394,9 @@ def test_blocks_joined_are_the_text_and_the_rest_is_counted(monkeypatch, length,
     assert [*chain.from_iterable(rows)] == whole[: full * length] and {len(row) for row in rows} == {length}
     assert (report.tokens, report.blocks, report.remainder_tokens) == (len(whole), full, rest)
     assert (report.documents, report.empty_documents) == (len(TEXTS), 4)
+    tokenizers = TokenizerPair(train_tokenizer(["a b"], kind="char"), train_tokenizer(["a b"], kind="char"))
+    with pytest.raises(ValueError, match="`tokenizers` must be joint"):
+        text_blocks(dataset_of(TEXTS), tokenizers, 10)
     with pytest.raises(ValueError, match="must fill at least one block of 1000 tokens"):
         text_blocks(dataset_of(TEXTS), Letters(), 1000)
 
@@ -439,9 +441,3 @@ def test_unreadable_files_are_errors_or_counted(tmp_path):
         blocks, report = text_blocks(texts, Letters(), 7)
         assert [*chain.from_iterable(blocks["input_ids"][:])] == stream_of(["ab", "cde"])
         assert (report.documents, report.empty_documents, report.invalid_documents) == (5, 1, 2)
-
-
-def test_two_tokenizers_are_refused():
-    tokenizers = TokenizerPair(train_tokenizer(["a b"], kind="char"), train_tokenizer(["a b"], kind="char"))
-    with pytest.raises(ValueError, match="`tokenizers` must be joint"):
-        text_blocks(dataset_of(TEXTS), tokenizers, 10)
