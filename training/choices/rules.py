@@ -5,6 +5,7 @@ on 17 tasks of 500 to 117,000 pairs that the rules follow from.
 """
 
 import math
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -356,6 +357,7 @@ def choose_limits(recipe: Recipe, lengths: Mapping[str, Sequence[int]], longest:
 
 def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, str]) -> Recipe:
     """Choose kinds of tokenizers, one vocabulary or two, and its size. `kinds` suit sources and targets."""
+    source, target = profile.source, profile.target
     # The marks of terms are tokens of one vocabulary, and its pieces serve any text.
     must_join = bool(recipe.joint_vocabulary or "terms" in recipe.augmentation)
     reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
@@ -374,7 +376,16 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
     if {kind, target_kind} & {*KINDS_THAT_FILL_A_VOCABULARY}:
         values["vocab_size"] = vocabulary_size(profile)
     shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
-    return recipe.choose(f"{reason}; {shared}", **values)
+    recipe = recipe.choose(f"{reason}; {shared}", **values)
+    # A character of Hangul stands for several letters. Targets must stay as they are: they are compared with the references.
+    characters, is_apart = (
+        len(source.alphabet),
+        all(unicodedata.is_normalized("NFD", letter) for letter in target.alphabet),
+    )
+    if kind == "char" and 4 * source.num_letters <= characters and is_apart:
+        letters = f"the sources' {characters:,} characters consist of {source.num_letters} letters"
+        recipe = recipe.choose(letters, normalization="nfd")
+    return recipe
 
 
 def side_kind(side: SideProfile, other: SideProfile) -> str:

@@ -1,6 +1,7 @@
 """Tests of the rules that choose open fields: sensible choices for tasks of different kinds, and reasons for each."""
 
 import math
+import unicodedata
 
 import pytest
 from datasets import Dataset
@@ -64,6 +65,8 @@ CODE = [f"publicvoid{text.replace(' ', '')}(intvalue){{return value;}}" for text
 SHORT = [" ".join(" ".join(SENTENCES).split()[4 * row : 4 * row + 4]) for row in range(500)]
 DOCUMENTS = [" ".join(SENTENCES[row:] + SENTENCES[:row]) for row in range(20)]
 LONG_HAN = ["".join(chr(0x4E00 + (17 * row + column) % 900) for column in range(40)) for row in range(600)]
+SYLLABLES = [chr(0xAC00 + 28 * number) for number in range(399)]
+HANGUL = [SYLLABLES[number % 399] + SYLLABLES[7 * number % 399] for number in range(1000)]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,10 @@ LONG_HAN = ["".join(chr(0x4E00 + (17 * row + column) % 900) for column in range(
         ([text[:3] for text in HAN], [text[2::-1] for text in HAN], {"tokenizer_kind": "char"}),
         (LONG_HAN, [text[::-1] for text in LONG_HAN], {"tokenizer_kind": "byte_bpe"}),
         (DOCUMENTS, SENTENCES[:20], {"metrics": ["rouge", "chrf"]}),
+        # Targets are compared with the references, so they stay as they are. Sentences are read in pieces.
+        (HANGUL, [" ".join(unicodedata.normalize("NFD", word)) for word in HANGUL], {"normalization": "nfd"}),
+        (HANGUL, [word[::-1] for word in HANGUL], {"normalization": None}),
+        ([" ".join(HANGUL[row : row + 20]) for row in range(500)], ["a b c " * 20] * 500, {"normalization": None}),
     ],
 )
 def test_scripts_decide(sources, targets, expected):
