@@ -345,8 +345,7 @@ def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.T
 class SequenceScores(StoppingCriteria):
     """A criterion that never stops. It reads the scores of each step when the tokens are selected, and then empties them.
 
-    With `output_scores` transformers' loops store the scores of all tokens and steps. Without, they do not return the scores of
-    beams, which they sum up themselves.
+    transformers' loops return the scores of beams only if they also store the scores of all tokens and steps.
     """
 
     def __init__(self):

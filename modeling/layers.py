@@ -173,8 +173,7 @@ class MetaphraseAttention(nn.Module):
                 serves `copies` consecutive rows of the batch.
             attention_mask: Mask for the kernel in use, from `masking_utils` or `packed_mask`.
             rotation: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
-            past_key_values: Cache of self-attention and cross-attention.
-            packing: Positions of the sequences in packed rows, with a batch of 1.
+            packing: The sequences of packed rows, with a batch of 1.
 
         Returns:
             Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` or None, by the kernel.

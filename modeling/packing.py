@@ -153,10 +153,9 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) ->
 def additive_mask(
     is_seen: torch.Tensor, positions: torch.Tensor, bias: nn.Module | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """Make a mask that is added to the scores: the bias, or 0, if `is_seen`, and the lowest number elsewhere.
+    """Make a mask that is added to the scores: the bias in float32, or 0, if `is_seen`, and the lowest number elsewhere.
 
-    A query sees a key by `is_seen` `(sequences or 1, 1, query or 1, key)`. Both have the positions `(1, query)`. With a bias the
-    mask is in float32, without in the dtype of `like`.
+    `is_seen` is `(sequences or 1, 1, query or 1, key)`. Queries and keys have the positions `(1, query)`.
     """
     if bias is None:
         scores = torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device)

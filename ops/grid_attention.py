@@ -28,16 +28,13 @@ _LEAST_SUM, _LARGEST_SUM = 2.0**-40, 2.0**100
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring sequences, or some heads of one sequence, that are computed together.
-
-    The widths are the columns of a row of queries and of keys. `ends` has the rows, and the end of their keys, of each sequence
-    that is shorter than `key_width`.
-    """
+    """Neighbouring sequences, or some heads of one sequence, that are computed together."""
 
     sequences: slice
     heads: slice
     query_width: int
     key_width: int
+    # Rows of the block, and the end of their keys, for each sequence that is shorter than `key_width`.
     ends: list[tuple[slice, int]]
 
     @property

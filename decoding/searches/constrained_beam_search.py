@@ -148,10 +148,7 @@ class PhraseAutomaton:
         device: torch.device | str = "cpu",
         special_ids: Iterable[int] = (),
     ):
-        """Build the tables of constraints that hold phrases, at least one of them without START.
-
-        `special_ids` are ids without text, such as language codes, which do not end the start of a target.
-        """
+        """Build the tables. Each constraint has a phrase without START. `special_ids` do not end the start of a target."""
         shortest = [min(len(phrase) for phrase in phrases if START not in phrase) for phrases in constraints]
         longest = [max(len(phrase) - phrase.count(START) for phrase in phrases) for phrases in constraints]
         prefixes = {

@@ -69,7 +69,7 @@ class EnsembleState:
         self.states = list(states)
 
     def step(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
-        """Return each decoder's output (rows, H) for one token of each row, shape (rows,)."""
+        """Return each decoder's output (rows, H) for one token of each row, (rows,)."""
         return [state.step(input_ids) for state in self.states]
 
     def spread(self, copies: int) -> None:
