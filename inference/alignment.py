@@ -37,9 +37,8 @@ class AttentionMap:
         weights: `(target, source)` in float32. Row i sums to 1 and is the attention while predicting target token i.
         source_ids: Ids of the source tokens, one for each column.
         target_ids: Ids of the target tokens, one for each row, with the end of sequence.
-        source_tokens: The source tokens in a readable form, as are `target_tokens`.
+        source_tokens: The source tokens in a readable form.
         source: The source text without `source_prefix`.
-        source_words: The words of the source text, as are `target_words`.
         source_word_ids: Index of the word of each column; `None` for special tokens and the prefix. The attribute is `None` if
             the tokens cannot be mapped to words. `target_word_ids` are those of the rows.
     """

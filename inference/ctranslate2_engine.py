@@ -72,10 +72,7 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
     - `forced_bos_token_id` with beams: CTranslate2 keeps a target that ends right after the token only if it is the most
       probable one there.
 
-    The options of the call override those of the model's generation config.
-
-    Raises:
-        ValueError: If CTranslate2 does not support an option.
+    The options of the call override those of the generation config. `ValueError` for one that CTranslate2 does not support.
     """
     settings = _merge(config, options)
     beams, count, is_sampling = settings["num_beams"], settings["num_return_sequences"], bool(settings["do_sample"])

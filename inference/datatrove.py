@@ -32,10 +32,9 @@ class GenerateStep(PipelineStep):
         """Set the step up. Each task loads the model.
 
         Args:
-            name_or_path: As for `Generator.from_pretrained`.
+            name_or_path: As for `Generator.from_pretrained`, with the arguments `loading`.
             key: Entry of the metadata. It holds a text, or a list of texts with `num_return_sequences` above 1.
             seed: Seed for sampling. Each task adds its rank.
-            loading: Other arguments of `Generator.from_pretrained`.
             **options: Arguments of `generate_stream`, such as `num_beams=4` or `chunk_size=512`.
         """
         super().__init__()

@@ -174,7 +174,7 @@ class Plan:
     def of(cls, generator: "Generator", options: Mapping[str, Any]) -> "Plan":
         """Read the options of a call, arguments of `generate()`. Raises `ValueError` if they do not fit."""
         options = read_options(complete_sampling(options))
-        partners, joint_search = generator.members, generator.ensemble if generator.members else None
+        partners, joint_search = generator.members, EnsembleSearch() if generator.members else None
         if options.get("assistant_model") is not None:
             partners, joint_search = _read_assistant(generator, options)
         config = generator.model.generation_config
@@ -332,7 +332,6 @@ class Generator(TextStream):
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.members = list(members)
-        self.ensemble = EnsembleSearch()
         self.vocabulary_map = vocabulary_map
         self.engine_choice: EngineChoice | None = None
         for number, member in enumerate(self.members, start=2):

@@ -51,7 +51,6 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
 
         Raises:
             ChildProcessError: If a process died.
-            ValueError: If `num_processes` is below 1; or as `Generator.from_pretrained` does.
         """
         if num_processes < 1:
             raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")

@@ -1,7 +1,5 @@
 """Generators with a vocabulary map: both engines select from the permitted tokens, by the union of a batch."""
 
-import json
-
 import pytest
 import torch
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
@@ -101,15 +99,8 @@ def test_command_line(folder, tmp_path, capsys):
     assert "`model` must have no vmap.txt" in capsys.readouterr().err
     execute(shortlist, [*words, "--overwrite"])
     assert (folder / VOCABULARY_MAP_NAME).read_bytes() == made
-    records = tmp_path / "records.jsonl"
-    lines = [json.dumps({"en": source, "de": target}) + "\n" for source, target in PAIRS]
-    records.write_text("".join(lines), encoding="utf-8")
-    columns = ["--source_column", "en", "--target_column", "de"]
-    execute(shortlist, [str(folder), str(records), *words[3:], *columns, "--overwrite"])
-    assert (folder / VOCABULARY_MAP_NAME).read_bytes() == made
     for mistake, message in (
-        ([str(folder), str(records)], "must hold at least one pair, got none in"),
-        ([*words, *columns], "`source_column` must be left out with two parallel files"),
+        ([*words, "--source_column", "en"], "`source_column` must be left out with two parallel files"),
         ([str(tmp_path / "none"), str(sides[0])], "`model` must be a folder that exists"),
         ([str(folder), *map(str, [*sides, *sides])], "`pairs` must be one file, or two parallel files, got 4."),
     ):

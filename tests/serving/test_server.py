@@ -114,7 +114,8 @@ def test_clients_need_one_of_the_keys():
             headers = {"Authorization": f"Bearer {key}".encode()}
             assert post(address, json={"inputs": "a"}, headers=headers).status_code == status
         assert requests.get(f"{address}/metrics", timeout=9).status_code == 401
-        assert requests.get(f"{address}/health", timeout=9).status_code == 200
+        for path in ("/health", "/ui", "/ui/settings"):
+            assert requests.get(f"{address}{path}", timeout=9).status_code == 200
 
 
 # Overload and time

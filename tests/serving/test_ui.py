@@ -127,15 +127,6 @@ def test_refusals_are_one_line(path, body, message, torch_url):
     assert answer.status_code == 400 and message in answer.json()["error"]
 
 
-def test_key_guards_all_but_the_page_and_its_settings():
-    with running(upper_service(api_keys=["secret"])) as url:
-        assert requests.get(f"{url}/ui").status_code == requests.get(f"{url}/ui/settings").status_code == 200
-        for path in ("translate", "attention"):
-            assert requests.post(f"{url}/ui/{path}", json={}).status_code == 401
-        headers = {"Authorization": "Bearer secret"}
-        assert requests.post(f"{url}/ui/translate", json={"text": "a cat"}, headers=headers).ok
-
-
 def test_typing_shows_a_translation(browser, url):
     source = open_page(browser, url)
     source.send_keys("The cat sleeps. ", browser.keys.ENTER, "- It is old.")
