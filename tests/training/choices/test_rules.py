@@ -165,20 +165,6 @@ def test_time_that_is_left_gives_more_updates(times, expected):
 
 
 @pytest.mark.parametrize(
-    ("task", "share", "width"),
-    [
-        *[("29,000 sentences", 0.42, 256), ("29,000 sentences", 0.35, 128)],
-        *[("10,000 sentences", 0.58, 256), ("10,000 sentences", 0.51, 128)],
-    ],
-)
-def test_a_larger_network_may_lack_some_updates(task, share, width):
-    tokens, _ = TASKS[task]
-    updates = useful_updates(tokens, tokens_per_batch(tokens))
-    # The smaller network has all its updates.
-    assert choose_size(tokens, updates, lambda size: updates * (share if size.width > 128 else 1)).width == width
-
-
-@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         # Half of the run may bring no better score: 2,396 updates, 80 epochs.
