@@ -211,16 +211,11 @@ def test_the_fingerprint_of_a_stream_is_that_of_its_files_and_settings(tmp_path)
     assert first["num_bytes"] == 600_000
     # The folder and the time of change do not count.
     moved = [file.rename(tmp_path / f"{file.name}.txt") for file in files]
-    assert data_fingerprint(stream_of(moved)) == first
-    assert data_fingerprint(stream_of(moved, source_prefix="x")) != first
-    assert data_fingerprint(stream_of(moved[::-1])) == first
-    for start, end, new in ((0, 0, "ab\n"), (0, 3, "cd\n"), (-3, None, "cd\n"), (150_000, 150_003, "")):
-        text = moved[1].read_text(encoding="utf-8")
-        changed = text[:start] + new + (text[end:] if end is not None else "")
+    assert data_fingerprint(stream_of(moved)) == first != data_fingerprint(stream_of(moved, source_prefix="x"))
+    text = "ab\n" * 100_000
+    for changed in (text + "ab\n", "cd\n" + text[3:], text[:-3] + "cd\n"):
         moved[1].write_text(changed, encoding="utf-8")
         assert data_fingerprint(stream_of(moved)) != first
-        moved[1].write_text(text, encoding="utf-8")
-    assert data_fingerprint(stream_of(moved)) == first
 
 
 def test_other_data_sets_have_none(tmp_path):

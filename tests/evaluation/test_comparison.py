@@ -137,7 +137,6 @@ def test_interval_of_evaluate_is_sacrebleus_and_stays_small(texts):
     assert results["bleu"]["confidence_mean"] == pytest.approx(expected._mean, rel=1e-12)
     assert results["bleu"]["confidence_var"] == expected._ci > 0 < results["exact_match"]["confidence_var"]
     assert (results["bleu"]["bs"], results["bleu"]["seed"]) == (100, "12345")
-    large = MAX_RESAMPLED_BYTES // (4 * 120 * 4) + 1
-    for name, count in (("exact_match", large), ("bleu", 0), ("bleu", 1)):
-        result = compute_metrics(outputs, texts.references, [name], num_bootstrap_samples=count)[name]
+    for count in (MAX_RESAMPLED_BYTES // (4 * 120 * 4) + 1, 1):
+        result = compute_metrics(outputs, texts.references, ["exact_match"], num_bootstrap_samples=count)["exact_match"]
         assert not {"confidence_mean", "bs"} & result.keys()

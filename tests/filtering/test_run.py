@@ -131,12 +131,10 @@ def test_a_run_killed_after_any_write_ends_with_the_same_bytes(tmp_path, monkeyp
 
 def test_chunks_and_the_alignment_rule_do_not_depend_on_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "MIN_PAIRS", 50)
-    source = write(tmp_path / "pairs.tsv", make_corpus())
-    outputs = []
+    source, outputs = write(tmp_path / "pairs.tsv", make_corpus()), []
     for size in (50, 10_000):
         monkeypatch.setattr(run, "PAIRS_PER_CHUNK", size)
-        output = tmp_path / f"clean_{size}.tsv"
-        report = tmp_path / f"report_{size}.json"
+        output, report = tmp_path / f"clean_{size}.tsv", tmp_path / f"report_{size}.json"
         filter_pairs(source, [output], SETTINGS, report=report)
         assert "misaligned_share" in json.loads(report.read_text(encoding="utf-8"))["alignment"]
         outputs.append(output.read_bytes())
