@@ -5,6 +5,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
 
 _SEPARATOR = " ||| "
+# Names of files that load with the `config.json` beside them: weights, tokenizers, settings and code.
+_MODEL_FILE = re.compile(r"(config|generation_config|tokenizer|vocab|model).*\.json|.*\.(safetensors|bin|model|spm|py)")
 # Scores have six decimals. Another number of threads may change the last ones.
 _SCORE_TOLERANCE = 1e-4
 
@@ -35,11 +38,14 @@ def check_files(inputs: Mapping[str, str | None], output: str | os.PathLike | No
     """Check the files of a command before any work. The inputs and the output have the names of their options.
 
     Raises:
-        ValueError: If the output is a file that is read, by whatever name, or ends in `.gz`.
+        ValueError: If the output is a file that is read, by whatever name, or a file of a model, or ends in `.gz`.
         OSError: If an input cannot be read.
     """
     if output is not None and os.fspath(output).endswith(".gz"):
         raise ValueError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")
+    has_model_name = output is not None and _MODEL_FILE.fullmatch(os.path.basename(output))
+    if has_model_name and os.path.isfile(output) and Path(output).with_name("config.json").is_file():
+        raise ValueError(f"`{name}` must be no file of a model, got {os.fspath(output)!r}.")
     for option, path in inputs.items():
         if path is None or Path(path).is_fifo():  # Opening and closing a pipe would stop its writer.
             continue

@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from tiny_generator import SOURCES, save_generator, tiny_generator
@@ -35,6 +36,14 @@ def words(model, tmp_path):
 def whole_output(words, path):
     execute(generate, [*words, "--output", str(path), "--overwrite"])
     return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_no_file_of_the_model_is_an_output(name, words, model):
+    before = (Path(model) / name).read_bytes()
+    with pytest.raises(ValueError, match="`output` must be no file of a model"):
+        execute(generate, [*words, "--output", f"{model}/{name}", "--overwrite"])
+    assert (Path(model) / name).read_bytes() == before
 
 
 @pytest.mark.parametrize("search", ["sampling", pytest.param("risk", marks=pytest.mark.slow)])
