@@ -175,10 +175,7 @@ class ValidationSample:
 
     Attributes:
         rows: Ascending rows of the validation pairs.
-        unfinished: Share of the last outputs that are as long as their reference, or longer, and have no end.
     """
-
-    unfinished = 0.0
 
     def __init__(
         self, pairs: datasets.Dataset, most: int | None, has_tasks: bool, tokenizers: TokenizerPair, scores: TaskScores
@@ -202,14 +199,11 @@ class ValidationSample:
     def __call__(self, decoded: list[list[int]], labels: list[list[int]]) -> dict[str, float]:
         """Return the scores of generated ids by name, and scores of a task under `<task>_<name>`.
 
-        Of the labels only the lengths are read, because the references are the original texts.
+        The labels are not read, because the references are the original texts.
         """
         texts = self.tokenizers.decode_targets(decoded)
         # Leave empty sources empty: a generator skips them.
         texts = [text if source.strip() else "" for text, source in zip(texts, self.sources, strict=True)]
-        eos, rows = self.tokenizers.target.eos_token_id, zip(decoded, labels, strict=True)
-        # A limit below the length of the reference would cut a perfect output.
-        self.unfinished = sum(ids[-1:] != [eos] and len(ids) >= len(label) for ids, label in rows) / len(decoded)
         values = {name: result["score"] for name, result in self.scores.compute(texts, self.references).items()}
         for task, part in self.scores.compute_by_task(texts, self.references, self.tasks).items():
             values |= {f"{task}_{name}": result["score"] for name, result in part["scores"].items()}

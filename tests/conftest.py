@@ -174,7 +174,7 @@ def files(tmp_path):
     return str(source), str(target)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def corpus():
     """A few pairs of the demo corpus for each split."""
     from metaphrase.demo.corpus import make_demo_corpus
@@ -183,17 +183,22 @@ def corpus():
     return {split: pairs[: 60 if split == "train" else 8] for split, pairs in splits.items()}
 
 
-@pytest.fixture
-def data(tmp_path, corpus):
-    """A folder with the pairs of `corpus`: a TSV file and a text file per side for each split."""
-    folder = tmp_path / "data"
-    folder.mkdir()
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory, corpus):
+    """A folder with the pairs of `corpus`, not to be changed: a TSV file and a text file per side for each split."""
+    folder = tmp_path_factory.mktemp("corpus")
     for split, pairs in corpus.items():
         (folder / f"{split}.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in pairs), encoding="utf-8")
         for column, name in enumerate(("en", "de")):
             lines = "".join(pair[column] + "\n" for pair in pairs)
             (folder / f"{split}.{name}").write_text(lines, encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def data(tmp_path, corpus_folder):
+    """A copy of `corpus_folder`."""
+    return shutil.copytree(corpus_folder, tmp_path / "data")
 
 
 @pytest.fixture(scope="module")

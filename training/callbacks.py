@@ -5,10 +5,9 @@ import logging
 import math
 import re
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -22,7 +21,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from metaphrase.inference.progress import ProgressLines, has_bar, short_duration
+from metaphrase.inference.progress import ProgressLines
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def parse_seconds(text: str) -> float:
     """Return the seconds of a duration such as `90s`, `20m`, `1.5h` or `2d`.
 
     Raises:
-        ValueError: If it is no number with one of these units, or not above 0.
+        ValueError: If it is something else, or 0.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -194,67 +193,30 @@ class ProgressLog(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.lines = ProgressLines(state.max_steps, "update", state.global_step, self.deadline - time.time())
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.note = _note(logs) or self.note
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.note = f"loss {float(logs['loss']):.3g}"
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             self.lines.update(state.global_step - self.lines.done, self.note)
 
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
         if state.is_world_process_zero:
-            logger.info("%s", _line(state.global_step, metrics))
-
-
-class ProgressBars(ProgressCallback):
-    """Bars of transformers. Instead of its dictionaries, the bar shows the loss, and each evaluation writes a line."""
-
-    def __init__(self, deadline: float):
-        super().__init__()
-        self.deadline = deadline
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None and self.deadline < math.inf:
-            # tqdm would show the time for all updates, and the run ends before them.
-            self.training_bar.bar_format = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and (note := _note(logs)):
-            left = self.deadline - time.time()
-            self.training_bar.set_postfix_str(f"{note}, {short_duration(left)} left" if left < math.inf else note)
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        super().on_evaluate(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.write(_line(state.global_step, metrics), file=sys.stderr)
-
-
-def _note(logs: Mapping | None) -> str:
-    return f"loss {float(logs['loss']):.3g}" if "loss" in (logs or {}) else ""
-
-
-def _line(step: int, metrics: Mapping | None) -> str:
-    scores = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
-    texts = [f"{name} {value:.4g}" for name, value in scores.items() if not name.endswith(_OTHER_VALUES)]
-    return f"update {step}, validation: {', '.join(texts)}"
+            scores = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+            texts = [f"{name} {value:.4g}" for name, value in scores.items() if not name.endswith(_OTHER_VALUES)]
+            logger.info("update %d, validation: %s", state.global_step, ", ".join(texts))
 
 
 def with_plain_lines(trainer: Trainer, deadline: float = math.inf) -> Trainer:
-    """Return the trainer with plain lines in place of transformers' dictionaries, and of bars that cannot be shown.
-
-    A notebook keeps the table of transformers.
+    """Return the trainer with plain lines in place of transformers' bars and dictionaries. A notebook keeps its table.
 
     Args:
         trainer: The trainer before training.
         deadline: End of the run, in seconds of `time.time()`.
     """
-    if trainer.args.disable_tqdm or not has_bar():
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
+    if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
         trainer.add_callback(ProgressLog(deadline))
-    elif trainer.pop_callback(ProgressCallback):
-        trainer.add_callback(ProgressBars(deadline))
     return trainer
 
 

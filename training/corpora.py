@@ -1,9 +1,8 @@
 """Corpora: training, validation and test data of a recipe, of one or of several parts, from files to data sets of token ids."""
 
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -62,17 +61,14 @@ class PairCorpus:
     label = ""
 
     def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None):
-        """Check that there is training data; `load` reads it.
-
-        Args:
-            recipe: Names the data. Default length limits above `longest` are lowered.
-            arguments: Training arguments.
-            longest: Maximum tokens per side that the model can read; None if there is no end.
+        """Check that there is training data; `load` reads it. Default length limits above `longest` are lowered.
 
         Raises:
             ValueError: If the recipe names no training pairs, or gives limits above `longest`.
         """
         self.recipe, self.arguments, self.longest = _fit_limits(recipe, longest), arguments, longest
+        # Of all random choices in the data.
+        self.seed = data_seed(arguments)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
@@ -83,11 +79,6 @@ class PairCorpus:
                 "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
                 "or `dataset_name`, got none of them."
             )
-
-    @property
-    def seed(self) -> int:
-        """Seed of all random choices in the data."""
-        return data_seed(self.arguments)
 
     def read(self) -> None:
         """Read all splits that the recipe names."""
@@ -305,23 +296,33 @@ class _PartedCorpus(PairCorpus):
         recipe = self.recipe
         # A task has a prefix and columns of its own.
         names = () if recipe.tasks else ("source_prefix", "source_column", "target_column")
-        self.parts: dict[str, PairCorpus] = {}
-        for name, part in (recipe.tasks or recipe.datasets).items():
-            with self._naming(name):
-                self.parts[name] = PairCorpus(part_recipe(recipe, part, *names), self.arguments, self.longest)
-            self.parts[name].label = f"{name}, "
 
-    @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Put the name of the part before an error."""
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"{self.kind} {name!r}: {error}") from error
+        def make(part: Mapping[str, Any]) -> PairCorpus:
+            return PairCorpus(part_recipe(recipe, part, *names), self.arguments, self.longest)
+
+        self.parts: dict[str, PairCorpus] = self._map(make, recipe.tasks or recipe.datasets)
+        for name, part in self.parts.items():
+            part.label = f"{name}, "
+
+    def _map(self, function: Callable[[Any], Any], parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the result of a function for each part, with the name of the part before an error."""
+        results = {}
+        for name, part in (parts or self.parts).items():
+            try:
+                results[name] = function(part)
+            except ValueError as error:
+                raise ValueError(f"{self.kind} {name!r}: {error}") from error
+        return results
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         sides = [corpus.sides() for corpus in self.parts.values()]
         return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
+
+    def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
+        encoded = super().encode(tokenizers)
+        for name, part in self.parts.items():
+            self.reports |= {f"{name}/{split}": report for split, report in part.reports.items()}
+        return encoded
 
     def _prefixes(self) -> list[str]:
         return [prefix for corpus in self.parts.values() for prefix in corpus._prefixes()]
@@ -331,6 +332,10 @@ class _PartedCorpus(PairCorpus):
         sources, targets = zip(*(corpus.limits for corpus in self.parts.values()), strict=True)
         return max(sources), max(targets)
 
+    def sizes(self) -> dict[str, int]:
+        own = {f"num_{split}": self.reports[split].kept for split in self.splits if split in self.reports}
+        return dict(sum((Counter(part.sizes()) for part in self.parts.values()), Counter()) + Counter(own))
+
 
 class TaskCorpus(_PartedCorpus):
     """Pairs of several tasks, each with a prefix. Training mixes them; validation and test hold all pairs, with a task column.
@@ -339,12 +344,9 @@ class TaskCorpus(_PartedCorpus):
     """
 
     def load(self) -> None:
-        for name, corpus in self.parts.items():
-            with self._naming(name):
-                corpus.load()
+        self._map(PairCorpus.load)
         for split in SPLITS:
-            parts = {name: corpus.splits[split] for name, corpus in self.parts.items() if split in corpus.splits}
-            if parts:
+            if parts := {name: part.splits[split] for name, part in self.parts.items() if split in part.splits}:
                 self.splits[split] = _joined(parts)
         scored = self.scored_split()
         for name, corpus in self.parts.items():
@@ -352,11 +354,7 @@ class TaskCorpus(_PartedCorpus):
                 logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
 
     def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        encoded = {}
-        for name, corpus in self.parts.items():
-            with self._naming(name):
-                encoded[name] = corpus._encode_plain(tokenizers)
-            self.reports |= {f"{name}/{split}": report for split, report in corpus.reports.items()}
+        encoded = self._map(lambda part: part._encode_plain(tokenizers))
         parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
         validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
         return parts | ({"validation": _joined(validation)} if validation else {})
@@ -364,9 +362,6 @@ class TaskCorpus(_PartedCorpus):
     def data_name(self, split: str) -> str:
         names = [corpus.data_name(split) for corpus in self.parts.values() if split in corpus.splits]
         return ", ".join(dict.fromkeys(names))
-
-    def sizes(self) -> dict[str, int]:
-        return dict(sum((Counter(corpus.sizes()) for corpus in self.parts.values()), Counter()))
 
     def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
         recipe, sizes = self.recipe, [len(part) for part in parts.values()]
@@ -388,30 +383,19 @@ class StagedCorpus(_PartedCorpus):
 
     def load(self) -> None:
         super().load()
-        for name, corpus in self.parts.items():
-            with self._naming(name):
-                corpus.load()
+        self._map(PairCorpus.load)
         self.splits["train"] = datasets.concatenate_datasets([part.splits["train"] for part in self.parts.values()])
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         encoded = super().encode(tokenizers)
         sizes = {name: corpus.sizes()["num_train"] for name, corpus in self.parts.items()}
-        return encoded | {
-            "train": StagedPairs(encoded["train"], sizes, parse_stages(self.recipe.stages, list(self.recipe.datasets)))
-        }
+        stages = parse_stages(self.recipe.stages, list(self.recipe.datasets))
+        return encoded | {"train": StagedPairs(encoded["train"], sizes, stages)}
 
     def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        encoded = []
-        for name, corpus in self.parts.items():
-            with self._naming(name):
-                encoded.append(corpus._encode("train", tokenizers))
-            self.reports[f"{name}/train"] = corpus.reports["train"]
+        train = self._map(lambda part: part._encode("train", tokenizers))
         scored = {split: self._encode(split, tokenizers) for split in SPLITS[1:] if split in self.splits}
-        return {"train": datasets.concatenate_datasets(encoded)} | scored
-
-    def sizes(self) -> dict[str, int]:
-        sizes = {f"num_{split}": self.reports[split].kept for split in self.splits if split != "train"}
-        return {"num_train": sum(corpus.sizes()["num_train"] for corpus in self.parts.values()), **sizes}
+        return {"train": datasets.concatenate_datasets(list(train.values()))} | scored
 
 
 def open_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None) -> PairCorpus:

@@ -18,34 +18,27 @@ _KERNELS = 64
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step instead of returning it to the system.
 
     By default, each large temporary is mapped anew, and a training step on a CPU spends much of its time on page faults. The
     process keeps its peak memory afterwards.
-
-    Returns:
-        True if glibc accepted the settings; False without glibc.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    # No threshold (-1), since a large model frees more at a time than the largest `int`.
-    accepted = [mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1), mallopt(_M_TOP_PAD, 64 * 2**20)]
-    return all(accepted)
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        # No threshold (-1), since a large model frees more at a time than the largest `int`.
+        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 * 2**20)):
+            mallopt(parameter, value)
 
 
-def keep_few_kernels() -> bool:
-    """Make oneDNN keep the kernels of one step instead of those of the last 1,024 shapes.
+def keep_few_kernels() -> None:
+    """Make oneDNN keep the kernels of one step instead of those of the last 1,024 shapes, if the environment sets no number.
 
     In bfloat16, oneDNN generates half a megabyte of code for each shape of a matrix product, and a token budget has new shapes
     at each step. The kernels would grow to a gigabyte and fragment the heap. Call it before the first matrix product.
-
-    Returns:
-        True if the settings hold; False if the environment has others, which stay.
     """
-    values = [os.environ.setdefault(name, str(_KERNELS)) for name in _KERNEL_CACHES]
-    return values == [str(_KERNELS)] * len(_KERNEL_CACHES)
+    for name in _KERNEL_CACHES:
+        os.environ.setdefault(name, str(_KERNELS))
 
 
 _SIZE, _ROUNDS = 512, 7

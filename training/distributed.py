@@ -20,10 +20,6 @@ def meet_on_cpu(timeout: float, backend: str | None = None) -> None:
     """Start the process group on a CPU with a timeout, which transformers does not set there.
 
     torch's default of half an hour ends a run while one process reads a large corpus or scores the finished model.
-
-    Args:
-        timeout: Seconds.
-        backend: The group's backend; accelerate's choice by default.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
         PartialState(cpu=True, backend=backend, timeout=timedelta(seconds=timeout))
@@ -33,12 +29,6 @@ def check_devices(num_devices: int) -> None:
     """Refuse one process with several GPUs.
 
     transformers would split each batch with `torch.nn.DataParallel`, which cuts packed rows and R-Drop's two passes in pieces.
-
-    Args:
-        num_devices: GPUs of this process.
-
-    Raises:
-        ValueError: If there are several.
     """
     if num_devices > 1:
         raise ValueError(

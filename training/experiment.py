@@ -26,7 +26,6 @@ from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
 from metaphrase.training.alerts import (
     TrainingAlerts,
-    count_long_references,
     data_alerts,
     length_limit,
     run_alerts,
@@ -311,7 +310,7 @@ class Experiment:
             is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
             if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
                 sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
-        callbacks.append(TrainingAlerts(self.scores.metrics, sample))
+        callbacks.append(TrainingAlerts(self.scores.metrics))
         trainer = MetaphraseTrainer(
             model=model,
             args=arguments,
@@ -370,9 +369,7 @@ class Experiment:
             show_progress=not self.arguments.disable_tqdm,
             on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
-        limit, outputs = length_limit(model), len(predictions)
-        long_references = count_long_references(self._prepared[1], limit).get(split, 0)
-        warn(unfinished_alerts(result["num_unfinished"], outputs, long_references, limit))
+        warn(unfinished_alerts(result["num_unfinished"], len(predictions), length_limit(model)))
         result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
             tasks = corpus.splits[split][TASK_COLUMN][:]

@@ -4,13 +4,13 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from metaphrase.evaluation.evaluate import TaskScores, ValidationSample
+from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted, merge_lora
@@ -37,11 +37,6 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     """Load the mean of the checkpoints that the recipe selects into the model. All processes must call it.
 
     Where the mean of the best scores worse than the best of them, because they are too different, the best is loaded.
-
-    Args:
-        recipe: Without `average_last` and `average_best`, nothing is done.
-        trainer: The trainer after training.
-        run: The folder with the checkpoints.
     """
     if recipe.average_last is None and recipe.average_best is None:
         return
@@ -127,11 +122,7 @@ def is_choice_open(recipe: Recipe) -> bool:
 def final_share(recipe: Recipe, metrics: Sequence[str], num_scored: int, num_validation: int) -> float:
     """Return the duration of all that follows training, relative to an evaluation, which is greedy and may decode fewer pairs.
 
-    Args:
-        recipe: The recipe of the run.
-        metrics: The scores of the run.
-        num_scored: Number of pairs that the finished model is scored on; 0 if it is not scored.
-        num_validation: Number of validation pairs.
+    `num_scored` is the number of pairs that the finished model is scored on, 0 if it is not scored.
     """
     num_decoded = min(num_validation, recipe.max_decoded_samples or num_validation)
     if not num_scored:
@@ -151,19 +142,10 @@ def fill_decoding(
 ) -> Recipe:
     """Set the beams and the length penalty that the recipe leaves open, and return the recipe with them.
 
-    Args:
-        recipe: The recipe of the run.
-        generator: The finished model. Its generation configuration is changed.
-        sample: The pairs to compare on.
-        deadline: Time when the run should end, in seconds of `time.time()`. Scoring the finished model comes before it.
-        num_scored: Number of pairs that the finished model is scored on.
-        folder: The folder for the generation configuration.
+    The generation configuration of the generator's model is changed, and saved in `folder`. Scoring `num_scored` pairs must end
+    before the deadline, in seconds of `time.time()`.
     """
-
-    def is_in_time(seconds: float) -> bool:
-        return time.time() + seconds * (1 + num_scored / len(sample.sources)) < deadline
-
-    values, reason = choose_decoding(generator, sample.sources, sample.references, sample.scores, is_in_time)
+    values, reason = choose_decoding(generator, sample, deadline, num_scored)
     logger.info("%s: %s", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
     config = generator.model.generation_config
     for name, value in values.items():
@@ -175,35 +157,27 @@ def fill_decoding(
 
 
 def choose_decoding(
-    generator: Generator,
-    sources: Sequence[str],
-    references: Sequence[str],
-    scores: TaskScores,
-    is_in_time: Callable[[float], bool] = lambda seconds: True,
+    generator: Generator, sample: ValidationSample, deadline: float = math.inf, num_scored: int = 0
 ) -> tuple[dict[str, float], str]:
-    """Compare greedy search with beams, and beams with several length penalties.
+    """Compare greedy search with beams, and beams with several length penalties, by the first metric of the sample.
 
-    Args:
-        generator: The finished model.
-        sources: Validation sources.
-        references: Their references.
-        scores: The first of its metrics decides. Of equal settings, the faster one is chosen.
-        is_in_time: Returns False if there is no time for a search that takes this many seconds.
+    Of equal settings, the faster one is chosen.
 
     Returns:
         `num_beams`, with beams `length_penalty` too, and the scores of all settings in one line.
     """
-    metric, duration = scores.metrics[0], 0.0
+    metric, duration, num_pairs = sample.scores.metrics[0], 0.0, len(sample.sources)
     sign = -1 if is_better_lower(metric) else 1
     beams = ({"num_beams": BEAMS, "length_penalty": penalty} for penalty in _penalties(metric))
     settings = [{"num_beams": 1}, *beams]
     tried: list[tuple[float, dict[str, float]]] = []
     for setting in settings:
-        if not is_in_time(duration):
+        # The final scores take the time of as many pairs.
+        if time.time() + duration * (1 + num_scored / num_pairs) >= deadline:
             break
         start = time.perf_counter()
-        texts = generator.generate(list(sources), show_progress=False, **setting)
-        tried.append((sign * scores.compute(texts, references)[metric]["score"], setting))
+        texts = generator.generate(list(sample.sources), show_progress=False, **setting)
+        tried.append((sign * sample.scores.compute(texts, sample.references)[metric]["score"], setting))
         duration = (_BEAMS_COST if len(tried) == 1 else 1.0) * (time.perf_counter() - start)
         if len(tried) == 2 and tried[1][0] <= tried[0][0]:
             break  # Beams bring nothing.
@@ -212,7 +186,7 @@ def choose_decoding(
     # The first of equals: it is the faster one.
     best = max(tried, key=lambda pair: pair[0])[1]
     shown = ", ".join(f"{sign * score:.2f} with {_shown(setting)}" for score, setting in tried)
-    return best, f"{metric} of {len(sources)} validation pairs: {shown}"
+    return best, f"{metric} of {num_pairs} validation pairs: {shown}"
 
 
 def _penalties(metric: str) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ from metaphrase.training.checkpointing.folders import (
     check_whole,
     checkpoints_in,
     last_whole_checkpoint,
-    what_is_missing,
 )
 from metaphrase.training.recipe.checks import check_conflicts
 from metaphrase.training.recipe.fields import OWN_FIELDS, group_of
@@ -62,11 +61,7 @@ def discard_model(folder: Path) -> None:
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a folder against other runs. Make it if needed, and remove it again if it stays empty.
-
-    Raises:
-        ValueError: If another run writes to it.
-    """
+    """Lock a folder against other runs. Make it if needed, and remove it again if it stays empty."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with WriteLock(folder, "output_dir"):
@@ -83,11 +78,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe of a resumed run with the fields that it leaves open as the run had them.
-
-    Args:
-        recipe: The recipe that was given.
-        folder: Output folder of the run.
+    """Return the recipe of a resumed run with the fields that it leaves open as the run in the folder had them.
 
     Raises:
         ValueError: If a field that was given contradicts one of the run.
@@ -115,9 +106,7 @@ def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     """Return the checkpoint that a run resumes from; None if it starts from the beginning.
 
-    Args:
-        recipe: `resume_from_checkpoint` is a checkpoint, or true for the last one in `folder`.
-        folder: Output folder of the run.
+    `resume_from_checkpoint` of the recipe is a checkpoint, or true for the last one in the folder.
 
     Raises:
         ValueError: If the run would replace content of the folder, the checkpoint is not whole, or the recipe differs from
@@ -136,13 +125,9 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         return resume
     checkpoint = last_whole_checkpoint(folder)
     if checkpoint is None:
-        if damaged := checkpoints_in(folder):
-            # A run from the beginning would replace or delete weights that may be complete.
-            raise ValueError(
-                f"`output_dir` must hold a whole checkpoint to resume from, got {damaged[-1]}: "
-                f"{'; '.join(what_is_missing(damaged[-1]))}. Restore the file; or start a new run in another folder, from these "
-                "weights by `model_name_or_path`."
-            )
+        # A run from the beginning would replace or delete weights that may be complete.
+        for damaged in checkpoints_in(folder)[-1:]:
+            check_whole(damaged)
         if not all((folder / name).is_file() for name in (RECIPE_NAME, DATA_REPORT_NAME)):
             _refuse_content(recipe, folder)
         logger.warning("%s holds no whole checkpoint to resume from: the run starts from the beginning.", folder)
@@ -165,11 +150,7 @@ def _refuse_content(recipe: Recipe, folder: Path) -> None:
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
-    """Refuse to resume the run of a folder with a recipe in which a settled field differs.
-
-    Raises:
-        ValueError: Naming the first field that would change, and both values.
-    """
+    """Refuse to resume the run of a folder with a recipe in which a settled field differs."""
     path = folder / RECIPE_NAME
     if not path.is_file():
         return

@@ -47,7 +47,7 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.callbacks import restore_callbacks
 from metaphrase.training.checkpointing import folders
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, is_better_lower, scores_in
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, scores_in
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoint_of_step, checkpoints_in, step_of
 from metaphrase.training.checkpointing.sharding import (
     as_plain_class,
@@ -78,9 +78,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
       pairs. Pairs that accelerate repeats at the end of an epoch have their labels ignored, so the last step is that of a single
       process. Batches by tokens have fillers instead. Evaluation never drops the last batch.
     - Loss: a mean over the tokens of a whole step, for models of other families too. So gradient accumulation and several
-      processes give the gradient of one large batch, unless a `compute_loss_func` computes it. The model smooths labels, and in
-      training alone. R-Drop runs each batch twice in one call, which needs the memory of two batches, and adds the divergence of
-      the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
+      processes give the gradient of one large batch. The model smooths labels, and in training alone. R-Drop runs each batch
+      twice in one call, and adds the divergence of the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
     - Evaluation: the loss is a mean over tokens that counts each pair once. `score` gets decoded texts.
     - Checkpoints: whole, or absent, so that a run may be killed at any moment. A checkpoint is written below `_unfinished` and
       renamed last, when all of it is on the disk. Machines without a shared folder need `save_on_each_node`.
@@ -96,7 +95,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     get_optimizer_cls_and_kwargs = staticmethod(optimizer_class_and_options)
     # The parent's constructor and subclasses may read these early.
     score = decoded_rows = max_tokens_per_batch = None
-    has_custom_loss = False
     # Sum of the losses of all labels, and number of labels, in this process and evaluation.
     evaluation_loss = torch.zeros(2, dtype=torch.float64)
     _needs_loss_alone = False
@@ -158,25 +156,15 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would hide the labels from the model.
         self.label_smoother = None
-        self.has_custom_loss = self.compute_loss_func is not None
-        self._check_arguments()
-        if not self.has_custom_loss and not smooths_labels(self.model):
-            # Models of other families neither smooth labels nor divide by the labels of the whole step.
-            self.compute_loss_func = self._loss_of_logits
-        self.add_callback(ProcessSeeds(self.accelerator))
-
-    def _check_arguments(self) -> None:
-        if self.r_drop_alpha and self.has_custom_loss:
-            raise ValueError("`r_drop_alpha` must be left out with `compute_loss_func`, which knows of no second pass.")
+        if self.compute_loss_func is not None:
+            raise ValueError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
         if self.r_drop_alpha:
             # The passes may differ by other noise than the model's dropout.
             check_r_drop(self.model, other_dropout=1.0)
-        metric = self.args.metric_for_best_model
-        if metric is not None and self.args.greater_is_better is is_better_lower(metric):
-            logger.warning(
-                "`greater_is_better` is %s, while %s is better when it is %s.",
-                *(self.args.greater_is_better, metric, "lower" if is_better_lower(metric) else "higher"),
-            )
+        if not smooths_labels(self.model):
+            # Models of other families neither smooth labels nor divide by the labels of the whole step.
+            self.compute_loss_func = self._loss_of_logits
+        self.add_callback(ProcessSeeds(self.accelerator))
 
     # Sharding
 
@@ -211,11 +199,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # All processes must compute, where weights are sharded: a batch of repeated pairs alone runs with its labels, uncounted.
         inputs = {**inputs, "labels": labels} if num_labels else inputs
         model, inputs = self._with_decoder_inputs(model, inputs)
-        if self.evaluates_without_logits and self.packs_pairs and not self.has_custom_loss:
+        if (self.decodes or self._needs_loss_alone) and self.packs_pairs:
             inputs = {**inputs, "return_logits": False}
-        # A custom loss divides by the number it gets.
-        count = torch.tensor(max(num_labels, 1), device=labels.device) if self.has_custom_loss else None
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         if num_labels:
             # Without labels the loss is undefined.
             counted = torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
@@ -226,15 +212,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """Return model and inputs so that the decoder gets its inputs, although the parent hides labels from the model."""
         if self.compute_loss_func is None:
             return model, inputs
-        if not self.has_custom_loss:
-            inputs = with_decoder_inputs(self.model, inputs)
-            return partial(model, labels=inputs["labels"]), inputs
-        network = self.accelerator.unwrap_model(self.model)
-        if "decoder_input_ids" in inputs or not hasattr(network, "prepare_decoder_input_ids_from_labels"):
-            return model, dict(inputs)
-        packed = {name: inputs[name] for name in ("target_lengths",) if name in inputs}
-        shifted = network.prepare_decoder_input_ids_from_labels(inputs["labels"], **packed)
-        return model, {**inputs, "decoder_input_ids": shifted}
+        inputs = with_decoder_inputs(self.model, inputs)
+        return partial(model, labels=inputs["labels"]), inputs
 
     def _loss_of_logits(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
         smoothing = self.label_smoothing if self.model.training else 0.0
@@ -250,29 +229,14 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
         if self.max_tokens_per_batch is None:
             return self._loader_by_number()
-        loader = self._loader_by_budget(self.train_dataset, is_training=True)
-        sampler = loader.batch_sampler
-        if isinstance(self.train_dataset, StagedPairs):
-            return loader
-        logger.info(
-            "An epoch has %d batches of at most %d tokens. %s %.1f %% of them.",
-            len(sampler) * sampler.num_processes,
-            self.max_tokens_per_batch,
-            "Packed rows need no padding, which would take" if self.packs_pairs else "Padding takes",
-            100 * sampler.padding_share(),
-        )
-        return loader
+        return self._loader_by_budget(self.train_dataset, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         needs_loss_alone = self.args.prediction_loss_only or self.decodes or self.compute_metrics is None
         # With fewer pairs than processes, the parent's loader repeats pairs that are not counted.
-        if (
-            self.max_tokens_per_batch is not None
-            and needs_loss_alone
-            and _has_lengths(dataset)
-            and len(dataset) >= self.args.world_size
-        ):
+        is_enough = _has_lengths(dataset) and len(dataset) >= self.args.world_size
+        if self.max_tokens_per_batch is not None and needs_loss_alone and is_enough:
             return self._loader_by_budget(dataset, is_training=False)
         with self._keeping_last_batch():
             return super().get_eval_dataloader(eval_dataset)
@@ -326,7 +290,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             and not self.args.dataloader_drop_last
             and self.accelerator.even_batches
             and not self.accelerator.dispatch_batches
-            and not self.has_custom_loss
         )
 
     def _each_pair_once(self, batches: Iterable[Mapping]) -> Iterator[Mapping]:
@@ -622,11 +585,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """True if the evaluation decodes texts for `score`."""
         return self.args.predict_with_generate and self.score is not None and not self.args.prediction_loss_only
 
-    @property
-    def evaluates_without_logits(self) -> bool:
-        """True if nothing of the evaluation reads logits."""
-        return self.decodes or self._needs_loss_alone
-
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
         if self.is_in_train and self._checkpoint is not None:
             # `eval_on_start`: the run started before the checkpoint.
@@ -652,9 +610,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         dataloader.iteration = 0
         _draw_apart(dataloader, data_seed(self.args))
         decodes = self.decodes
-        if prediction_loss_only is None:
-            prediction_loss_only = self.args.prediction_loss_only
-        self._needs_loss_alone = prediction_loss_only or decodes
+        is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self._needs_loss_alone = is_loss_alone or decodes
         try:
             output = super().evaluation_loop(
                 dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
@@ -716,6 +673,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     # Saving
 
+    def init_hf_repo(self, token=None, private=None):
+        raise ValueError("`push_to_hub` must be left out: `metaphrase push` uploads a finished run.")
+
     # transformers 5.24.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
     def _get_output_dir(self, trial):
         folder = super()._get_output_dir(trial)
@@ -754,16 +714,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self.state.save_to_json(str(run / folders.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
             folders.publish_checkpoint(checkpoint, progress)
         self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
             protected = [checkpoint, self.state.best_model_checkpoint, *self._protected_checkpoints(run)]
             folders.discard_surplus(run, self.args.save_total_limit, protected)
-
-    # transformers 5.24.0: uploads in the background, from a folder that would lose its name meanwhile.
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if not self._is_saving:
-            super()._push_from_checkpoint(checkpoint_folder)
 
     def _protected_checkpoints(self, run: Path) -> list[Path]:
         """Return the checkpoints that `save_total_limit` keeps because they are the last, or the best by `best_kept_metric`."""

@@ -19,7 +19,6 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.training.trainer import MetaphraseTrainer
 
 BASE = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "logging_steps": 3, "seed": 5}
@@ -50,11 +49,10 @@ CASES = {
         "eval_on_start": True,
     }
     | {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", "greater_is_better": False},
-    "best": BY_SCORE
-    | {"max_steps": 12, "save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1},
     # With several processes, neither transformers nor accelerate tells a sampler of ours the epoch in which a run is resumed.
     "processes": BY_STEPS
-    | {"max_steps": 9, "logging_steps": 4, "save_steps": 2, "save_total_limit": 1, "eval_steps": 3},
+    | {"max_steps": 9, "logging_steps": 4, "save_steps": 2, "save_total_limit": 1, "eval_steps": 3}
+    | {"train_sampling_strategy": "group_by_length"},
 }
 
 
@@ -154,11 +152,6 @@ def make_pairs():
     return [pair | {"length": len(pair["input_ids"]) + len(pair["labels"])} for pair in pairs]
 
 
-class GroupingTrainer(MetaphraseTrainer):
-    def _get_train_sampler(self, train_dataset=None):
-        return LengthGroupedSampler(list(self.train_dataset["length"]), self.args.train_batch_size, self.args.seed)
-
-
 def make_trainer(case, output, callbacks=()):
     import datasets
     from tiny_models import tiny_model
@@ -166,12 +159,11 @@ def make_trainer(case, output, callbacks=()):
     sizes = {"hidden_size": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     pairs = datasets.Dataset.from_list(make_pairs())
     callbacks, options = [RunningMean(), *callbacks], {}
-    if case in ("patience", "best"):
+    if case == "patience":
         score = RisesThenStays()
-        callbacks += [score] if case == "best" else [score, EarlyStoppingCallback(2)]
+        callbacks += [score, EarlyStoppingCallback(2)]
         options = {"score": score, "generation_options": {"max_new_tokens": 3, "do_sample": True}}
-    trainer_class = GroupingTrainer if case == "processes" else MetaphraseTrainer
-    return trainer_class(
+    return MetaphraseTrainer(
         model=tiny_model(dropout=0.1, encoder_attention_heads=2, decoder_attention_heads=2, **sizes),
         args=Seq2SeqTrainingArguments(output_dir=output, **(BASE | CASES[case])),
         train_dataset=pairs,

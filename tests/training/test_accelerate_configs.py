@@ -9,12 +9,10 @@ import torch
 import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from tiny_models import tiny_config
 from transformers import Seq2SeqTrainingArguments
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.modeling.layers import MetaphraseDecoderLayer, MetaphraseEncoderLayer
@@ -83,36 +81,6 @@ def test_fsdp_shares_out_each_layer(name, environment):
     plugin.set_auto_wrap_policy(model)
     wrapped = plugin.auto_wrap_policy.keywords["transformer_layer_cls"]
     assert wrapped == {MetaphraseEncoderLayer, MetaphraseDecoderLayer}
-
-
-class TrainerDeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
-    """transformers' class on accelerate's, which it is not where deepspeed is not installed."""
-
-    def __init__(self, config):
-        HfDeepSpeedConfig.__init__(self, config)
-        self._dtype, self.mismatches = None, []
-
-
-@pytest.mark.parametrize("name", of_type("DEEPSPEED"))
-def test_deepspeed_agrees_with_the_recipe(name, environment, tmp_path):
-    fields = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "per_device_train_batch_size": 5, "bf16": True}
-    recipe = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **fields)
-    environment(name)
-    plugin = DeepSpeedPlugin()
-    plugin.set_mixed_precision("bf16")
-    config = TrainerDeepSpeedConfig(plugin.deepspeed_config)
-    config.trainer_config_process(recipe)
-    # Raises if a value of the file contradicts one of the recipe.
-    config.trainer_config_finalize(recipe, MetaphraseForConditionalGeneration(tiny_config()), 10)
-    assert config.get_value("gradient_accumulation_steps") == 3
-    assert config.get_value("gradient_clipping") == 0.5
-    assert config.get_value("train_micro_batch_size_per_gpu") == 5
-    assert config.get_value("bf16.enabled") is True
-    stage = 2 if "zero2" in name else 3
-    assert config.get_value("zero_optimization.stage") == plugin.zero_stage == stage
-    assert config.is_offload() == ("offload" in name)
-    assert plugin.zero3_save_16bit_model == (stage == 3)
-    assert plugin.zero3_init_flag is False
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 from small_experiments import make_recipe, train
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.evaluation.evaluate import TaskScores, ValidationSample
 from metaphrase.training.alerts import TrainingAlerts, rate_alerts
 from metaphrase.training.experiment import Experiment
 
@@ -29,10 +26,6 @@ def alerts_of_data(folder, pairs, caplog, **fields):
     caplog.clear()
     Experiment(make_recipe(folder, folder / "run", **fields), is_dry_run=True).prepare()
     return [record.getMessage() for record in caplog.records if record.name == "metaphrase.training.alerts"]
-
-
-def swapped(rows):
-    return [(target, source) for source, target in rows]
 
 
 # Pairs and vocabulary
@@ -60,8 +53,6 @@ def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
             lambda p: {"train": [(s, t if number % 5 == 0 else "Nein.") for number, (s, t) in enumerate(p["train"])]},
             "train: 80 % of the targets are the same text, 'Nein.'",
         ),
-        (lambda p: {"validation": swapped(p["validation"])}, "validation: sides seem swapped"),
-        (lambda p: {"test": swapped(p["test"])}, "test: sides seem swapped"),
         (
             lambda p: {"validation": p["validation"][:48] + p["train"][:12]},
             "validation: 12 of 60 sources occur in training too",
@@ -103,40 +94,27 @@ def test_a_run_that_deserves_them_gets_all_alerts(data, tmp_path, caplog):
     """A new network with the rate of fine-tuning, untrained, with room to run away."""
     fields = {"max_steps": 6, "eval_steps": 2, "save_strategy": "no", "generation_max_length": 60}
     train(data, tmp_path / "run", **fields)
-    for text in ("far too low for a new network", "Scores stay at zero: bleu 0.0", "they repeat themselves"):
+    for text in ("far too low for a new network", "Scores stay at zero: bleu 0.0", "met the length limit"):
         assert caplog.text.count(text) == 1
-    assert caplog.text.count("100 % of the validation outputs run to the length limit and do not end.") == 1
 
 
 def test_references_beyond_the_limit_are_named(data, tmp_path, caplog):
     fields = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "generation_max_length": 3}
     train(data, tmp_path / "run", **fields)
     assert "validation: 8 of 8 references are longer than the length limit of outputs (2)" in caplog.text
-    assert "8 of 8 outputs met the length limit (2) before their end, and 8 references are longer." in caplog.text
-    assert "repeat themselves" not in caplog.text
+    assert "8 of 8 outputs met the length limit (2) before their end. If references are longer" in caplog.text
 
 
-def test_a_sample_counts_outputs_that_run_away(generator):
-    tokenizers, texts = generator.tokenizers, ["one word", "two words", "three words", "four words"]
-    pairs = Dataset.from_dict({"source": texts, "target": texts})
-    sample = ValidationSample(pairs, None, False, tokenizers, TaskScores(["exact_match"]))
-    labels = tokenizers.encode_targets(texts)
-    # Right, without an end and long, without an end but shorter than the reference, and wrong.
-    sample([labels[0], labels[1][:-1] * 2, labels[2][:1], labels[0]], labels)
-    assert sample.unfinished == 0.25
-
-
-def replay(evaluations, caplog, updates, metrics, best=None, unfinished=0.0):
+def replay(evaluations, caplog, updates, metrics):
     """Return the alerts of a run with these scores by update."""
     caplog.clear()
-    callback = TrainingAlerts(metrics, SimpleNamespace(unfinished=unfinished))
+    callback = TrainingAlerts(metrics)
     state = TrainerState(max_steps=updates)
-    arguments = TrainingArguments(use_cpu=True, metric_for_best_model=best)
     for step, scores in evaluations:
         state.global_step = step
         logged = {f"eval_{name}": scores[name] for name in metrics}
         state.log_history.append(logged | {"step": step})
-        callback.on_evaluate(arguments, state, None, logged)
+        callback.on_evaluate(None, state, None)
     return caplog.messages
 
 
@@ -157,16 +135,7 @@ def test_scores_that_stay_at_zero(caplog):
     assert message.startswith("Scores stay at zero: bleu 0.0, chrf 9.0 after 900 updates.")
     alive = [(step, {"bleu": 0.0, "chrf": 30.0}) for step in (300, 600, 900)]
     assert replay(alive, caplog, 1200, ["bleu", "chrf"]) == []
-    assert len(replay(alive, caplog, 1200, ["bleu", "chrf"], best="bleu")) == 1
     # Early evaluations do not count, and neither does a share of sentences that are right as a whole.
     assert replay(zero, caplog, 6000, ["bleu", "chrf"]) == []
     exact = [(step, {"exact_match": 0.0}) for step in (300, 600, 900)]
     assert replay(exact, caplog, 1200, ["exact_match"]) == []
-
-
-def test_outputs_that_run_away_are_named_once_and_late(caplog):
-    good = [(step, {"bleu": 20.0}) for step in (300, 600, 900, 1200)]
-    [message] = replay(good, caplog, 1200, ["bleu"], unfinished=0.3)
-    assert message.startswith("30 % of the validation outputs run to the length limit")
-    assert replay(good, caplog, 1200, ["bleu"], unfinished=0.02) == []
-    assert replay(good, caplog, 6000, ["bleu"], unfinished=0.3) == []

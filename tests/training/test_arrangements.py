@@ -134,8 +134,6 @@ def test_gradient_checkpointing_changes_nothing_with_dropout_either(kind, tmp_pa
     ("kind", "backend"),
     [
         ("padded", "eager"),
-        # The graph breaks where the lengths of packed rows are looked at, so that there are many graphs to make.
-        pytest.param("packed", "eager", marks=pytest.mark.slow),
         pytest.param("padded", "inductor", marks=pytest.mark.slow),
         pytest.param("packed", "inductor", marks=pytest.mark.slow),
     ],

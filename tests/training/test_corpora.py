@@ -64,52 +64,24 @@ def loaded(recipe):
     return corpus, corpus.encode(tokenizers), tokenizers
 
 
-def counted(encoded, tokenizers):
-    """How often each task's sources stand in the training rows."""
+def test_tasks_are_mixed_and_keep_their_prefixes_and_their_own_counts(data, tmp_path):
+    both = tasks(summarize={"max_source_length": 50, "weight": 2})
+    corpus, encoded, tokenizers = loaded(make_recipe(data, tmp_path, tasks=both))
+    dropped = corpus.reports["summarize/train"].source_too_long
+    assert 0 < dropped < 10 and corpus.reports["translate/train"].dropped == 0
     texts = tokenizers.decode_targets(encoded["train"]["input_ids"])
     counts = {task: [text for text in texts if text.startswith(f"{task}: ")] for task in SIZES}
-    assert sum(map(len, counts.values())) == len(texts)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"translate": 40, "summarize": 10}),
-        ({"task_mixing": "equal"}, {"translate": 40, "summarize": 40}),
-        ({"task_mixing": "temperature"}, {"translate": 40, "summarize": 20}),
-        ({"mixing_limit": 20}, {"translate": 40, "summarize": 20}),
-        ({"tasks": tasks(summarize={"weight": 2})}, {"translate": 40, "summarize": 20}),
-        ({"tasks": tasks(translate={"max_train_samples": 10})}, {"translate": 10, "summarize": 10}),
-    ],
-)
-def test_tasks_are_mixed_by_their_rates(data, tmp_path, options, expected):
-    _, encoded, tokenizers = loaded(make_recipe(data, tmp_path, **options))
-    counts = counted(encoded, tokenizers)
-    assert {task: len(texts) for task, texts in counts.items()} == expected
-    for task, texts in counts.items():
-        assert len(set(texts)) == min(SIZES[task], expected[task])
-
-
-def test_each_task_keeps_its_prefix_and_its_own_account(data, tmp_path):
-    corpus, encoded, _ = loaded(make_recipe(data, tmp_path))
+    assert {task: len(texts) for task, texts in counts.items()} == {"translate": 40, "summarize": 2 * (10 - dropped)}
+    assert len(set(counts["summarize"])) == 10 - dropped and sum(map(len, counts.values())) == len(texts)
     assert encoded["validation"]["task"] == ["translate"] * 6 + ["summarize"] * 4
     for source, task in zip(encoded["validation"]["source"], encoded["validation"]["task"], strict=True):
         assert source.startswith(f"{task}: ")
-    kept = {"translate": (40, 6, 6), "summarize": (10, 4, 4)}
+    kept = {"translate": (40, 6, 6), "summarize": (10 - dropped, 4, 4)}
     expected = {f"{task}/{split}": count for task in kept for split, count in zip(SPLITS, kept[task], strict=True)}
     assert {name: report.kept for name, report in corpus.reports.items()} == expected
-    assert corpus.sizes() == {"num_train": 50, "num_validation": 10, "num_test": 10}
+    assert corpus.sizes() == {"num_train": 50 - dropped, "num_validation": 10, "num_test": 10}
     # Tokenizers learn from the text, not from prefixes.
     assert not any(text.startswith("translate: ") for side in corpus.sides() for text in side)
-
-
-def test_what_one_task_drops_is_counted_for_it(data, tmp_path):
-    recipe = make_recipe(data, tmp_path, tasks=tasks(summarize={"max_source_length": 50}))
-    corpus, encoded, _ = loaded(recipe)
-    dropped = corpus.reports["summarize/train"].source_too_long
-    assert 0 < dropped < 10 and corpus.reports["translate/train"].dropped == 0
-    assert len(encoded["train"]) == 50 - dropped
 
 
 def test_run_scores_each_task(data, tmp_path, caplog):

@@ -12,14 +12,13 @@ import torch
 from metaphrase.training import cpu_setup
 
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 # Page faults of the second half of ten large temporaries; those below 32 MiB glibc keeps by itself.
 PROGRAM = """
 import resource, sys
 import numpy as np
 from metaphrase.training.cpu_setup import keep_freed_memory
 if sys.argv[1] == "kept":
-    assert keep_freed_memory() is True
+    keep_freed_memory()
 for turn in range(10):
     if turn == 5:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,7 +31,7 @@ KERNELS = """
 import sys, torch
 from metaphrase.training.cpu_setup import keep_few_kernels
 if sys.argv[1] == "few":
-    assert keep_few_kernels() is True
+    keep_few_kernels()
 weight = torch.ones(64, 64, dtype=torch.bfloat16)
 for rows in 2 * [*range(100, 200)]:
     torch.nn.functional.linear(torch.ones(rows, 64, dtype=torch.bfloat16), weight)
@@ -43,24 +42,10 @@ def run_python(program, mode, **options):
     return subprocess.run([sys.executable, "-c", program, mode], capture_output=True, check=True, text=True, **options)
 
 
-def test_other_libraries_than_glibc_are_left_alone(monkeypatch):
-    monkeypatch.setattr(cpu_setup.platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.delattr(cpu_setup.ctypes, "CDLL")
-    assert cpu_setup.keep_freed_memory() is False
-
-
-@needs_glibc
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_freed_pages_are_not_faulted_in_again():
     faults = {mode: int(run_python(PROGRAM, mode).stdout) for mode in ("kept", "given back")}
     assert faults["kept"] * 4 < faults["given back"], faults
-
-
-def test_settings_of_the_environment_stay_in_force(monkeypatch):
-    for name in CACHES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(CACHES[1], "500")
-    assert cpu_setup.keep_few_kernels() is False
-    assert (os.environ[CACHES[0]], os.environ[CACHES[1]]) == ("64", "500")
 
 
 @pytest.mark.skipif(

@@ -112,55 +112,27 @@ def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path):
     assert len(logits) == len(pairs) and logits.shape[-1] == model.config.vocab_size
 
 
-def test_predictions_reach_the_score_in_order(model, pairs, tmp_path):
-    seen = {}
+def test_chosen_rows_or_all_of_another_data_set_are_decoded_and_scored_in_order(model, pairs, tmp_path):
+    seen, options = [], {"max_new_tokens": 6, "num_beams": 2}
 
     def score(decoded, labels):
-        seen.update(decoded=decoded, labels=labels)
+        seen.append((decoded, labels))
         return {"bleu": 12.5}
 
-    options = {"max_new_tokens": 6, "num_beams": 2}
-    trainer = make_trainer(model, pairs, tmp_path, score=score, generation_options=options)
+    trainer = make_trainer(model, pairs, tmp_path, score=score, generation_options=options, decoded_rows=[1, 5, 7])
     assert trainer.evaluate()["eval_bleu"] == 12.5
-    assert seen["labels"] == [pair["labels"] for pair in pairs]
-    for pair, decoded in zip(pairs, seen["decoded"], strict=True):
-        alone = model.generate(torch.tensor([pair["input_ids"]]), **options)[0, 1:].tolist()
-        end = alone.index(2) + 1 if 2 in alone else len(alone)
-        assert decoded == alone[:end]
-
-
-def test_predictions_are_those_that_are_scored(model, pairs, tmp_path):
-    seen = {}
-
-    def score(decoded, labels):
-        seen.update(predictions=decoded, label_ids=labels)
-        return {}
-
-    model.generation_config.eos_token_id = 2
-    trainer = make_trainer(model, pairs, tmp_path, score=score, generation_max_length=9, max_steps=3)
-    trainer.train()
-    trainer.decoded_rows = [1, 5, 7]
-    output = trainer.predict(trainer.eval_dataset)
-    assert len(seen["label_ids"]) == 3
-    for name, expected in seen.items():
-        array = getattr(output, name)
-        assert array.shape == (len(expected), max(map(len, expected)))
+    output = trainer.predict(pairs[:4])
+    for (decoded, labels), rows in zip(seen, ([pairs[row] for row in (1, 5, 7)], pairs[:4]), strict=True):
+        assert labels == [pair["labels"] for pair in rows]
+        for pair, ids in zip(rows, decoded, strict=True):
+            alone = model.generate(torch.tensor([pair["input_ids"]]), **options)[0, 1:].tolist()
+            assert ids == alone[: alone.index(2) + 1 if 2 in alone else len(alone)]
+    for array, expected in zip((output.predictions, output.label_ids), seen[1], strict=True):
+        assert array.shape == (4, max(map(len, expected)))
         assert [row[row != IGNORED_LABEL].tolist() for row in array] == expected
     # Who asks for the loss alone gets it alone.
     trainer.args.prediction_loss_only = True
-    seen.clear()
-    assert trainer.predict(pairs).predictions is None and "eval_loss" in trainer.evaluate() and not seen
-
-
-def test_all_rows_of_another_data_set_are_decoded(model, pairs, tmp_path):
-    seen = []
-    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.append(given[1]) or {"bleu": 1.0})
-    trainer.decoded_rows = [0, 10]
-    trainer.evaluate(pairs[:3])
-    trainer.predict(pairs[1:3])
-    trainer.evaluate()
-    assert [len(labels) for labels in seen] == [3, 2, 2]
-    assert seen[0] == [pair["labels"] for pair in pairs[:3]]
+    assert trainer.predict(pairs).predictions is None and "eval_loss" in trainer.evaluate() and len(seen) == 2
 
 
 def test_evaluation_decodes_as_it_is_asked_to(model, pairs, tmp_path):

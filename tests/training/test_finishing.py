@@ -1,13 +1,12 @@
 """The end of a run: the mean of its checkpoints, its beams and length penalty, and the time that is left for both."""
 
-import json
 import logging
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from small_experiments import make_recipe, read_log, weights
+from small_experiments import make_recipe, read_log, train, weights
 from transformers import GenerationConfig
 
 from metaphrase.evaluation.evaluate import TaskScores, ValidationSample
@@ -40,7 +39,7 @@ def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch,
     monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
     fields = {"average_best": 2, "metric_for_best_model": "bleu", "learning_rate": 1e-2}
     with caplog.at_level(logging.INFO):
-        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+        train(data, tmp_path / "run", **fields)
     is_left = score == 5.0
     assert_mean(tmp_path / "run", (6,) if is_left else (3, 6))
     assert (
@@ -50,15 +49,18 @@ def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch,
     assert [entry["eval_bleu"] for entry in read_log(tmp_path / "run", "eval_bleu")] == [80.0, 90.0]
 
 
-def test_the_finished_model_is_the_mean_of_checkpoints(data, tmp_path):
-    fields = {"average_last": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+def test_the_finished_model_is_the_mean_of_checkpoints_also_if_there_are_fewer(data, tmp_path, caplog):
+    fields = {"average_last": 3, "max_steps": 7, "save_steps": 6, "eval_strategy": "no", "learning_rate": 1e-2}
     # A mean that its owner has made stays.
     own = tmp_path / "run" / "average" / "model.safetensors"
     own.parent.mkdir(parents=True)
     own.write_bytes(b"mine")
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    with caplog.at_level(logging.WARNING):
+        train(data, tmp_path / "run", **fields)
     assert own.read_bytes() == b"mine" and not (tmp_path / "run" / "_average").exists()
-    assert_mean(tmp_path / "run", (6, 9))
+    # Fewer checkpoints are no reason for a warning.
+    assert "checkpoint" not in caplog.text
+    assert_mean(tmp_path / "run", (6, 7))
 
 
 def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, monkeypatch):
@@ -68,7 +70,7 @@ def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, monkeypatc
     fields = {"average_best": 2, "save_total_limit": 2, "max_steps": 4, "eval_steps": 1, "save_steps": 1}
     fields |= {"learning_rate": 1e-2, "lr_scheduler_type": "reduce_lr_on_plateau", "test_file": None}
     monkeypatch.setattr(Experiment, "_evaluate", lambda *_: {})
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    train(data, tmp_path / "run", **fields)
     assert_mean(tmp_path / "run", (1, 2))
 
 
@@ -92,18 +94,10 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
     # Nothing gets better by a rate of 0; the second evaluation stops the run.
     fields |= {"max_steps": 100, "save_steps": 50, "eval_steps": 2, "learning_rate": 0.0, "test_file": None}
     with caplog.at_level(logging.WARNING):
-        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+        train(data, tmp_path / "run", **fields)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert "got none in" in caplog.text and "The finished model has the weights of step 4, the last one." in caplog.text
     assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
-
-
-def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        Experiment(make_recipe(data, tmp_path / "run", average_last=3, max_steps=7, save_steps=6)).train()
-    # It has the mean of all checkpoints, which is no reason for a warning.
-    assert "checkpoint" not in caplog.text
-    assert_mean(tmp_path / "run", [6, 7])
 
 
 GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
@@ -125,6 +119,10 @@ class Writer:
 SOURCES = [f"the number {row} of ten sentences" for row in range(10)]
 
 
+def sample_of(metric):
+    return SimpleNamespace(sources=SOURCES, references=SOURCES, scores=TaskScores([metric]))
+
+
 @pytest.mark.parametrize(
     ("metric", "right", "chosen", "tried"),
     [
@@ -140,36 +138,20 @@ SOURCES = [f"the number {row} of ten sentences" for row in range(10)]
 )
 def test_the_best_setting_is_chosen(metric, right, chosen, tried):
     writer = Writer(right)
-    values, reason = choose_decoding(writer, SOURCES, SOURCES, TaskScores([metric]))
+    values, reason = choose_decoding(writer, sample_of(metric))
     assert values == chosen and len(writer.asked) == tried
     assert f"{metric} of 10 validation pairs" in reason and "with greedy search" in reason
 
 
-def test_a_search_that_takes_too_long_is_left_out():
-    writer = Writer([5, 6, 7, 8])
-    values, _ = choose_decoding(writer, SOURCES, SOURCES, TaskScores(["bleu"]), lambda seconds: len(writer.asked) < 2)
-    assert values == BEAMS and len(writer.asked) == 2
-
-
-@pytest.mark.parametrize("given", [{}, {"num_beams": 2}], ids=["open", "given"])
-def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch):
+def test_the_finished_model_decodes_as_chosen_and_a_resumed_run_chooses_again(data, tmp_path, monkeypatch):
     monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", lambda *_: (SHORT, "as the test wants"))
     run = tmp_path / "run"
-    Experiment(make_recipe(data, run, choose_decoding=True, **given)).train()
-    recipe, expected = load_recipe(run / "recipe.yaml"), given or SHORT
-    assert recipe.num_beams == expected["num_beams"] and recipe.length_penalty == expected.get("length_penalty")
-    config = json.loads((run / "generation_config.json").read_text(encoding="utf-8"))
-    assert config["num_beams"] == expected["num_beams"]
-    assert Generator.from_pretrained(run).model.generation_config.num_beams == expected["num_beams"]
-    metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
-    assert metrics["generation"]["num_beams"] == expected["num_beams"]
-    assert ("# as the test wants" in (run / "recipe.yaml").read_text(encoding="utf-8")) is not bool(given)
-
-
-def test_a_resumed_run_chooses_its_decoding_again(data, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", lambda *_: (GREEDY, "as wanted"))
-    Experiment(make_recipe(data, run, choose_decoding=True, max_steps=2)).train()
+    metrics = train(data, run, choose_decoding=True, max_steps=2, save_strategy="no", eval_strategy="no")
+    recipe = load_recipe(run / "recipe.yaml")
+    assert (recipe.num_beams, recipe.length_penalty) == (4, 0.6)
+    assert "# as the test wants" in (run / "recipe.yaml").read_text(encoding="utf-8")
+    assert Generator.from_pretrained(run).model.generation_config.num_beams == 4
+    assert metrics["generation"]["num_beams"] == 4
     resumed = Recipe.from_mapping({"output_dir": str(run), "resume_from_checkpoint": True, "max_steps": 3}, "the test")
     merged = with_fields_of_run(resumed, run)
     assert (merged.choose_decoding, merged.num_beams, merged.max_steps) == (True, None, 3)
@@ -198,19 +180,18 @@ def test_time_of_what_follows_training(fields, share, data, tmp_path):
 
 
 def test_time_for_the_final_scores_remains(tmp_path, monkeypatch):
-    answers = []
+    clock, writer = [1000.0], Writer([5, 6, 7, 8])
 
-    def choose(generator, sources, references, scores, is_in_time):
-        answers.extend([is_in_time(9), is_in_time(11)])
-        return SHORT, "as the test wants"
+    def generate(*args, num_beams, **options):
+        clock[0] += 5 if num_beams == 1 else 10
+        return writer.generate(*args, num_beams=num_beams, **options)
 
-    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", choose)
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    model = SimpleNamespace(generation_config=GenerationConfig())
-    sample = SimpleNamespace(sources=["a"] * 4, references=["b"] * 4, scores=None)
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    generator = SimpleNamespace(generate=generate, model=SimpleNamespace(generation_config=GenerationConfig()))
     recipe = Recipe.from_mapping({"choose_decoding": True, "num_validation": 4}, "the test")
-    # The scores of 8 pairs take twice the time of 4.
-    filled = fill_decoding(recipe, SimpleNamespace(model=model), sample, 1030.0, 8, tmp_path)
-    assert answers == [True, False]
-    assert (filled.num_beams, filled.length_penalty, filled.reasons["num_beams"]) == (4, 0.6, "as the test wants")
-    assert GenerationConfig.from_pretrained(tmp_path).length_penalty == 0.6
+    # The scores of 20 pairs take twice the time of 10: two searches fit, and all would end at 1045 with a third.
+    filled = fill_decoding(recipe, generator, sample_of("bleu"), 1040.0, 20, tmp_path)
+    assert writer.asked == [GREEDY, BEAMS]
+    assert (filled.num_beams, filled.length_penalty) == (4, 1.0) and "with greedy search" in filled.reasons["num_beams"]
+    assert GenerationConfig.from_pretrained(tmp_path).num_beams == 4

@@ -102,19 +102,20 @@ def test_sources_have_terms_of_their_targets(data, tmp_path, kind):
     assert num_terms > 10
 
 
-def test_a_fine_tuned_model_gets_the_marks_of_terms(data, tmp_path):
-    train(data, tmp_path / "base", **ONE_STEP)
-    fields = {"model_name_or_path": tmp_path / "base", "augmentation.terms": 0.5}
+def test_a_fine_tuned_model_gets_the_marks_of_terms(data, run_of_one_step, tmp_path):
+    fields = {"model_name_or_path": run_of_one_step, "augmentation.terms": 0.5}
     train(data, tmp_path / "run", **ONE_STEP | fields)
     tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
     assert set(TERM_TOKENS) <= set(tokenizers.source.get_vocab())
-    sizes = [AutoConfig.from_pretrained(tmp_path / name).vocab_size for name in ("base", "run")]
+    sizes = [AutoConfig.from_pretrained(folder).vocab_size for folder in (run_of_one_step, tmp_path / "run")]
     assert sizes[1] == sizes[0] + len(TERM_TOKENS)
 
 
 def test_a_run_resumes_with_its_own_stages(data, tmp_path):
     fields = STAGES | ONE_STEP
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    (tmp_path / "run").mkdir()
+    make_recipe(data, tmp_path / "run", **fields).save(tmp_path / "run" / "recipe.yaml")
+    (tmp_path / "run" / "data_report.json").write_text("{}", encoding="utf-8")
     changed = {"stages.start.shares.noisy": 2, "subword_sampling": 0.2, "datasets.clean": "validation.tsv"}
     for name, value in changed.items():
         recipe = make_recipe(data, tmp_path / "run", **fields | {name: value}, resume_from_checkpoint="true")

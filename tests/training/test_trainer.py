@@ -111,20 +111,22 @@ def test_packed_rows_have_few_lengths_in_half_precision(half, multiple, model, p
         assert (sum(map(len, rows)) > len(tokens)) == (multiple > 1)
 
 
-@pytest.mark.parametrize(("metric", "kept"), [(None, [1, 3, 6]), ("ter", [2, 6])])
-def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, metric, kept):
-    scores = iter([5.0, 1.0, 9.0, 2.0, 3.0, 1.0])
-
-    def score(decoded, labels):
-        return dict.fromkeys(("bleu", "ter"), next(scores))
-
-    options = {"save_total_limit": 2, "num_best_kept": 2, "greater_is_better": metric != "ter"}
-    make_trainer(model, pairs, tmp_path, score=score, metric_for_best_model=metric, **EACH_STEP, **options).train()
+@pytest.mark.parametrize(
+    ("scores", "options", "kept"),
+    [
+        ([5, 1, 9, 2, 3, 1], {"save_total_limit": 2, "num_best_kept": 2}, [1, 3, 6]),
+        ([5, 1, 9, 2, 3, 1], {"save_total_limit": 2, "num_best_kept": 2, "metric_for_best_model": "ter"}, [2, 6]),
+        # The last ones are kept beside the best.
+        (
+            [9, 1, 2, 3, 4, 5],
+            {"save_total_limit": 3, "num_last_kept": 3, "metric_for_best_model": "bleu"},
+            [1, 4, 5, 6],
+        ),
+    ],
+)
+def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, scores, options, kept):
+    scores = iter(map(float, scores))
+    options |= {"greater_is_better": options.get("metric_for_best_model") != "ter"}
+    score = lambda *_: dict.fromkeys(("bleu", "ter"), next(scores))  # noqa: E731
+    make_trainer(model, pairs, tmp_path, score=score, **EACH_STEP, **options).train()
     assert [step_of(path) for path in checkpoints_in(tmp_path)] == kept
-
-
-def test_the_last_checkpoints_are_kept_beside_the_best(model, pairs, tmp_path):
-    scores = iter([9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    options = {"save_total_limit": 3, "num_last_kept": 3, "metric_for_best_model": "bleu", "greater_is_better": True}
-    make_trainer(model, pairs, tmp_path, score=lambda *_: {"bleu": next(scores)}, **EACH_STEP, **options).train()
-    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [1, 4, 5, 6]

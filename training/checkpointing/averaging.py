@@ -84,7 +84,7 @@ def select_checkpoints(
     scores = dict.fromkeys(by_step, 0.0)
     if best is not None:
         log = _read_log(run_folder, by_step) if log_history is None else log_history
-        scores = _scores(log, by_step, metric or DEFAULT_METRIC)
+        scores = {step: score for step, score in scores_in(log, metric or DEFAULT_METRIC).items() if step in by_step}
     if len(scores) < number and not (or_fewer and scores):
         what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
         raise ValueError(
@@ -102,15 +102,6 @@ def _read_log(run_folder: Path, by_step: Mapping[int, Path]) -> list[dict]:
     return max(states, key=lambda state: state.get("global_step", 0)).get("log_history", [])
 
 
-def _scores(log: Sequence[Mapping], by_step: Mapping[int, Path], metric: str) -> dict[int, float]:
-    """Return the score of each checkpoint, with a sign so that higher is better."""
-    if not _logged(log, metric):
-        known = sorted({key for entry in log for key in entry if key.startswith("eval_")})
-        which = f"one of {', '.join(known)}, got" if known else "where nothing was evaluated, got"
-        raise ValueError(f"`metric` must be one that was logged, {which} {metric!r}.")
-    return {step: score for step, score in scores_in(log, metric).items() if step in by_step}
-
-
 def is_better_lower(metric: str) -> bool:
     """True if a metric is a loss, a perplexity or an error rate, also of a task or with `eval_` before it."""
     return metric.rpartition("_")[2] in LOWER_IS_BETTER
@@ -118,13 +109,8 @@ def is_better_lower(metric: str) -> bool:
 
 def scores_in(log: Iterable[Mapping], metric: str) -> dict[int, float]:
     """Return a metric of each step in a trainer's log, with a sign so that higher is better. NaN is left out."""
-    sign = -1 if is_better_lower(metric) else 1
-    return {step: sign * score for step, score in _logged(log, metric).items() if not math.isnan(score)}
-
-
-def _logged(log: Iterable[Mapping], metric: str) -> dict[int, float]:
-    name = metric if metric.startswith("eval_") else f"eval_{metric}"
-    return {entry["step"]: entry[name] for entry in log if name in entry}
+    sign, name = -1 if is_better_lower(metric) else 1, f"eval_{metric.removeprefix('eval_')}"
+    return {entry["step"]: sign * entry[name] for entry in log if name in entry and not math.isnan(entry[name])}
 
 
 def average_checkpoints(

@@ -6,15 +6,12 @@ import logging
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +21,9 @@ PROGRESS_NAME = "progress.json"
 ARGUMENTS_NAME = "training_args.json"
 # A folder in the run's folder, on the same file system. transformers does not upload names with an underscore.
 UNFINISHED_NAME = "_unfinished"
-# Prefix of a checkpoint there that one of the same step is about to replace.
-_REPLACED = "replaced-"
 # Users may edit text files, such as the generation configuration.
 _EDITABLE = (".json", ".txt", ".jinja", ".md", ".py", ".yaml")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-_WEIGHTS = re.compile(r"(.*/)?(model|pytorch_model|adapter_model).*\.(safetensors|bin)|global_step\d+/.+")
-_ZIP = re.compile(r".+\.pth?|(.*/)?(pytorch_model|adapter_model|optimizer|training_args).*\.bin")
-_DAMAGES = (SafetensorError, zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError, OSError)
 
 
 def checkpoint_of_step(run_folder: str | Path, step: int) -> Path:
@@ -53,27 +45,24 @@ def checkpoints_in(run_folder: str | Path) -> list[Path]:
 
 
 def what_is_missing(folder: str | Path) -> list[str]:
-    """Return a phrase for each thing that is missing or damaged in a checkpoint; an empty list if it is whole.
+    """Return a phrase for each file that is missing or damaged in a checkpoint; an empty list if it is whole.
 
-    A checkpoint of `MetaphraseTrainer` is compared with its own list of files. A plain Trainer's must have weights and the
-    trainer's state, which is written last. Damage is found as far as a format shows it without reading the whole file.
+    A checkpoint of `MetaphraseTrainer` is compared with its own list of files and their sizes. A plain Trainer writes its state
+    last.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        return ["there is no such folder"]
-    files = _files(folder)
-    problems = [f"{name} {damage}" for name, path in files.items() if (damage := _damage(name, path))]
-    if PROGRESS_NAME not in files:
-        problems += [] if TRAINER_STATE_NAME in files else [f"{TRAINER_STATE_NAME} is missing"]
-        return problems + ([] if any(map(_WEIGHTS.fullmatch, files)) else ["the weights are missing"])
-    if any(problem.startswith(PROGRESS_NAME) for problem in problems):
-        return problems
-    for name, size in json.loads(files[PROGRESS_NAME].read_text(encoding="utf-8"))["files"].items():
-        if name not in files:
+    progress = Path(folder) / PROGRESS_NAME
+    if not progress.is_file():
+        return [] if (Path(folder) / TRAINER_STATE_NAME).is_file() else [f"{TRAINER_STATE_NAME} is missing"]
+    try:
+        sizes = json.loads(progress.read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError):
+        return [f"{PROGRESS_NAME} is cut short or damaged"]
+    problems, files = [], _files(Path(folder))
+    for name, size in sizes.items():
+        present = files[name].stat().st_size if name in files else None
+        if present is None:
             problems.append(f"{name} is missing")
-            continue
-        present = files[name].stat().st_size
-        if present != size and not (present and name.endswith(_EDITABLE)):
+        elif present != size and not (present and name.endswith(_EDITABLE) and name != TRAINER_STATE_NAME):
             problems.append(f"{name} has {present} bytes in place of {size}")
     return problems
 
@@ -82,44 +71,17 @@ def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def _damage(name: str, path: Path) -> str | None:
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt"):
-                pass
-        elif _ZIP.fullmatch(name):
-            zipfile.ZipFile(path).close()
-        elif path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if name == PROGRESS_NAME:
-                content["files"].items()
-            if path.name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-                shards = sorted(set(content["weight_map"].values()))
-                lost = [shard for shard in shards if not (path.parent / shard).is_file()]
-                return f"names {', '.join(lost)}, which is missing" if lost else None
-    except _DAMAGES:
-        return "is cut short or damaged"
-    return None
-
-
 def check_whole(checkpoint: str | Path) -> None:
-    """Check that a checkpoint to resume from is whole.
-
-    Raises:
-        ValueError: If something is missing or damaged.
-    """
+    """Refuse to resume from a checkpoint that is not whole."""
     if problems := what_is_missing(checkpoint):
         raise ValueError(
-            f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}."
+            f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}. Restore the file; or "
+            "start a new run in another folder, from these weights by `model_name_or_path`."
         )
 
 
 def check_last(checkpoint: str | Path, run_folder: str | Path) -> None:
-    """Refuse to resume from a checkpoint of a run before its last whole one.
-
-    Raises:
-        ValueError: If a later checkpoint would belong to another course of the run.
-    """
+    """Refuse to resume from a checkpoint of a run before its last whole one."""
     checkpoint, run_folder = Path(checkpoint).resolve(), Path(run_folder).resolve()
     last = last_whole_checkpoint(run_folder)
     if checkpoint.parent == run_folder and last is not None and step_of(checkpoint) < step_of(Path(last)):
@@ -131,7 +93,6 @@ def check_last(checkpoint: str | Path, run_folder: str | Path) -> None:
 
 def last_whole_checkpoint(run_folder: str | Path) -> str | None:
     """Return the whole checkpoint of the highest step, or None. A warning names each later one that is not whole."""
-    _put_back_replaced(Path(run_folder))
     for checkpoint in reversed(checkpoints_in(run_folder)):
         problems = what_is_missing(checkpoint)
         if not problems:
@@ -143,7 +104,7 @@ def last_whole_checkpoint(run_folder: str | Path) -> str | None:
 def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     """Give a checkpoint in the folder `UNFINISHED_NAME` its name, after all its files and their list have reached the disk.
 
-    A checkpoint of that name is renamed just before. After a kill in between, it gets its name back.
+    A checkpoint of that name, such as a damaged one, is deleted just before.
     """
     unfinished = checkpoint.parent / UNFINISHED_NAME / checkpoint.name
     sizes = {name: path.stat().st_size for name, path in _files(unfinished).items() if name != PROGRESS_NAME}
@@ -151,12 +112,10 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     (unfinished / PROGRESS_NAME).write_text(text + "\n", encoding="utf-8")
     for path in [*unfinished.rglob("*"), unfinished]:
         _flush(path)
-    replaced = unfinished.parent / f"{_REPLACED}{checkpoint.name}"
     if checkpoint.exists():
-        os.rename(checkpoint, replaced)
+        discard_checkpoint(checkpoint)
     os.rename(unfinished, checkpoint)
     _flush(checkpoint.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
     _remove_if_empty(unfinished.parent)
 
 
@@ -185,13 +144,6 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _put_back_replaced(run_folder: Path) -> None:
-    for replaced in (run_folder / UNFINISHED_NAME).glob(f"{_REPLACED}*"):
-        # It fails if the new checkpoint has the name, or if another process was first.
-        with contextlib.suppress(OSError):
-            os.rename(replaced, run_folder / replaced.name.removeprefix(_REPLACED))
-
-
 def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
     """Delete the oldest checkpoints of a run above `limit`, except those in `protected`.
 
@@ -209,7 +161,6 @@ def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterab
 
 def remove_unfinished(run_folder: str | Path) -> None:
     """Remove what a killed run left behind. No other process may be writing there."""
-    _put_back_replaced(Path(run_folder))
     shutil.rmtree(Path(run_folder) / UNFINISHED_NAME, ignore_errors=True)
 
 
@@ -239,14 +190,10 @@ def check_progress(progress: dict[str, Any], settings: dict[str, Any], layout: d
     for name, present in settings.items():
         before = progress.get(name)
         if None not in (before, present) and before != present:
-            advice = "Restore it, or start a new run from the weights by `model_name_or_path`."
-            if name == "data":
-                name, advice = "The training pairs", f"{advice} With `ignore_data_skip: true` a new epoch begins."
             raise ValueError(
-                f"{name} must stay as before when a run is resumed, got {present}, before {before}. {advice}"
+                f"`{name}` must stay as before when a run is resumed, got {present}, before {before}. Restore it, or start a new "
+                "run from the weights by `model_name_or_path`. With `ignore_data_skip: true`, the data may differ."
             )
-    different = [
-        f"{name} {progress[name]}, now {layout[name]}" for name in layout if progress.get(name) != layout[name]
-    ]
+    different = [f"{name} {progress[name]}, now {now}" for name, now in layout.items() if progress.get(name) != now]
     if different:
         logger.warning("The run resumes at another position in the data: before, it had %s.", "; ".join(different))

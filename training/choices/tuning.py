@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.training.alerts import TrainingAlerts
-from metaphrase.training.callbacks import TimeBudget, parse_seconds
+from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
 from metaphrase.training.choices.completion import complete
 from metaphrase.training.choices.rules import learning_rate
@@ -213,7 +213,7 @@ class Tuning:
         trainer = experiment.make_trainer(experiment.make_model(tokenizers), tokenizers, encoded)
         deadline = min(self.deadline, time.time() + self.seconds)
         trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
-        for printer in (PrinterCallback, ProgressCallback, TrainingAlerts):
+        for printer in (ProgressLog, TrainingAlerts):
             trainer.remove_callback(printer)
         return trainer
 
