@@ -71,7 +71,7 @@ def pairs():
     return small_pairs()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """Run folders with three checkpoints, of a plain Trainer and of `MetaphraseTrainer`."""
     import small_runs

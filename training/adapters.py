@@ -49,14 +49,11 @@ def add_lora(
     which Dettmers et al. 2023 (section 4, arXiv 2305.14314) found necessary to match full fine-tuning.
 
     Args:
-        model: Changed in place, and part of the result.
+        model: Changed in place, and part of the result, which is a peft model.
         rank: Inner dimension of the product.
         alpha: Weight of the product before division by the rank.
         dropout: Dropout probability of the product's input.
         target_modules: Ends of names of linear layers, such as `["q_proj", "v_proj"]`.
-
-    Returns:
-        A peft model for a trainer, `generate()` and `merge_lora`. `save_pretrained` saves the adapter alone.
     """
     peft = import_peft()
     config = peft.LoraConfig(
@@ -77,13 +74,6 @@ def check_targets(model: nn.Module, target_modules: Sequence[str]) -> None:
     """Refuse names without a layer, and layers whose merged weight would act differently from the adapter.
 
     An embedding may scale its rows, which its adapter does not. Merging would change the twin of a tied weight.
-
-    Args:
-        model: A model on any device, also the meta device.
-        target_modules: See `add_lora`.
-
-    Raises:
-        ValueError: Naming the layer.
     """
     aliases = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for target in target_modules:
@@ -93,15 +83,7 @@ def check_targets(model: nn.Module, target_modules: Sequence[str]) -> None:
 
 
 def merge_lora(model: PreTrainedModel, output: str | os.PathLike) -> PreTrainedModel:
-    """Add an adapter to its base weights, and save the sum as a model that needs no peft.
-
-    Args:
-        model: A model with an adapter. Its base model then holds the merged weights.
-        output: Folder for the model.
-
-    Returns:
-        The merged model.
-    """
+    """Add an adapter to its base weights in place, save the sum as a model that needs no peft, and return it."""
     is_tied = model.config.tie_word_embeddings
     with warnings.catch_warnings():
         # peft compares the output projection with the encoder's embedding, which is wrong for two vocabularies.

@@ -55,21 +55,11 @@ def is_data_parallel(arguments: TrainingArguments, accelerator: Accelerator) -> 
     return arguments.world_size > 1 and getattr(accelerator, "parallelism_config", None) is None
 
 
-def sum_over_processes(accelerator: Accelerator, arguments: TrainingArguments, values: torch.Tensor) -> list[float]:
-    """Return the sum of `values` (N,) over all processes."""
-    gathered = accelerator.gather(values.float().to(arguments.device)[None])
-    return (gathered.double().sum(dim=0) if arguments.world_size > 1 else values).tolist()
-
-
 def ignore_repeated_pairs(labels: torch.Tensor, num_pairs: int, process_index: int) -> torch.Tensor:
     """Return the labels (B, T) of a last batch, with those of repeated pairs set to `IGNORED_LABEL`.
 
-    accelerate repeats the first pairs of an epoch to give all processes batches of equal size.
-
-    Args:
-        labels: The labels of this process.
-        num_pairs: Number of pairs, not repeats, in the last batches of all processes in order; 0 or less means all.
-        process_index: The number of this process.
+    accelerate repeats the first pairs of an epoch to give all processes batches of equal size. The last batches of all processes
+    in order have `num_pairs` pairs that are no repeats; 0 or less means all.
     """
     if num_pairs <= 0:
         return labels

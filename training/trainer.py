@@ -56,7 +56,7 @@ from metaphrase.training.checkpointing.sharding import (
     keep_embeddings_together,
     saves_whole_weights,
 )
-from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel, sum_over_processes
+from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel
 from metaphrase.training.optimizer import optimizer_class_and_options
 from metaphrase.training.r_drop import check_r_drop, repeat_batch, smooths_labels
 
@@ -618,7 +618,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             )
         finally:
             self._needs_loss_alone = False
-        total, count = sum_over_processes(self.accelerator, self.args, self.evaluation_loss)
+        gathered = self.accelerator.gather(self.evaluation_loss.float().to(self.args.device)[None])
+        sums = gathered.double().sum(dim=0) if self.args.world_size > 1 else self.evaluation_loss
+        total, count = sums.tolist()
         if count:
             output.metrics[f"{metric_key_prefix}_loss"] = total / count
             output.metrics[f"{metric_key_prefix}_perplexity"] = float(torch.tensor(total / count).exp())

@@ -13,7 +13,7 @@ from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.corpora import TaskCorpus, mixed_rows, mixing_rates
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.recipe.recipe import Recipe
 
 SIZES = {"translate": 40, "summarize": 10}
 
@@ -102,13 +102,6 @@ def test_run_scores_each_task(data, tmp_path, caplog):
     assert [row[1:3] for row in rows if row[1] in SIZES] == expected
 
 
-def test_saved_recipe_is_the_same_run(data, tmp_path):
-    recipe = make_recipe(data, tmp_path, task_mixing="equal")
-    recipe.save(tmp_path / "recipe.yaml")
-    again = load_recipe(tmp_path / "recipe.yaml", ["--data_dir", str(data), "--output_dir", str(tmp_path)])
-    assert again.tasks == recipe.tasks and again.task_mixing == "equal"
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -145,8 +138,6 @@ def test_a_task_whose_references_cannot_be_scored_is_found_before_training(data,
     [
         ([900, 100], [1, 1], {"mixing": "proportional"}, [0.9, 0.1]),
         ([900, 100], [1, 1], {"mixing": "equal", "limit": 1}, [0.5, 0.5]),
-        ([900, 100], [1, 1], {"mixing": "temperature", "temperature": 2.0}, [0.75, 0.25]),
-        ([900, 100], [1, 1], {"mixing": "proportional", "limit": 300}, [0.75, 0.25]),
         ([900, 100], [1, 1], {"mixing": "temperature", "temperature": 2.0, "limit": 400}, [2 / 3, 1 / 3]),
         ([900, 100], [1, 9], {}, [0.5, 0.5]),
         ([5, 7, 9], [1, 1, 2], {"mixing": "equal"}, [0.25, 0.25, 0.5]),

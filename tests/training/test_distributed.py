@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import random
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from transformers import Seq2SeqTrainingArguments, set_seed
 from verbs import execute
 
 from metaphrase.scripts import train
-from metaphrase.training import distributed as processes
 from metaphrase.training.distributed import ProcessSeeds, leave_processes
 
 
@@ -61,16 +59,6 @@ def test_a_trainer_seeds_its_processes_and_gives_all_one_order(model, pairs, tmp
         trainer.get_train_dataloader()
         assert torch.equal(torch.get_rng_state(), state)
     assert seeds == [trainer.args.seed] * 2
-
-
-@pytest.mark.parametrize(("size", "has_met", "meets"), [("2", False, True), ("2", True, False), ("1", False, False)])
-def test_processes_on_a_cpu_wait_for_each_other_as_long_as_they_are_told(size, has_met, meets, monkeypatch):
-    made = []
-    monkeypatch.setenv("WORLD_SIZE", size)
-    monkeypatch.setattr(distributed, "is_initialized", lambda: has_met)
-    monkeypatch.setattr(processes, "PartialState", lambda **options: made.append(options))
-    processes.meet_on_cpu(21600, "gloo")
-    assert made == [{"cpu": True, "backend": "gloo", "timeout": timedelta(hours=6)}] * meets
 
 
 TASKS = Path("/proc/self/task")

@@ -15,13 +15,9 @@ from metaphrase.training.checkpointing.folders import checkpoints_in
 from metaphrase.training.experiment import Experiment
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400), ("2d", 172_800)])
-def test_durations(text, seconds):
-    assert parse_seconds(text) == seconds
-
-
 @pytest.mark.parametrize("text", ["20", "m", "0m", "-5m", "1h30m", "nan"])
 def test_durations_that_are_none_are_refused(text):
+    assert [parse_seconds(text) for text in ("90s", "20m", "1.5h", "2d")] == [90, 1200, 5400, 172_800]
     with pytest.raises(ValueError, match="`time_budget` must be a number above 0 with one of s, m, h or d"):
         parse_seconds(text)
 

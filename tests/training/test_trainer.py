@@ -5,12 +5,11 @@ import torch
 from other_families import other_model
 from small_trainers import SIDES, loss_for_each_token, make_trainer, tiny_bart, with_lengths
 from tiny_generator import SOURCES, TARGETS, tiny_pair
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import WithFillers
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
-from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
@@ -86,14 +85,6 @@ def test_a_family_that_does_not_shift_labels_learns_them(tmp_path):
 def test_other_families_refuse_r_drop(pairs, tmp_path):
     with pytest.raises(ValueError, match="`r_drop_alpha` must come with a Metaphrase model, got a BartForCond"):
         make_trainer(tiny_bart(), pairs, tmp_path, r_drop_alpha=1.0)
-
-
-def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
-    tokenizer = train_tokenizer(["a b c", "d e f"], kind="char", show_progress=False)
-    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(model, pairs, tmp_path, tokenizers=TokenizerPair(tokenizer, tokenizer), **options).train()
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")
-    assert loaded("a b").input_ids == tokenizer("a b").input_ids
 
 
 @pytest.mark.parametrize(("half", "multiple"), [({}, 1), ({"bf16": True}, 32)])

@@ -57,19 +57,15 @@ def select_checkpoints(
     log_history: Sequence[Mapping] | None = None,
     or_fewer: bool = False,
 ) -> list[Path]:
-    """Choose the last or the best checkpoints that a run still has.
+    """Return the folders of the last or the best checkpoints that a run still has, the last or the best one at the end.
 
     Args:
-        run_folder: The trainer's output folder, with `checkpoint-*` folders.
+        run_folder: The trainer's output folder.
         last: Number of checkpoints to take by step.
         best: Number of checkpoints to take by score; of equals, the later ones.
-        metric: Name of the score in the trainer's log; `eval_` may be left out. Losses, perplexities and error rates are better
-            when lower, all other scores when higher.
+        metric: Name of the score in the trainer's log; `eval_` may be left out.
         log_history: The trainer's log; by default read from the latest `trainer_state.json` of the run.
         or_fewer: Take all checkpoints if there are fewer.
-
-    Returns:
-        Folders, the last or the best one at the end.
 
     Raises:
         ValueError: If not exactly one of `last` and `best` is given, or there are too few checkpoints or scores.
@@ -116,22 +112,15 @@ def scores_in(log: Iterable[Mapping], metric: str) -> dict[int, float]:
 def average_checkpoints(
     folders: Sequence[str | os.PathLike], output: str | os.PathLike, *, overwrite: bool = False
 ) -> Path:
-    """Write a folder with the mean of all weights, and the other files of the last folder's model.
+    """Write the folder `output` with the mean of all weights, and the other files of the last folder's model, and return it.
 
     Sums are in float64, and the mean has the checkpoints' own type. Integers are those of the last checkpoint. One file of the
     mean is in memory at a time. Tokenizers, generation configuration and code come from the last folder, and the recipe from
     there or from its run. The folder gets its name when it is complete.
 
-    Args:
-        folders: At least two, as `save_pretrained` or a trainer writes them, in safetensors.
-        output: The folder to write.
-        overwrite: Replace `output` if it is an average.
-
-    Returns:
-        The path of the folder.
-
     Raises:
-        ValueError: If the folders do not hold the same model, or `output` exists.
+        ValueError: If the folders do not hold the same model, or `output` exists and is no average that `overwrite` permits to
+            replace.
     """
     folders, output = [Path(folder) for folder in folders], Path(output)
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):

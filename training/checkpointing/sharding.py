@@ -90,7 +90,10 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
 def gather_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a sharded model with whole weights, on each process. All processes must call this."""
     if _is_partitioned(model):
-        state = _gather_partitions(model)
+        state = {}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            with _gathered(weight):
+                state[name] = weight.detach().clone()
     else:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     # Initial weights must not draw from training's random numbers. With DeepSpeed, `from_config` would partition them at once.
@@ -131,15 +134,6 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
     for name in filter(state.__contains__, weights):
         with _gathered(weights[name], written=True), torch.no_grad():
             weights[name].copy_(state[name])
-
-
-def _gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole weights of a model partitioned by DeepSpeed's stage 3, on each process. All processes must call this."""
-    state = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        with _gathered(weight):
-            state[name] = weight.detach().clone()
-    return state
 
 
 def _gathered(weight: torch.Tensor, written: bool = False) -> contextlib.AbstractContextManager[None]:
