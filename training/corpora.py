@@ -333,8 +333,8 @@ class _PartedCorpus(PairCorpus):
         return max(sources), max(targets)
 
     def sizes(self) -> dict[str, int]:
-        own = {f"num_{split}": self.reports[split].kept for split in self.splits if split in self.reports}
-        return dict(sum((Counter(part.sizes()) for part in self.parts.values()), Counter()) + Counter(own))
+        scored = {f"num_{split}": self.reports[split].kept for split in self.splits if split in self.reports}
+        return dict(sum((Counter(part.sizes()) for part in self.parts.values()), Counter()) + Counter(scored))
 
 
 class TaskCorpus(_PartedCorpus):

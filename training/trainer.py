@@ -606,8 +606,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
-        # Loaders with persistent workers count epochs: another epoch would have other noise.
-        dataloader.iteration = 0
         _draw_apart(dataloader, data_seed(self.args))
         decodes = self.decodes
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only

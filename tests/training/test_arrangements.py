@@ -42,10 +42,10 @@ def train(
     r_drop_alpha=0.0,
     **options,
 ):
-    """Trains two epochs and returns the weights and the logged losses."""
+    """Trains an epoch and returns the weights and the logged losses."""
     model = model or tiny_model(vocab_size=60, **{"initializer_range": 0.2, **(fields or {})})
     settings = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    settings |= {"num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no"}
+    settings |= {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "no"}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
     parts = {"data_collator": collator, "max_tokens_per_batch": max_tokens_per_batch, "r_drop_alpha": r_drop_alpha}
     trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=make_pairs(), **parts)
@@ -100,7 +100,7 @@ def test_eight_accumulated_batches_of_one_are_one_batch_of_eight(kind, tmp_path)
 def test_accumulated_token_budgets_are_one_batch_of_all_pairs(tmp_path):
     expected = train(tmp_path / "one", max_tokens_per_batch=10_000)
     actual = train(tmp_path / "many", max_tokens_per_batch=64, gradient_accumulation_steps=50)
-    assert len(expected[1]) == len(actual[1]) == 2
+    assert len(expected[1]) == len(actual[1]) == 1
     assert_same(actual, expected, **CLOSE)
 
 
@@ -130,14 +130,8 @@ def test_gradient_checkpointing_changes_nothing_with_dropout_either(kind, tmp_pa
     assert_same(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        ("padded", "eager"),
-        pytest.param("padded", "inductor", marks=pytest.mark.slow),
-        pytest.param("packed", "inductor", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "backend"), [("padded", "eager"), ("padded", "inductor"), ("packed", "inductor")])
 def test_compiling_changes_nothing(kind, backend, tmp_path):
     options = {"collator": COLLATORS[kind], "per_device_train_batch_size": 12}
     options |= {"label_smoothing_factor": 0.1, "max_steps": 2}

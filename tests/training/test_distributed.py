@@ -11,12 +11,12 @@ import pytest
 import torch
 from small_experiments import ONE_STEP, make_recipe
 from small_trainers import make_trainer
-from torch import distributed, nn
+from torch import distributed
 from transformers import Seq2SeqTrainingArguments, set_seed
 from verbs import execute
 
 from metaphrase.scripts import train
-from metaphrase.training.distributed import ProcessSeeds, leave_processes
+from metaphrase.training.distributed import ProcessSeeds
 
 
 @pytest.fixture(autouse=True)
@@ -61,45 +61,22 @@ def test_a_trainer_seeds_its_processes_and_gives_all_one_order(model, pairs, tmp
     assert seeds == [trainer.args.seed] * 2
 
 
-TASKS = Path("/proc/self/task")
-
-
 def num_gloo_threads():
-    if not TASKS.exists():
-        pytest.skip("threads have no names that a process can read here")
     names = []
-    for task in TASKS.iterdir():
+    for task in Path("/proc/self/task").iterdir():
         # A thread may end meanwhile.
         with contextlib.suppress(OSError):
             names.append((task / "comm").read_text())
     return sum("gloo" in name for name in names)
 
 
-@pytest.fixture
-def group():
-    """A process that has a group of its own, with the threads that one of several has: their number before that."""
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no names that a process can read here")
+def test_a_recipe_ends_outside_of_the_group(data, tmp_path):
     # Free the groups of earlier tests.
     gc.collect()
     before = num_gloo_threads()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield before
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def test_no_thread_is_left_of_a_model_that_knows_itself(group):
-    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-    model(torch.ones(2, 3)).sum().backward()
-    model.trainer = {"model": model}
-    del model
-    assert num_gloo_threads() > group
-    leave_processes()
-    assert num_gloo_threads() == group and not distributed.is_initialized()
-
-
-def test_a_recipe_ends_outside_of_the_group(group, data, tmp_path):
     make_recipe(data, tmp_path / "run", **ONE_STEP).save(tmp_path / "recipe.yaml")
-    places = ["--data_dir", str(data), "--output_dir", str(tmp_path / "run")]
-    execute(train, [str(tmp_path / "recipe.yaml"), *places])
-    assert not distributed.is_initialized() and num_gloo_threads() == group
+    execute(train, [str(tmp_path / "recipe.yaml"), "--data_dir", str(data), "--output_dir", str(tmp_path / "run")])
+    assert not distributed.is_initialized() and num_gloo_threads() == before
     assert (tmp_path / "run" / "model.safetensors").exists()

@@ -70,29 +70,6 @@ def test_the_rest_of_what_is_evaluated_is_not_dropped(model, pairs, tmp_path):
     assert len(trained.get_train_dataloader()) == 2
 
 
-class NewInEachEpoch(torch.utils.data.Dataset):
-    """Pairs with other labels in each epoch, as those with noise."""
-
-    def __init__(self, pairs):
-        self.pairs, self.epoch = pairs, torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def set_epoch(self, epoch):
-        self.epoch.fill_(epoch)
-
-    def __len__(self):
-        return len(self.pairs)
-
-    def __getitem__(self, index):
-        return {**self.pairs[index], "labels": [5 + int(self.epoch), *self.pairs[index]["labels"]]}
-
-
-def test_each_evaluation_is_of_the_same_noise(pairs, tmp_path):
-    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
-    trainer = make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path, **options)
-    losses = [trainer.evaluate()["eval_loss"] for _ in range(3)]
-    assert losses == [make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path).evaluate()["eval_loss"]] * 3
-
-
 @pytest.mark.parametrize("decodes", [True, False])
 def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path):
     """Whether it is decoded as well or not: without `compute_metrics`, the loss alone is asked for, and no logits."""

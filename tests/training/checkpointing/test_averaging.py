@@ -7,9 +7,8 @@ import shutil
 
 import pytest
 import torch
-from averages import all_weights, mean_by_hand
 from cli_texts import contents
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_generator import tiny_pair
 from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
@@ -47,12 +46,14 @@ def test_mean_by_hand_in_the_type_and_the_files_of_the_checkpoints(dtype, max_sh
     assert written == sorted(path.name for path in folders[-1].glob("*.safetensors*"))
     assert len(written) == 1 or "model.safetensors.index.json" in written
     assert (max_shard_size == "1GB") == (len(written) == 1)
-    expected = mean_by_hand([model.state_dict() for model in models])
     averaged = AutoModelForSeq2SeqLM.from_pretrained(output, dtype="auto")
-    assert all_weights(output).keys() == all_weights(folders[0]).keys()
+    if len(written) == 1:
+        # A tied weight is stored once.
+        assert load_file(output / written[0]).keys() == load_file(folders[0] / written[0]).keys()
     for name, tensor in averaged.state_dict().items():
         assert tensor.dtype == dtype
-        assert torch.equal(tensor, expected[name].to(dtype)), name
+        mean = sum(model.state_dict()[name].double() for model in models) / len(models)
+        assert torch.equal(tensor, mean.to(dtype)), name
 
 
 def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
@@ -62,7 +63,7 @@ def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
     other = {"weight": torch.tensor([3.0, 5.0]), "scalar": torch.tensor(-1.0), "steps": torch.tensor(9)}
     second = save_tensors(tmp_path / "b", tensors | other)
     with caplog.at_level(logging.WARNING):
-        averaged = all_weights(average_checkpoints([first, second], tmp_path / "mean"))
+        averaged = load_file(average_checkpoints([first, second], tmp_path / "mean") / "model.safetensors")
     assert averaged["weight"].tolist() == [2.0, 3.5] and averaged["scalar"].item() == 2.0
     assert averaged["steps"].item() == 9 and averaged["same"].tolist() == [3, 4]
     assert averaged["mask"].tolist() == [True, False, True] and averaged["empty"].shape == (0,)
