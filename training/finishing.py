@@ -172,7 +172,7 @@ def choose_decoding(
     settings = [{"num_beams": 1}, *beams]
     tried: list[tuple[float, dict[str, float]]] = []
     for setting in settings:
-        # The final scores take the time of as many pairs.
+        # The final scores come after this search, and take as long for each pair.
         if time.time() + duration * (1 + num_scored / num_pairs) >= deadline:
             break
         start = time.perf_counter()

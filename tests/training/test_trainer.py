@@ -13,6 +13,7 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
+EACH_STEP |= {"generation_max_length": 4}
 
 
 @pytest.mark.parametrize(("family", "r_drop_alpha"), [("ours", 0.0), ("ours", 1.0), ("other", 0.0)])
