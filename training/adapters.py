@@ -56,6 +56,8 @@ def add_lora(
         target_modules: Ends of names of linear layers, such as `["q_proj", "v_proj"]`.
     """
     peft = import_peft()
+    if target_modules != ALL_LINEAR:
+        _check_targets(model, target_modules)
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM,
         r=rank,
@@ -70,7 +72,7 @@ def add_lora(
     return adapted
 
 
-def check_targets(model: nn.Module, target_modules: Sequence[str]) -> None:
+def _check_targets(model: nn.Module, target_modules: Sequence[str]) -> None:
     """Refuse names without a layer, and layers whose merged weight would act differently from the adapter.
 
     An embedding may scale its rows, which its adapter does not. Merging would change the twin of a tied weight.
