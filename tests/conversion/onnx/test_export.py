@@ -92,6 +92,7 @@ def exported(tmp_path_factory):
 # the whole export
 
 
+@pytest.mark.slow
 def test_greedy_decoding_gives_the_tokens_of_generate(exported):
     model, _, folder = exported
     draw = torch.Generator().manual_seed(1)
@@ -105,6 +106,7 @@ def test_greedy_decoding_gives_the_tokens_of_generate(exported):
     assert greedy(folder, ids.where(mask == 1, 3), mask, 20).tolist() == found.tolist()
 
 
+@pytest.mark.slow
 def test_files_and_tensors_have_the_names_of_optimum(exported):
     model, _, folder = exported
     parts = ["decoder.key", "decoder.value", "encoder.key", "encoder.value"]
@@ -130,6 +132,7 @@ def test_files_and_tensors_have_the_names_of_optimum(exported):
     assert GRAPHS == ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
 
 
+@pytest.mark.slow
 def test_what_a_runner_needs_lies_beside_the_graphs(exported):
     model, source, folder = exported
     config = MetaphraseConfig.from_pretrained(folder)
@@ -142,6 +145,7 @@ def test_what_a_runner_needs_lies_beside_the_graphs(exported):
     assert provenance == {"source": "model", "from": "metaphrase", "to": "onnx"}
 
 
+@pytest.mark.slow
 def test_nothing_of_this_machine_is_in_the_graphs(exported):
     _, _, folder = exported
     for name in GRAPHS:
@@ -150,6 +154,7 @@ def test_nothing_of_this_machine_is_in_the_graphs(exported):
             assert path not in content
 
 
+@pytest.mark.slow
 def test_what_differs_is_found(exported):
     """One weight of each stack differs by a little more than the tolerance."""
     model, _, folder = exported
@@ -164,6 +169,7 @@ def test_what_differs_is_found(exported):
             bias.copy_(old)
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_its_check_leaves_nothing(exported, tmp_path, monkeypatch):
     """The graphs have other weights than the model."""
     _, _, folder = exported
