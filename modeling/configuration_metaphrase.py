@@ -309,8 +309,8 @@ class MetaphraseConfig(PreTrainedConfig):
         if name not in PRESETS:
             raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.")
         overrides = {cls.attribute_map.get(field, field): value for field, value in overrides.items()}
-        # A configuration itself takes any name.
-        if unknown := overrides.keys() - cls.__dataclass_fields__.keys():
+        # A configuration itself takes any name. The types of most fields of the base class are not checked.
+        if unknown := overrides.keys() - {*cls.__annotations__, "dtype"}:
             raise ValueError(f"`{min(unknown)}` is not a field of MetaphraseConfig.")
         fields = PRESETS[name] | overrides
         if fields.get("logits_scale", 1.0) is None:

@@ -177,7 +177,9 @@ def mutate(content: bytes, rng: random.Random, added: str = "") -> tuple[str, by
         while not path or (isinstance(owner.get(path[-1]), dict) and owner[path[-1]] and rng.random() < 0.6):
             owner = owner[path[-1]] if path else owner
             path.append(rng.choice(list(owner)))
-        owner[path[-1]] = rng.choice(VALUES)
+        # Layers are built one by one, by transformers too.
+        is_count = "layers" in str(path[-1])
+        owner[path[-1]] = rng.choice(VALUES[: VALUES.index(2**31)] if is_count else VALUES)
         return f"{'.'.join(path)} is {owner[path[-1]]!r}"[:80], json.dumps(fields).encode()
     start, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     value = bytes([rng.choice((0, 9, 10, 13, 34, 44, 91, 123, 125, 0xC3, 0xED, 0xFF, rng.randrange(256)))])

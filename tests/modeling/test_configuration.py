@@ -252,7 +252,13 @@ def test_t5_scales_its_logits_by_the_width_that_it_has(overrides, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "word"), [("t5-smal", {}, "`preset`"), ("t5-small", {"hiden_size": 8}, "`hiden_size`")]
+    ("name", "overrides", "word"),
+    [
+        ("t5-smal", {}, "`preset`"),
+        ("t5-small", {"hiden_size": 8}, "`hiden_size`"),
+        # A field of the base class, which takes any value.
+        ("t5-small", {"output_hidden_states": "None"}, "`output_hidden_states`"),
+    ],
 )
 def test_from_preset_refuses_unknown_names(name, overrides, word):
     with pytest.raises(ValueError, match=word):
