@@ -55,6 +55,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_code_runs_without_training(name, untrained, monkeypatch):
     """Each line of the output that training may change holds a decimal number. All other lines must be equal."""

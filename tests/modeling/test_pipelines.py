@@ -223,6 +223,7 @@ except Exception:
 """
 
 
+@pytest.mark.slow
 def test_folder_works_without_the_package(model_folders, generators, tmp_path):
     folder = model_folders[False]
     report = report_without_package(RUN_PIPELINES, tmp_path, json.dumps(SOURCES), json.dumps(list(NAMES)), folder)

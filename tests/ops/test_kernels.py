@@ -100,12 +100,8 @@ def compiler():
 SHALLOW = {"encoder_layers": 1, "decoder_layers": 1}
 
 
-def some_slow(quick):
-    """All designs, of which only `quick` ones are compiled in the quick run."""
-    return [design if design in quick else pytest.param(design, marks=pytest.mark.slow) for design in DESIGNS]
-
-
-@pytest.mark.parametrize("design", some_slow(["learned"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("design", DESIGNS)
 def test_compiled_forward_has_no_graph_break(design, compiler):
     model = tiny_model(**(DESIGNS[design] | SHALLOW))
     inputs = padded_batch(model.config, "left") | {"use_cache": False}
@@ -129,7 +125,8 @@ def test_compiled_training_has_the_same_gradients(design, compiler):
         torch.testing.assert_close(parameter.grad, gradients[name], **CLOSE, msg=name)
 
 
-@pytest.mark.parametrize("design", some_slow(["rotary"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("design", DESIGNS)
 def test_compiled_step_with_a_static_cache(design, compiler):
     """The step of generation that is repeated is one graph, compiled once for all positions."""
     model = tiny_model(**(DESIGNS[design] | SHALLOW))

@@ -137,7 +137,14 @@ def test_help_is_short_and_the_fields_have_a_list_of_their_own(capsys):
     with pytest.raises(SystemExit):
         execute(train, ["--help"])
     assert "--help_fields" in capsys.readouterr().out
-    # Run as a file, the script must still find the modules `evaluate` and `tokenize`.
+    execute(train, ["--help_fields"])
+    listed = capsys.readouterr().out
+    assert "--max_tokens_per_batch" in listed and "--learning_rate [5e-05]" in listed
+
+
+@pytest.mark.slow
+def test_script_runs_as_a_file():
+    """It must still find the modules `evaluate` and `tokenize`, which are files beside it."""
     listed = subprocess.run([sys.executable, train.__file__, "--help_fields"], capture_output=True, text=True)
     assert "--max_tokens_per_batch" in listed.stdout and "--learning_rate [5e-05]" in listed.stdout, listed.stderr
 
