@@ -535,6 +535,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self._load_rng_state(self._checkpoint)
             self._restore_totals()
         self._check_weights()
+        # A kill just after the last checkpoint was written leaves those that it makes surplus.
+        run = Path(self._get_output_dir(trial))
+        self._discard_surplus(run, checkpoint_of_step(run, self.state.global_step))
         if self._trains_by_budget:
             # The parent multiplies by the share of `max_steps` that is done. A stream has no number of pairs.
             num_epochs = self.state.max_steps / self._steps_per_epoch if self._steps_per_epoch else 0
@@ -714,6 +717,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self.state.save_to_json(str(run / folders.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
             folders.publish_checkpoint(checkpoint, progress)
         self.accelerator.wait_for_everyone()
+        self._discard_surplus(run, checkpoint)
+
+    def _discard_surplus(self, run: Path, checkpoint: Path) -> None:
         if self.args.should_save:
             protected = [checkpoint, self.state.best_model_checkpoint, *self._protected_checkpoints(run)]
             folders.discard_surplus(run, self.args.save_total_limit, protected)
