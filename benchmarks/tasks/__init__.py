@@ -49,9 +49,10 @@ def write_task(name: str, folder: Path, data_dir: Path | None = None) -> None:
         splits = PUBLIC[name](data_dir)
     else:
         raise ValueError(f"`data_dir` must name the folder of the corpora for the task {name}, got None.")
-    (folder / name).mkdir(parents=True, exist_ok=True)
     # The training pairs come last: they show that the task is complete.
     for split in sorted(splits, key=lambda split: split == "train"):
         pairs = [pair for pair in splits[split] if all(text.strip() for text in pair)]
         lines = [f"{source}\t{target}\n" for source, target in pairs]
-        (folder / name / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
+        path = folder / name / f"{split}.tsv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines), encoding="utf-8")

@@ -1,207 +1,349 @@
 """Semantic parsing: an English sentence becomes a logical form.
 
-The task is known as COGS (Kim and Linzen 2020, arXiv 2010.05465). `test` is like training. `test_systematic` needs
-combinations that training never shows:
-
-- nouns as subjects that were objects only, and nouns as objects that were subjects only
-- a verb in the passive that was active only
-- deeper nesting
+The task and its 21 kinds of new combinations are those of COGS (Kim and Linzen 2020, arXiv 2010.05465, table 1). Three more are
+of SLOG (Li et al. 2023, arXiv 2310.15040). The grammar and its words are our own. `test` is like training. Each file in
+`systematic` is one kind. Its words stand in training once, in one construction, and the file has them in another, or its
+sentences are built as none in training. `test_systematic` has the 21 kinds together.
 """
 
 # ruff: noqa: SIM905 (words are read more easily in one string)
 
 import random
+from dataclasses import dataclass, field
 
-NOUNS = """cat dog girl boy teacher child king queen baker sailor doctor farmer bird horse frog bear mouse penguin chef judge cake
-cookie rose ball drum book box hat ring shoe bottle melon sandwich guitar letter crown jar needle pen radio""".split()
-NAMES = "Emma Liam Olivia Noah Ava Lucas Mia Ethan Zoe Oliver Sophia Mason Ella Henry Lily Jack".split()
-PLACES = "table tree car house garden stage bed shelf truck room desk road chair bench tent rug".split()
-PREPOSITIONS = "in on beside".split()
-TRANSITIVE = {  # past: lemma, for both the active and the passive
-    "saw": ("see", "seen"),
-    "ate": ("eat", "eaten"),
-    "found": ("find", "found"),
-    "drew": ("draw", "drawn"),
-    "held": ("hold", "held"),
-    "painted": ("paint", "painted"),
-    "cleaned": ("clean", "cleaned"),
-    "helped": ("help", "helped"),
-    "moved": ("move", "moved"),
-    "liked": ("like", "liked"),
-    "noticed": ("notice", "noticed"),
-    "touched": ("touch", "touched"),
-    "admired": ("admire", "admired"),
+ANIMATE = """cat dog girl boy baby child teacher student king queen prince baker sailor doctor nurse farmer lawyer judge pilot
+poet painter tailor soldier captain guest tourist neighbor cousin uncle aunt mother father brother sister bird horse frog bear
+mouse rabbit fox wolf lion tiger goat sheep cow hen goose owl crow eagle whale seal otter beaver squirrel turtle lizard snake
+spider bee ant dragon giant wizard pirate thief guard waiter singer dancer clown writer""".split()
+INANIMATE = """cake cookie pie apple pear plum lemon melon grape bean onion carrot soup sandwich pizza muffin pancake candy
+rose tulip daisy leaf seed ball kite doll drum flute violin guitar book letter map coin ring crown hat scarf coat shoe glove
+button needle brush pen pencil crayon hammer nail bucket rope bottle cup bowl plate spoon fork knife clock lamp candle mirror
+key purse basket box toy puzzle flag bell stone shell feather""".split()
+PLACES = """table chair bed shelf desk bench sofa stage car truck bus boat train house barn tent castle tower garden yard
+field road bridge beach island hill cave pond room kitchen attic cellar hall carpet rug tray stool stand wagon nest
+crate""".split()
+NAMES = """Emma Liam Olivia Noah Ava Lucas Mia Ethan Zoe Oliver Sophia Mason Ella Henry Lily Jack Nora Leo Ruby Oscar Ivy Hugo
+Clara Felix Alice Simon Rosa Victor Julia Martin Helen Peter Laura Thomas Sarah Daniel Grace Samuel Anna David""".split()
+PREPOSITIONS = ("in", "on", "beside")
+
+# The places of a frame: `V` past tense, `P` participle, `C` a clause, `I` an infinitive; roles are noun phrases.
+UNERGATIVE = ("agent V",)
+OMISSIBLE = ("agent V", "agent V theme", "theme was P", "theme was P by agent")
+TRANSITIVE = ("agent V theme", "theme was P", "theme was P by agent")
+UNACCUSATIVE = ("theme V", *TRANSITIVE)
+DATIVE = (
+    "agent V recipient theme",
+    "agent V theme to recipient",
+    "theme was P to recipient",
+    "theme was P to recipient by agent",
+    "recipient was P theme",
+    "recipient was P theme by agent",
+)
+CLAUSAL = ("agent V that C",)
+CONTROL = ("agent V to I",)
+# Lemma, or lemma/past/participle where these do not end in -ed.
+VERBS = {
+    UNERGATIVE: """sleep/slept laugh run/ran smile dance sneeze walk talk jump swim/swam snore cry/cried nap/napped wink
+        giggle sing/sang shout wave""",
+    OMISSIBLE: """eat/ate/eaten paint draw/drew/drawn clean cook hunt read/read/read study/studied/studied knit/knitted/knitted
+        sketch investigate pack dust call plow weave/wove/woven""",
+    TRANSITIVE: """see/saw/seen find/found/found hold/held/held help move like notice touch admire love hear/heard/heard
+        catch/caught/caught chase follow hug/hugged/hugged kiss lift miss/missed/missed need observe push save throw/threw/threw
+        poke trust visit watch want/wanted/wanted respect praise discover worship""",
+    UNACCUSATIVE: """roll freeze/froze/frozen burn break/broke/broken float grow/grew/grown slide/slid/slid drop/dropped/dropped
+        melt crack burst/burst/burst redden bounce tilt spin/spun/spun""",
+    DATIVE: """give/gave/given sell/sold/sold send/sent/sent offer lend/lent/lent pass hand bring/brought/brought
+        show/showed/shown promise mail rent loan award feed/fed/fed post""",
+    CLAUSAL: """say/said believe think/thought hope know/knew claim imagine declare mean/meant prove notice dream
+        admit/admitted/admitted""",
+    CONTROL: """want try/tried plan hope need/needed prefer/preferred intend""",
 }
-DITRANSITIVE = {
-    "gave": ("give", "given"),
-    "sold": ("sell", "sold"),
-    "sent": ("send", "sent"),
-    "offered": ("offer", "offered"),
-    "lent": ("lend", "lent"),
-}
-INTRANSITIVE = {
-    "slept": "sleep",
-    "laughed": "laugh",
-    "ran": "run",
-    "smiled": "smile",
-    "danced": "dance",
-    "sneezed": "sneeze",
-}
-CLAUSAL = {"said": "say", "believed": "believe", "thought": "think", "hoped": "hope", "knew": "know"}
-CONTROL = {"wanted": "want", "tried": "try", "planned": "plan"}
-INFINITIVES = ("sleep", "laugh", "run", "smile", "dance", "sing")
-SUBJECTS_ONLY, OBJECTS_ONLY, ACTIVE_ONLY = ("penguin", "Jack"), ("cookie", "Lily"), ("admired",)
 
 
+def forms(entry: str) -> tuple[str, str, str]:
+    """Return lemma, past tense and participle of an entry of `VERBS`."""
+    lemma, *irregular = entry.split("/")
+    regular = lemma + ("d" if lemma.endswith("e") else "ed")
+    past = irregular[0] if irregular else regular
+    return lemma, past, irregular[-1] if irregular else regular
+
+
+REGULAR = [(forms(entry), frame) for frames, entries in VERBS.items() for entry in entries.split() for frame in frames]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """New combination of one word: training shows it in one place, and the test asks for it in another.
+
+    Args:
+        words: Words of the kind, each shown once. Verbs are entries as in `VERBS`.
+        shown: Frame of training, or None where the word is shown alone, with its meaning.
+        asked: Frames of the test.
+        role: The role that a noun has in `shown` and in `asked`. None for a verb.
+    """
+
+    words: tuple[str, ...]
+    shown: str | None
+    asked: tuple[str, ...]
+    role: tuple[str, str] | None = None
+
+
+OBJECT = ("agent V theme",)
+SUBJECT = ("agent V theme", "agent V", "agent V theme to recipient")
+KINDS = {
+    "subject_to_object_common": Kind(("hedgehog", "badger"), "agent V theme", OBJECT, ("agent", "theme")),
+    "subject_to_object_proper": Kind(("Lena", "Otto"), "agent V theme", OBJECT, ("agent", "theme")),
+    "object_to_subject_common": Kind(("cricket", "weasel"), "agent V theme", SUBJECT, ("theme", "agent")),
+    "object_to_subject_proper": Kind(("Irene", "Boris"), "agent V theme", SUBJECT, ("theme", "agent")),
+    "alone_to_subject_common": Kind(("shark", "walrus"), None, SUBJECT, ("", "agent")),
+    "alone_to_subject_proper": Kind(("Paula", "Edgar"), None, SUBJECT, ("", "agent")),
+    "alone_to_object_common": Kind(("moth", "camel"), None, OBJECT, ("", "theme")),
+    "alone_to_object_proper": Kind(("Greta", "Ivan"), None, OBJECT, ("", "theme")),
+    "alone_to_infinitive": Kind(("crawl", "yawn"), None, CONTROL),
+    "active_to_passive": Kind(("bless", "rescue"), "agent V theme", TRANSITIVE[1:]),
+    "passive_to_active": Kind(("squeeze", "guide"), "theme was P", OBJECT),
+    "omitted_object_to_transitive": Kind(("bake", "carve"), "agent V", OBJECT),
+    "unaccusative_to_transitive": Kind(("shatter", "soften"), "theme V", OBJECT),
+    "double_object_to_prepositional": Kind(("teach/taught/taught", "grant"), DATIVE[0], DATIVE[1:2]),
+    "prepositional_to_double_object": Kind(("ship/shipped/shipped", "assign"), DATIVE[1], DATIVE[:1]),
+    "agent_to_unaccusative_subject": Kind(("cobra", "panther"), "agent V theme", ("theme V",), ("agent", "theme")),
+    "theme_to_omitted_object_subject": Kind(("hippo", "parrot"), "agent V theme", ("agent V",), ("theme", "agent")),
+    "theme_to_unergative_subject": Kind(("hero", "monk"), "agent V theme", ("agent V",), ("theme", "agent")),
+}
+# "agent V" alone would not say which verbs.
+VERBS_OF = {"theme_to_omitted_object_subject": OMISSIBLE, "theme_to_unergative_subject": UNERGATIVE}
+
+# Frames with an object after the verb, which training modifies.
+WITH_OBJECT = ("agent V theme", *DATIVE[:2])
+
+
+@dataclass
 class Sentence:
-    """A random sentence with its logical form.
+    """Random sentence with its logical form.
 
     Args:
         draw: Source of all choices.
-        depth: Number of nested clauses, and of nested prepositional phrases.
-        special: A combination that training never shows: `subject`, `object` or `passive`. None in training.
+        fillers: Words for the roles of the innermost clause.
+        verb: Entry of the verb of the innermost clause. Drawn if None.
+        frames: Frames that the innermost clause may have. All if empty.
+        verbs_of: Row of `VERBS` that the verb is drawn from. All if None.
+        clauses: Number of clauses around the innermost one.
+        modifiers: Number of prepositional phrases, each of the noun before it.
+        modified: The role that the first prepositional phrase belongs to, if that is no subject. `subject` for subjects alone.
+        relative: The noun's role in a relative clause after the modified noun. None without such a clause.
     """
 
-    def __init__(self, draw: random.Random, depth: int, special: str | None):
-        self.draw, self.special = draw, special
-        self.words, self.definite, self.conjuncts = [], [], []
-        self.clause(depth)
+    draw: random.Random
+    fillers: dict[str, str] = field(default_factory=dict)
+    verb: str | None = None
+    frames: tuple[str, ...] = ()
+    verbs_of: tuple[str, ...] | None = None
+    clauses: int = 0
+    modifiers: int = 0
+    modified: str = "theme"
+    relative: str | None = None
+
+    def __post_init__(self):
+        self.words: list[str] = []
+        self.definite: list[str] = []
+        self.facts: list[tuple[int, str]] = []
+        self.clause(self.clauses)
 
     def pair(self) -> tuple[str, str]:
-        """Return the text and the logical form, definite nouns first."""
+        """Return the text and the logical form: definite nouns first, then all facts in the order of their words."""
         text = " ".join(self.words)
-        return text[0].upper() + text[1:] + " .", " ; ".join([*self.definite, " AND ".join(self.conjuncts)])
+        facts = " AND ".join(fact for _, fact in sorted(self.facts, key=lambda fact: fact[0]))
+        return text[0].upper() + text[1:] + " .", " ; ".join([*self.definite, facts])
 
-    def add(self, *words: str) -> str:
-        """Append words and return the variable of the last word."""
+    def add(self, *words: str) -> int:
+        """Append words and return the position of the last one."""
         self.words += words
-        return f"x _ {len(self.words) - 1}"
+        return len(self.words) - 1
 
-    def noun_phrase(self, role: str, depth: int) -> str:
-        """Append a noun phrase and return its variable or name."""
+    def clause(self, depth: int) -> int:
+        """Append a clause and return the position of its verb."""
+        draw, is_innermost = self.draw, not depth
+        if not is_innermost:
+            (lemma, past, participle), frame = draw.choice([entry for entry in REGULAR if entry[1] in CLAUSAL])
+        elif self.verb is not None:
+            (lemma, past, participle), frame = forms(self.verb), draw.choice(self.frames)
+        else:
+            frames = self.frames or tuple({frame: None for _, frame in REGULAR if frame not in CLAUSAL})
+            # First the frame, then a verb, so that rare frames occur often enough.
+            frame = draw.choice(frames)
+            rows = [self.verbs_of] if self.verbs_of else VERBS
+            lemma, past, participle = draw.choice(
+                [forms(entry) for row in rows if frame in row for entry in VERBS[row].split()]
+            )
+        roles, verb = {}, None
+        for number, place in enumerate(frame.split()):
+            if place in ("V", "P"):
+                verb = self.add(past if place == "V" else participle)
+            elif place == "C":
+                roles["ccomp"] = f"x _ {self.clause(depth - 1)}"
+            elif place == "I":
+                infinitive = self.fillers.get("infinitive") or draw.choice(VERBS[UNERGATIVE].split()).split("/")[0]
+                position = self.add(infinitive)
+                roles["xcomp"] = f"x _ {position}"
+                self.facts.append((position, f"{infinitive} . agent ( x _ {position} , {roles['agent']} )"))
+            elif place in ("agent", "theme", "recipient"):
+                roles[place] = self.noun_phrase(place, "subject" if not number else place, is_innermost)
+            else:
+                self.add(place)
+        for role in ("agent", "theme", "recipient", "ccomp", "xcomp"):
+            if role in roles:
+                self.facts.append((verb, f"{lemma} . {role} ( x _ {verb} , {roles[role]} )"))
+        return verb
+
+    def noun_phrase(self, role: str, place: str, is_innermost: bool) -> str:
+        """Append a noun phrase and return its variable or name. `place` is its role, or `subject` before the verb."""
         draw = self.draw
-        other_role = OBJECTS_ONLY if role == "subject" else SUBJECTS_ONLY
-        if self.special == role:
-            noun = draw.choice(other_role)
-            self.special = None
-        else:
-            noun = draw.choice([word for word in (*NOUNS, *NAMES) if word not in other_role])
-        if noun in NAMES:
-            self.add(noun)
-            return noun
-        variable = self.described(noun)
-        if (role != "subject" and depth and draw.random() < 0.5) or depth > 2:
-            self.modifiers(noun, variable, depth)
-        return variable
+        is_modified = is_innermost and place == self.modified and (self.modifiers or self.relative)
+        word = self.fillers.get(role) if is_innermost else None
+        if word is None:
+            nouns = (ANIMATE, ANIMATE, NAMES) if role != "theme" else (ANIMATE, INANIMATE, INANIMATE, NAMES)
+            word = draw.choice(draw.choice(nouns[:-1] if is_modified else nouns))
+        if word[0].isupper():
+            self.add(word)
+            return word
+        position = self.described(word)
+        if is_modified:
+            if self.relative:
+                self.relative_clause(word, position)
+            self.prepositional_phrases(word, position)
+        return f"x _ {position}"
 
-    def described(self, noun: str) -> str:
-        """Append determiner and noun and return the variable of the noun."""
+    def described(self, noun: str) -> int:
+        """Append determiner and noun and return the position of the noun."""
         determiner = self.draw.choice(["a", "the"])
-        variable = self.add(determiner, noun)
+        position = self.add("an" if determiner == "a" and noun[0] in "aeiou" else determiner, noun)
         if determiner == "the":
-            self.definite.append(f"* {noun} ( {variable} )")
+            self.definite.append(f"* {noun} ( x _ {position} )")
         else:
-            self.conjuncts.append(f"{noun} ( {variable} )")
-        return variable
+            self.facts.append((position, f"{noun} ( x _ {position} )"))
+        return position
 
-    def modifiers(self, noun: str, variable: str, depth: int) -> None:
-        """Append prepositional phrases, each of the noun before it."""
-        for _ in range(depth):
+    def prepositional_phrases(self, noun: str, position: int) -> None:
+        for _ in range(self.modifiers):
             preposition = self.draw.choice(PREPOSITIONS)
             self.add(preposition)
-            slot = len(self.conjuncts)
-            place = self.described(self.draw.choice(PLACES))
-            self.conjuncts.insert(slot, f"{noun} . nmod . {preposition} ( {variable} , {place} )")
-            noun, variable = self.words[-1], place
+            place = self.draw.choice(PLACES)
+            at = self.described(place)
+            self.facts.append((position, f"{noun} . nmod . {preposition} ( x _ {position} , x _ {at} )"))
+            noun, position = place, at
 
-    def clause(self, depth: int) -> str:
-        """Append a clause and return the variable of its verb."""
-        draw = self.draw
-        if (depth > 2 and self.special is None and draw.random() < 0.8) or (depth and draw.random() < 0.2):
-            return self.with_clause(depth)
-        if self.special == "passive":
-            return self.passive(depth)
-        if self.special == "object":
-            return self.transitive(depth)
-        clauses = [self.transitive, self.transitive, self.passive, self.ditransitive, self.intransitive, self.control]
-        return draw.choice(clauses)(depth)
-
-    def predicate(self, lemma: str, variable: str, roles: dict[str, str], slot: int) -> str:
-        """Insert the roles of a verb and return its variable."""
-        self.conjuncts[slot:slot] = [f"{lemma} . {role} ( {variable} , {filler} )" for role, filler in roles.items()]
-        return variable
-
-    def with_clause(self, depth: int) -> str:
-        subject = self.noun_phrase("subject", 0)
-        verb = self.draw.choice(list(CLAUSAL))
-        slot, variable = len(self.conjuncts), self.add(verb)
+    def relative_clause(self, noun: str, position: int) -> None:
+        """Append a clause about a noun, which is its agent (*that saw a cat*) or its theme (*that a cat saw*)."""
         self.add("that")
-        inner = self.clause(depth - 1)
-        return self.predicate(CLAUSAL[verb], variable, {"agent": subject, "ccomp": inner}, slot)
-
-    def transitive(self, depth: int) -> str:
-        subject = self.noun_phrase("subject", 0)
-        verb = self.draw.choice(list(TRANSITIVE))
-        slot, variable = len(self.conjuncts), self.add(verb)
-        thing = self.noun_phrase("object", depth)
-        return self.predicate(TRANSITIVE[verb][0], variable, {"agent": subject, "theme": thing}, slot)
-
-    def passive(self, depth: int) -> str:
-        verbs = {
-            past: forms for past, forms in TRANSITIVE.items() if (past in ACTIVE_ONLY) == (self.special == "passive")
-        }
-        self.special = None
-        lemma, participle = self.draw.choice(list(verbs.values()))
-        subject = self.noun_phrase("object", 0)
-        slot, variable = len(self.conjuncts), self.add("was", participle)
-        roles = {"theme": subject}
-        if self.draw.random() < 0.6:
-            self.add("by")
-            roles["agent"] = self.noun_phrase("subject", 0)
-        return self.predicate(lemma, variable, roles, slot)
-
-    def ditransitive(self, depth: int) -> str:
-        subject = self.noun_phrase("subject", 0)
-        verb = self.draw.choice(list(DITRANSITIVE))
-        slot, variable = len(self.conjuncts), self.add(verb)
-        if self.draw.random() < 0.5:
-            recipient = self.noun_phrase("object", 0)
-            thing = self.noun_phrase("object", depth)
+        lemma, past, _ = forms(self.draw.choice(VERBS[TRANSITIVE].split()))
+        if self.relative == "agent":
+            verb = self.add(past)
+            roles = {"agent": f"x _ {position}", "theme": f"x _ {self.described(self.draw.choice(ANIMATE))}"}
         else:
-            thing = self.noun_phrase("object", depth)
-            self.add("to")
-            recipient = self.noun_phrase("object", 0)
-        return self.predicate(
-            DITRANSITIVE[verb][0], variable, {"agent": subject, "theme": thing, "recipient": recipient}, slot
-        )
-
-    def intransitive(self, depth: int) -> str:
-        subject = self.noun_phrase("subject", 0)
-        verb = self.draw.choice(list(INTRANSITIVE))
-        slot, variable = len(self.conjuncts), self.add(verb)
-        return self.predicate(INTRANSITIVE[verb], variable, {"agent": subject}, slot)
-
-    def control(self, depth: int) -> str:
-        subject = self.noun_phrase("subject", 0)
-        verb, infinitive = self.draw.choice(list(CONTROL)), self.draw.choice(INFINITIVES)
-        slot, variable = len(self.conjuncts), self.add(verb)
-        inner = self.add("to", infinitive)
-        self.predicate(infinitive, inner, {"agent": subject}, slot)
-        return self.predicate(CONTROL[verb], variable, {"agent": subject, "xcomp": inner}, slot)
+            roles = {"agent": f"x _ {self.described(self.draw.choice(ANIMATE))}", "theme": f"x _ {position}"}
+            verb = self.add(past)
+        self.facts.append((position, f"{noun} . nmod ( x _ {position} , x _ {verb} )"))
+        self.facts += [(verb, f"{lemma} . {role} ( x _ {verb} , {filler} )") for role, filler in roles.items()]
 
 
-def make_splits(num_train: int = 24_000, seed: int = 4) -> dict[str, list[tuple[str, str]]]:
-    """Return the pairs of each split. No sentence occurs twice."""
+# Kinds whose words are all known, but which are built as no sentence of training.
+STRUCTURES = {
+    "modifier_of_subject": lambda draw: Sentence(
+        draw, frames=("agent V theme", "agent V"), modifiers=draw.randint(1, 2), modified="subject"
+    ),
+    "modifier_of_recipient": lambda draw: Sentence(
+        draw, frames=DATIVE[:2], modifiers=draw.randint(1, 2), modified="recipient"
+    ),
+    "relative_clause_of_subject": lambda draw: Sentence(
+        draw, frames=("agent V theme", "agent V"), relative=draw.choice(["agent", "theme"]), modified="subject"
+    ),
+    "deeper_modifiers": lambda draw: Sentence(draw, frames=WITH_OBJECT, modifiers=draw.randint(3, 12)),
+    "deeper_clauses": lambda draw: Sentence(draw, clauses=draw.randint(3, 12)),
+    "clauses_with_modifiers": lambda draw: Sentence(draw, frames=WITH_OBJECT, clauses=2, modifiers=2),
+}
+
+# Kinds of SLOG, which are no part of `test_systematic`.
+OF_SLOG = ("modifier_of_recipient", "relative_clause_of_subject", "clauses_with_modifiers")
+
+
+def alone(word: str) -> tuple[str, str]:
+    """Return a word without a sentence, and its meaning."""
+    if word[0].isupper():
+        return word, word
+    if word in ANIMATE + INANIMATE + PLACES or word in {
+        word for kind in KINDS.values() if kind.role for word in kind.words
+    }:
+        return word, f"LAMBDA a . {word} ( a )"
+    return word, f"LAMBDA a . LAMBDA e . {word} . agent ( e , a )"
+
+
+def usual(draw: random.Random) -> tuple[str, str]:
+    """Return a sentence as in training: up to two clauses around it, up to two modifiers of an object or a relative clause."""
+    depth = draw.choice([0, 0, 1, 1, 2])
+    shape = draw.choice(["clauses", "modifiers", "relative"] if depth else [""])
+    if shape == "clauses":
+        return Sentence(draw, clauses=depth).pair()
+    if shape == "modifiers":
+        return Sentence(draw, frames=WITH_OBJECT, modifiers=depth).pair()
+    if shape == "relative":
+        return Sentence(draw, frames=WITH_OBJECT, relative=draw.choice(["agent", "theme"])).pair()
+    return Sentence(draw).pair()
+
+
+def shown(kind: Kind, word: str, draw: random.Random) -> tuple[str, str]:
+    """Return the one training pair that has the word of a kind."""
+    if kind.shown is None:
+        return alone(word)
+    if kind.role is None:
+        return Sentence(draw, verb=word, frames=(kind.shown,)).pair()
+    return Sentence(draw, {kind.role[0]: word}, frames=(kind.shown,)).pair()
+
+
+def asked(name: str, draw: random.Random) -> tuple[str, str]:
+    """Return a pair of a kind of new combinations, with up to two clauses around it."""
+    if name in STRUCTURES:
+        return STRUCTURES[name](draw).pair()
+    kind = KINDS[name]
+    word, verb, fillers = draw.choice(kind.words), None, {}
+    if name == "alone_to_infinitive":
+        fillers["infinitive"] = word
+    elif kind.role is None:
+        verb = word
+    else:
+        fillers[kind.role[1]] = word
+    return Sentence(draw, fillers, verb, kind.asked, VERBS_OF.get(name), clauses=draw.choice([0, 0, 0, 1, 2])).pair()
+
+
+def make_splits(num_train: int = 24_000, num_of_kind: int = 200, seed: int = 4) -> dict[str, list[tuple[str, str]]]:
+    """Return the pairs of each split. No sentence occurs twice.
+
+    Args:
+        num_train: Number of sentences of training. The words that stand alone and those of the kinds come on top.
+        num_of_kind: Number of sentences of each kind.
+        seed: Seed of all choices.
+    """
     draw = random.Random(seed)
-    pairs, systematic = {}, {}
+    pairs = {}
     while len(pairs) < num_train + 1500:
-        pairs.update([Sentence(draw, draw.choice([0, 1, 1, 2]), None).pair()])
-    while len(systematic) < 1000:
-        kind = draw.choice(["subject", "object", "passive", "deep"])
-        sentence = Sentence(draw, 4 if kind == "deep" else 0, None if kind == "deep" else kind)
-        if sentence.special is None:
-            systematic.update([sentence.pair()])
-    systematic = [pair for pair in systematic.items() if pair[0] not in pairs]
+        pairs.update([usual(draw)])
     pairs = list(pairs.items())
-    draw.shuffle(pairs)
-    return {"train": pairs[1500:], "validation": pairs[:500], "test": pairs[500:1500], "test_systematic": systematic}
+    words = [
+        *draw.sample([*ANIMATE, *INANIMATE, *PLACES], 80),
+        *draw.sample(NAMES, 20),
+        "sleep",
+        "laugh",
+        "smile",
+        "jump",
+    ]
+    train = pairs[1500:] + [alone(word) for word in words]
+    train += [shown(kind, word, draw) for kind in KINDS.values() for word in kind.words]
+    draw.shuffle(train)
+    splits = {"train": train, "validation": pairs[:500], "test": pairs[500:1500], "test_systematic": []}
+    for name in (*KINDS, *STRUCTURES):
+        sentences = {}
+        while len(sentences) < num_of_kind:
+            sentences.update([asked(name, draw)])
+        splits[f"systematic/{name}"] = list(sentences.items())
+        if name not in OF_SLOG:
+            splits["test_systematic"] += sentences.items()
+    return splits
