@@ -99,6 +99,9 @@ def train(job: str, seed: int, folder: Path, files: dict[str, list[Path]], argum
     systematic = files["train"][0].with_name("test_systematic.tsv")
     if systematic.is_file():
         result["systematic"] = evaluate(job, [folder], "systematic", [systematic], arguments.core)["scores"]
+    for kind in sorted(systematic.with_name("systematic").glob("*.tsv")):
+        score = evaluate(job, [folder], kind.stem, [kind], arguments.core)["scores"]["exact_match"]
+        result.setdefault("kinds", {})[kind.stem] = score
     return result | {"data": metrics["data"], "fields": fields}
 
 
