@@ -67,7 +67,7 @@ class PairCorpus:
             ValueError: If the recipe names no training pairs, or gives limits above `longest`.
         """
         self.recipe, self.arguments, self.longest = _fit_limits(recipe, longest), arguments, longest
-        # Of all random choices in the data.
+        # Seed of all random choices in the data.
         self.seed = data_seed(arguments)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}

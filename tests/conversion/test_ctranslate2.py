@@ -138,7 +138,7 @@ def test_drawn_configurations_give_the_same_tokens(fields, tmp_path):
 def test_the_draw_reaches_every_choice():
     for name, values in _CHOICES.items():
         left = {str(value) for value in values} - {str(fields[name]) for fields in DRAWN}
-        # Those that are always refused.
+        # CTranslate2 refuses these in every model.
         assert left <= {"alibi", "none", "relu2", "mish", str(_ROTATIONS[2])}, (name, left)
 
 

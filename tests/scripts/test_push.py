@@ -135,7 +135,7 @@ def test_existing_repository_and_other_branch(hub, folder, capsys):
         execute(push, push_words(folder, "--revision", "second"))
     assert [branch for branch, _, _ in hub.commits] == ["second", "second"] == hub.branches
     assert list(hub.repositories) == ["somebody/tiny"]
-    # What is private goes to no public repository.
+    # A private upload goes to no public repository.
     assert run("push", push_words(folder, "--private")) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("`private` must be left out for a repository that is public, got 'somebody/tiny'.")
@@ -223,7 +223,7 @@ def write(name, text):
 
 REFUSED = {
     "cut weights": (cut, "must hold whole weights, got "),
-    # What is not the model's is not taken for it.
+    # Weights of another name are not taken for the model's.
     "other weights": (
         lambda folder: (folder / "model.safetensors").rename(folder / "other.safetensors"),
         "but model.safetensors is missing",

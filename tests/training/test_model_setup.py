@@ -52,7 +52,7 @@ def test_special_ids_of_a_tokenizer_must_be_those_of_the_base(specials):
 
 
 def test_a_target_tokenizer_that_is_larger_lets_its_side_grow():
-    """Of two vocabularies each has a size of its own; of one, both sides must find room."""
+    """Two vocabularies have a size each. A joint one has room for both sides."""
     pair, recipe = tiny_pair(joint=False), Recipe(train_file="a")
     sizes = (len(pair.source), len(pair.target))
     for fields in ({"share_embeddings": False}, {"share_embeddings": True}):
