@@ -59,6 +59,13 @@ def test_a_run_that_is_done_ends_with_the_same_loss_and_random_states(tmp_path):
     assert results[0] == results[1]
 
 
+def test_a_checkpoint_that_a_killed_run_had_still_to_delete_goes(tmp_path):
+    """The run was killed between its last checkpoint and the deletion of the one before."""
+    make_trainer(tmp_path, max_steps=3).train()
+    make_trainer(tmp_path, max_steps=3, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-3"]
+
+
 def test_a_plain_checkpoint_is_resumed_with_a_warning(plain_run, caplog):
     assert make_trainer(plain_run, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
     assert make_trainer(plain_run, max_steps=4).train(resume_from_checkpoint=True).global_step == 4
