@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
-from transformers import trainer_pt_utils
 
 from metaphrase.data.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
@@ -48,20 +47,39 @@ def check_beside_budget(arguments: Any, max_tokens_per_batch: int | None) -> Non
             )
 
 
-class LengthGroupedSampler(trainer_pt_utils.LengthGroupedSampler):
-    """transformers' order whose consecutive batches hold pairs of similar length, from seed and epoch alone."""
+# Batches of a chunk that is sorted by length, without a token budget.
+_GROUPED_BATCHES = 50
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Indices in an order whose batches hold pairs of similar length, and follow each other in random order.
+
+    The order depends on the seed and the epoch alone. transformers' sampler leaves the batches of a chunk sorted, from long to
+    short, by which the demo's model learns more slowly and ends almost one BLEU lower.
+    """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
-        super().__init__(batch_size, lengths=list(lengths))
-        self.seed, self.epoch = seed, 0
+        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the order."""
+        """Set the epoch of the order. accelerate's loaders call this method."""
         self.epoch = epoch
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
     def __iter__(self) -> Iterator[int]:
-        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return super().__iter__()
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        shuffled = torch.randperm(len(self.lengths), generator=generator).tolist()
+        chunk_size = _GROUPED_BATCHES * self.batch_size
+        order = []
+        for start in range(0, len(shuffled), chunk_size):
+            order += sorted(shuffled[start : start + chunk_size], key=lambda index: -self.lengths[index])
+        # Chunks end where batches end, so only the last batch may be smaller. It stays last, where the loader cuts it.
+        num_full = len(order) // self.batch_size
+        for number in torch.randperm(num_full, generator=generator).tolist():
+            yield from order[number * self.batch_size : (number + 1) * self.batch_size]
+        yield from order[num_full * self.batch_size :]
 
 
 def padded_cost(lengths: np.ndarray) -> int:

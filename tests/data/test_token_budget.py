@@ -148,6 +148,9 @@ def test_grouped_batches_hold_similar_lengths_in_an_order_of_seed_and_epoch():
     batches = [[lengths[index] for index in orders[0][start : start + 8]] for start in range(0, 800, 8)]
     spreads = [max(batch) - min(batch) for batch in batches]
     assert sum(spreads) / 100 < 0.2 * (max(lengths) - min(lengths))
+    # Long and short batches alternate: an order from long to short teaches worse.
+    falls = sum(max(batch) >= max(later) for batch, later in itertools.pairwise(batches))
+    assert 35 < falls < 65
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
