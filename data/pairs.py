@@ -473,7 +473,7 @@ def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
 
 
 def data_seed(arguments: Any) -> int:
-    """Return the seed of the data order: `data_seed` of training arguments, or else `seed`."""
+    """Return the seed of splits and order of the data: `data_seed` of a recipe or training arguments, or else `seed`."""
     return arguments.seed if arguments.data_seed is None else arguments.data_seed
 
 

@@ -52,6 +52,7 @@ from metaphrase.inference.minimum_bayes_risk import (
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.texts.documents import Document, keep_whole, split_documents
+from metaphrase.storage.folders import members_of
 from metaphrase.storage.generation_options import complete_sampling
 from metaphrase.storage.loading import check_device, default_device, is_exported, load_whole, naming
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
@@ -359,7 +360,8 @@ class Generator(TextStream):
         """Load model and tokenizers from a folder or from the Hub.
 
         Args:
-            name_or_path: Folder or Hub id of any encoder-decoder of transformers. Several Metaphrase models form an ensemble.
+            name_or_path: Folder or Hub id of any encoder-decoder of transformers. Several Metaphrase models form an ensemble, and
+                so does a folder whose `ensemble.json` names them.
                 An exported folder runs in CTranslate2. The engine `ctranslate2` converts a Metaphrase model into a temporary
                 copy.
             engine: `torch`, `ctranslate2`, or `auto`: torch, and for each call on a CPU that CTranslate2 decodes faster and with
@@ -382,6 +384,7 @@ class Generator(TextStream):
         if engine not in ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
         names = [name_or_path] if isinstance(name_or_path, str | os.PathLike) else list(name_or_path)
+        names = [model for name in names for model in members_of(name) or [name]]
         if len(names) != 1 and (engine == "ctranslate2" or use_vmap or not names):
             raise ValueError(f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}.")
         if engine == "auto" and len(names) == 1 and is_exported(names[0]):

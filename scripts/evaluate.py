@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.max_source_length is not None and arguments.source_prefix:
         encode = generator.tokenizers.encode_sources
         check_source_length(arguments.max_source_length, encode, arguments.source_prefix)
-    measured = describe(arguments, pairs, report)
+    measured = describe(arguments, pairs, report, 1 + len(generator.members))
     # In their JSON form, for the comparison with earlier scores.
     settings = json.dumps(generation_settings(generator, generation_options), allow_nan=False)
     output = choose_output(arguments, measured | {"generation": json.loads(settings)})
@@ -93,7 +93,9 @@ def main(arguments: argparse.Namespace) -> None:
     logger.info("Written to %s", output)
 
 
-def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) -> dict[str, dict[str, Any]]:
+def describe(
+    arguments: argparse.Namespace, pairs: Dataset, report: DataReport, num_models: int
+) -> dict[str, dict[str, Any]]:
     """Return the entries of `metrics.json` on data and model."""
     digest = hashlib.sha256()
     for pair in zip(column_texts(pairs, "source"), column_texts(pairs, "target"), strict=True):
@@ -102,7 +104,7 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) 
     data = {"name": Path(arguments.source or arguments.file).name, "sha256": digest.hexdigest()}
     # Numbers of skipped pairs.
     data |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
-    inference = {"engine": arguments.engine, "dtype": arguments.dtype, "models": len(chosen_models(arguments))}
+    inference = {"engine": arguments.engine, "dtype": arguments.dtype, "models": num_models}
     inference |= given_options(arguments, ("max_source_length", "source_lang", "target_lang"))
     if arguments.use_vmap:
         inference["use_vmap"] = True

@@ -7,11 +7,13 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 
 import argparse
 import contextlib
+import json
 import logging
 import re
 import shlex
 import shutil
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,15 +21,20 @@ import datasets
 import psutil
 from transformers.utils import logging as transformers_logging
 
-from metaphrase.data.pairs import READERS
+from metaphrase.data.pairs import READERS, data_seed
+from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.hub_card import renew_model_card
 from metaphrase.hub_card.card import with_interval
+from metaphrase.inference import Generator
 from metaphrase.inference.progress import has_bar
 from metaphrase.scripts.__main__ import run
+from metaphrase.storage.folders import ENSEMBLE_NAME
+from metaphrase.training.callbacks import parse_seconds
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
 from metaphrase.training.choices.completion import complete
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
+from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.estimate import dry_run
 from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
 from metaphrase.training.run_folder import holds_run, with_fields_of_run
@@ -107,8 +114,8 @@ def naming_checkpoint(folder: Path) -> Iterator[None]:
         raise KeyboardInterrupt(hint) from None
 
 
-def next_steps(folder: Path, objective: str = "pairs") -> str:
-    """Return the commands that a user of a finished model needs next."""
+def next_steps(folder: Path, objective: str = "pairs", is_ensemble: bool = False) -> str:
+    """Return the commands that a user of a finished model or ensemble needs next."""
     name = shlex.quote(str(folder))
     commands = [
         f"metaphrase generate {name} --input FILE --output FILE",
@@ -116,7 +123,8 @@ def next_steps(folder: Path, objective: str = "pairs") -> str:
     ]
     if objective != "pairs":
         commands = [f"metaphrase train PAIRS.tsv --model_name_or_path {name}"]
-    return "\n  ".join(["Next:", *commands, f"metaphrase push {name} USER/NAME"])
+    commands.append(f"metaphrase serve {name}" if is_ensemble else f"metaphrase push {name} USER/NAME")
+    return "\n  ".join(["Next:", *commands])
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -130,41 +138,85 @@ def main(arguments: argparse.Namespace) -> None:
             "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
         )
     recipe = read_recipe(arguments)
+    limit_bars(recipe)
+    keep_freed_memory()
+    keep_few_kernels()
+    started = psutil.Process().create_time()
+    if arguments.num_seeds == 1:
+        train(recipe, arguments.dry_run, started)
+    else:
+        train_ensemble(recipe, arguments.num_seeds, arguments.dry_run, started)
+    leave_processes()
+
+
+def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment, dict]:
+    """Run a recipe, or print what the run needs, and return the experiment and the content of `metrics.json`."""
     folder = Path(recipe.output_dir)
     if recipe.resume_from_checkpoint is True and not holds_run(folder):
         # Open fields are chosen as for any new run.
         logger.info("%s holds nothing to resume from: the run starts from the beginning.", folder)
         recipe = recipe.replace(resume_from_checkpoint=None)
     recipe = with_fields_of_run(recipe, folder)
-
-    limit_bars(recipe)
-    keep_freed_memory()
-    keep_few_kernels()
-    experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
+    experiment, choices = complete(recipe, is_dry_run, started)
     is_main_process = experiment.arguments.process_index == 0
     if choices and is_main_process:
         options = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
         width = shutil.get_terminal_size((120, 24)).columns
         lines = [textwrap.fill(choice, width, break_long_words=False, **options) for choice in choices]
         logger.info("Chosen, to be saved in recipe.yaml:\n%s", "\n".join(lines))
-    if arguments.dry_run:
+    if is_dry_run:
         estimate = dry_run(experiment)
         if is_main_process:
             print(estimate)
-        leave_processes()
-        return
+        return experiment, {}
     with naming_checkpoint(experiment.folder):
         result = experiment.train()
     if is_main_process:
-        for name, score in result.get("scores", {}).items():
-            values = name, result["data"]["split"], with_interval(score), score["signature"]
-            logger.info("%s on %s: %s  %s", *values)
+        log_scores(result)
         renew_model_card(experiment.folder)
         logger.info("The model lies in %s\n%s", experiment.folder, next_steps(experiment.folder, recipe.objective))
-    leave_processes()
     if experiment.interrupt.has_ended:
         # A script must not go on as if the training had reached its end.
         raise KeyboardInterrupt("The model of this update is saved; --resume goes on from there.")
+    return experiment, result
+
+
+def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: float) -> None:
+    """Train models that differ in the seed alone, and score their ensemble.
+
+    `output_dir` gets a folder for each seed, with a complete run, and `ensemble.json`, which names them. The first run makes
+    the choices for all. All have the splits of the first one. Each has an equal share of `time_budget`.
+    """
+    if num_seeds < 1 or recipe.objective != "pairs":
+        raise ValueError(f"`num_seeds` must be at least 1, and 1 without pairs, got {num_seeds}.")
+    folder, scores = Path(recipe.output_dir), {}
+    fields = {"data_seed": data_seed(recipe), "resume_from_checkpoint": recipe.resume_from_checkpoint}
+    if recipe.time_budget is not None:
+        fields["time_budget"] = f"{parse_seconds(recipe.time_budget) / num_seeds:.0f}s"
+    for number, seed in enumerate(range(recipe.seed, recipe.seed + num_seeds), start=1):
+        name = f"seed_{seed}"
+        logger.info("Model %d of %d: %s", number, num_seeds, folder / name)
+        member = recipe.replace(output_dir=str(folder / name), seed=seed, **fields)
+        experiment, result = train(member, is_dry_run, started)
+        if is_dry_run:
+            return
+        recipe, started, scores[name] = experiment.recipe, time.time(), result.get("scores")
+    if experiment.arguments.process_index != 0:
+        return
+    (folder / ENSEMBLE_NAME).write_text(json.dumps({"models": list(scores)}) + "\n", encoding="utf-8")
+    sizes = {"batch_size": experiment.arguments.per_device_eval_batch_size}
+    ensemble = Generator.from_pretrained(folder, max_source_length=experiment.corpus.longest, **sizes)
+    result = experiment.evaluate(ensemble, folder)
+    if result:
+        write_metrics(folder, result | {"models": scores})
+        log_scores(result)
+    logger.info("The ensemble lies in %s\n%s", folder, next_steps(folder, is_ensemble=True))
+
+
+def log_scores(result: dict) -> None:
+    """Show the scores of a model, the content of its `metrics.json`."""
+    for name, score in result.get("scores", {}).items():
+        logger.info("%s on %s: %s  %s", name, result["data"]["split"], with_interval(score), score["signature"])
 
 
 if __name__ == "__main__":

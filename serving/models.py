@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, Ticket
-from metaphrase.storage.folders import read_fields
+from metaphrase.storage.folders import members_of, read_fields
 from metaphrase.tokenization import set_languages
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
@@ -76,7 +76,8 @@ class ServedModel:
         the folder is that of the model. By default the task is translation for a model with languages.
         """
         languages = None if name is None else read_pair(name)
-        recipe = read_fields(Path(path) / "recipe.yaml", yaml.safe_load) or {}
+        [folder, *_] = members_of(path) or [Path(path)]
+        recipe = read_fields(folder / "recipe.yaml", yaml.safe_load) or {}
         pair = recipe.get("source_language"), recipe.get("target_language")
         if languages is None and all(isinstance(code, str) and len(base_code(code)) in (2, 3) for code in pair):
             languages = pair

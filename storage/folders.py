@@ -15,6 +15,8 @@ except ImportError:
     fcntl = None
 
 _CARD_NAME = "README.md"
+# File that names the models of an ensemble.
+ENSEMBLE_NAME = "ensemble.json"
 
 
 @contextlib.contextmanager
@@ -145,6 +147,19 @@ def refuse_outer_links(folder: Path, paths: Iterable[Path], field: str) -> None:
 def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
     """Return the fields of a file, or None if it is missing. Errors are as for `read_json`."""
     return read_json(path, parse) if path.exists() else None
+
+
+def members_of(name_or_path: str | os.PathLike) -> list[Path]:
+    """Return the folders of the models that a folder joins as an ensemble. A single model, or a name on the Hub, has none.
+
+    Raises:
+        ValueError: If the file that names the models is damaged.
+    """
+    path = Path(name_or_path, ENSEMBLE_NAME)
+    names = (read_fields(path) or {"models": []}).get("models")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"`models` in {str(path)!r} must be a list of folders, got {names!r}.")
+    return [path.parent / name for name in names]
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:

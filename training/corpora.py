@@ -94,8 +94,8 @@ class PairCorpus:
             self.read()
         held_out = {"validation": recipe.num_validation, "test": recipe.num_test}
         if any(number and split not in self.splits for split, number in held_out.items()):
-            train, seed = self.splits["train"], self.arguments.seed
-            self.splits.update(split_pairs(train, recipe.num_validation, recipe.num_test, seed))
+            held_out_pairs = split_pairs(self.splits["train"], recipe.num_validation, recipe.num_test, self.seed)
+            self.splits.update(held_out_pairs)
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
         self.reports[split] = DataReport()

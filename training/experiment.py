@@ -192,7 +192,7 @@ class Experiment:
                 self.recipe = fill_decoding(recipe, generator, trainer.score, self.deadline, pairs, self.folder)
             # Again, since the counts of a stream are final now.
             self._write_provenance()
-            result = self._evaluate(model, tokenizers)
+            result = self.evaluate(self._generator(model, tokenizers))
         trainer.accelerator.wait_for_everyone()
         return result
 
@@ -344,32 +344,36 @@ class Experiment:
         if not path.is_file() or saved_recipe(path).to_dict() != self.recipe.to_dict():
             self.recipe.save(path)
 
-    def _evaluate(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> dict:
-        corpus, split = self.corpus, self.corpus.scored_split()
+    def evaluate(self, generator: Generator, folder: Path | None = None) -> dict:
+        """Score a generator on the test pairs, or else on the validation pairs, and return the content of `metrics.json`.
+
+        Args:
+            generator: The finished model, or another one with its tokenizers. Sources have their prefix already.
+            folder: Folder of `metrics.json` and the predictions; None for that of the run.
+        """
+        corpus, split, folder = self.corpus, self.corpus.scored_split(), folder or self.folder
         if split is None:
             if self.recipe.objective == "pairs":
                 logger.warning("There are neither test nor validation pairs: the model is not scored.")
-            earlier = self.folder / "metrics.json"
+            earlier = folder / "metrics.json"
             if earlier.exists():
                 # The model card would take these scores for those of the new weights.
                 renamed = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
                 logger.warning("Scores of an earlier run were moved to %s.", renamed)
             return {}
-        generator = self._generator(model, tokenizers)
         targets = corpus.splits[split]["target"][:]
-        references = tokenizers.as_decoded(targets)
+        references = generator.tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
             generator,
-            # The sources have their prefix already.
             corpus.splits[split]["source"][:],
             targets,
             references=references,
             metrics=self.scores.metrics,
             metric_options=self.scores.options,
             show_progress=not self.arguments.disable_tqdm,
-            on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
+            on_decoded=lambda texts: (folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
-        warn(unfinished_alerts(result["num_unfinished"], len(predictions), length_limit(model)))
+        warn(unfinished_alerts(result["num_unfinished"], len(predictions), length_limit(generator.model)))
         result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
             tasks = corpus.splits[split][TASK_COLUMN][:]
@@ -377,5 +381,5 @@ class Experiment:
             for task, part in result["tasks"].items():
                 values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
                 logger.info("%s: %s", task, values)
-        write_metrics(self.folder, result)
+        write_metrics(folder, result)
         return result

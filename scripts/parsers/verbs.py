@@ -298,6 +298,7 @@ VERBS = {
             "--help_fields": "list all fields of a recipe and exit",
             "--resume": "resume from the last checkpoint in output_dir, if there is one",
             "--dry_run": "print what the run needs, and do not train",
+            "--num_seeds INT = 1": "models to train, which differ in the seed, for an ensemble in one folder",
         },
         usage="%(prog)s [recipe] [option ...] [--field value ...]",
     ),

@@ -1,18 +1,21 @@
 """The command line: `metaphrase train` on tiny recipes."""
 
+import json
 import shutil
 import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 from small_runs import SMALL
 from verbs import execute
 
 from metaphrase.hub_card.card import FIGURE_NAME, is_own_card
-from metaphrase.inference import progress
+from metaphrase.inference import Generator, progress
 from metaphrase.scripts import train
 from metaphrase.scripts.__main__ import run
 from metaphrase.scripts.parsers import parse
+from metaphrase.storage.folders import members_of
 from metaphrase.training.callbacks import EndOnInterrupt
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
@@ -163,3 +166,39 @@ def test_resume_without_a_run_chooses_fields_as_a_new_run(words, tmp_path, caplo
         chosen += [record.getMessage() for record in caplog.records if record.getMessage().startswith("Chosen, to be")]
     assert "second holds nothing to resume from: the run starts from the beginning." in caplog.text
     assert len(chosen) == 2 and chosen[0] == chosen[1]
+
+
+def test_several_seeds_leave_one_folder_that_is_an_ensemble(words, tmp_path, capsys, caplog):
+    folder = tmp_path / "run"
+    words += ["--num_validation", "2", "--num_test", "3", "--metrics", "bleu", "--generation_max_length", "9"]
+    words += ["--seed", "5"]
+    with caplog.at_level("INFO"):
+        assert run("train", [*words, "--num_seeds", "2"]) == 0
+    members = [folder / "seed_5", folder / "seed_6"]
+    metrics = [json.loads((path / "metrics.json").read_text("utf-8")) for path in (folder, *members)]
+    assert metrics[0]["models"] == {path.name: part["scores"] for path, part in zip(members, metrics[1:], strict=True)}
+    weights = [load_file(path / "model.safetensors")["model.decoder.norm.weight"] for path in members]
+    assert not weights[0].equal(weights[1])
+    # The test pairs of one model are no training pairs of another.
+    reports = [json.loads((path / "data_report.json").read_text("utf-8")) for path in members]
+    assert reports[0] == reports[1] and load_recipe(members[1] / "recipe.yaml").data_seed == 5
+
+    generators = [Generator.from_pretrained(name) for name in (folder, members)]
+    texts, options = TEXTS[:3], {"max_new_tokens": 6, "show_progress": False}
+    assert generators[0].generate(texts, **options) == generators[1].generate(texts, **options)
+    assert len(generators[0].members) == 1
+    with pytest.raises(ValueError, match=r"`output_dir` must not hold .*seed_5"):
+        train.train_ensemble(load_recipe(None, words), 2, False, 0.0)
+
+
+def test_a_stopped_ensemble_is_resumed(words, tmp_path, monkeypatch):
+    words += ["--seed", "5", "--num_seeds", "2"]
+    train_all = Experiment.train
+    monkeypatch.setattr(Experiment, "train", lambda self: train_all(self) if self.arguments.seed == 5 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("train", words)
+    before = (tmp_path / "run" / "seed_5" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(Experiment, "train", train_all)
+    assert run("train", [*words, "--resume"]) == 0
+    assert (tmp_path / "run" / "seed_5" / "model.safetensors").read_bytes() == before
+    assert members_of(tmp_path / "run") == [tmp_path / "run" / "seed_5", tmp_path / "run" / "seed_6"]

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import torch
 
-from metaphrase.data.pairs import SIDES, CorpusProfile, possible_validation, split_pairs
+from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.choices.rules import (
@@ -95,11 +95,11 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
         experiment.corpus.read()
     train = experiment.corpus.splits["train"]
     if recipe.num_test:
-        train = split_pairs(train, 0, recipe.num_test, recipe.seed)["train"]
+        train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
     recipe = choose_from_text(recipe, CorpusProfile.of(train))
     if before.is_open("num_validation") and recipe.num_validation:
         # Pairs with the same source stay together.
-        size = possible_validation(train, recipe.num_validation, recipe.num_test, recipe.seed)
+        size = possible_validation(train, recipe.num_validation, recipe.num_test, data_seed(recipe))
         recipe = recipe.replace(num_validation=size)
     if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
         recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
