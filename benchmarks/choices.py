@@ -167,10 +167,8 @@ class MeasuredExperiment(Experiment):
         trainer.add_callback(self.clock)
         return trainer
 
-    def _evaluate(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> dict:
-        batch_size = self.arguments.per_device_eval_batch_size
-        generator = Generator(model.eval(), tokenizers, batch_size=batch_size, max_source_length=self.corpus.longest)
-        max_length = model.generation_config.max_length
+    def evaluate(self, generator: Generator, folder: Path | None = None) -> dict:
+        max_length = generator.model.generation_config.max_length
         scores = {}
         for path in sorted(Path(self.recipe.data_dir).glob("test*.tsv")):
             lines = path.read_text(encoding="utf-8").split("\n")[:-1][: self.configuration["test_pairs"]]
