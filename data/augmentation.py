@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
+from metaphrase.data.rare_words import RareWords
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import SPACED_WORD
 
-AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms")
+AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words")
 # Around a term that a source asks for. They stand behind the word that the term translates.
 TERM_TOKENS = ("<term>", "</term>")
 _MAX_TERMS = 3
@@ -174,6 +175,7 @@ class Augmenter:
     - `typos`: a source with two letters swapped, a letter left out or a letter doubled, once in about ten words.
     - `terms`: a source with up to three words of the target, each behind the word that it translates and between `TERM_TOKENS`
       (Dinu et al. 2019, Training Neural Machine Translation to Apply Terminology Constraints). The model learns to copy them.
+    - `rare_words`: both sides with a rare word and its translation in place of another word and its translation.
 
     Special tokens and prefixes stay. The changes of a pair depend on seed, epoch and row alone, so that they are equal in all
     orders, batches, workers and processes.
@@ -188,14 +190,15 @@ class Augmenter:
         rates: Mapping[str, float] | None = None,
         prefixes: Sequence[str] = (),
         terms: Mapping[str, Sequence[str]] | None = None,
+        rare_words: RareWords | None = None,
     ):
-        """Take the most tokens of each side, the rates, the beginnings of sources that stay, and terms with case folded.
+        """Take the most tokens of each side, the rates, the beginnings of sources that stay, terms with case folded, and words.
 
         A side over its limit stays as it was, and with changes of both texts the other side, too.
         """
         self.tokenizers, self.seed, self.limits = tokenizers, seed, limits
         self._rates = dict.fromkeys(AUGMENTATIONS, 0.0) | dict(rates or {})
-        self._terms = dict(terms or {})
+        self._terms, self._rare_words = dict(terms or {}), rare_words
         self._samplers: tuple[SubwordSampler | None, ...] = (None, None)
         if subword_sampling is not None:
             source = SubwordSampler(tokenizers.source, subword_sampling)
@@ -239,6 +242,8 @@ class Augmenter:
         rates = self._rates
         if not any(rates.values()):
             return source, target
+        if self._rare_words is not None and random.random() < rates["rare_words"]:
+            source, target = self._rare_words.replace(source, target, random)
         case, has_missing, has_typos, has_terms = (random.random() for _ in range(4))
         if case < rates["uppercase"]:
             source, target = (self._outside_tokens(str.upper, text) for text in (source, target))

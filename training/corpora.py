@@ -1,5 +1,6 @@
 """Corpora: training, validation and test data of a recipe, of one or of several parts, from files to data sets of token ids."""
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from metaphrase.data.pairs import (
     load_pairs,
     split_pairs,
 )
+from metaphrase.data.rare_words import RareWords
 from metaphrase.data.stages import StagedPairs, parse_stages
 from metaphrase.data.token_budget import PairStream, TokenBudgetStream
 from metaphrase.filtering.lexicon import learn_terms
@@ -41,7 +43,7 @@ from metaphrase.training.recipe.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 # It bounds time and memory.
-_MAX_PAIRS_FOR_TERMS = 100_000
+_MAX_LEARNED_PAIRS = 100_000
 _TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
@@ -125,15 +127,31 @@ class PairCorpus:
         recipe = self.recipe
         if not recipe.is_augmented:
             return None
-        rates, terms = recipe.augmentation, None
+        rates, terms, rare_words = recipe.augmentation, None, None
+        if "rare_words" in rates:
+            rare_words = self.rare_words
+            if not rare_words.substitutes:
+                raise ValueError(
+                    "`augmentation.rare_words` must be left out for pairs without words that may stand in the place of others."
+                )
         if "terms" in rates:
-            terms = learn_terms(sample_pairs(zip(*self.sides(), strict=True), _MAX_PAIRS_FOR_TERMS)[1])
+            terms = learn_terms(self._sample())
             if not terms:
                 raise ValueError(
                     "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
                 )
             logger.info("%sLearned %d terms, to insert some into sources.", self.label, len(terms))
-        return Augmenter(tokenizers, self.seed, self.limits, recipe.subword_sampling, rates, self._prefixes(), terms)
+        return Augmenter(
+            tokenizers, self.seed, self.limits, recipe.subword_sampling, rates, self._prefixes(), terms, rare_words
+        )
+
+    @functools.cached_property
+    def rare_words(self) -> RareWords:
+        """Words of the training pairs, with their translations, that may take the places of others."""
+        return RareWords.learn(self._sample())
+
+    def _sample(self) -> list[tuple[str, str]]:
+        return sample_pairs(zip(*self.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
 
     def _prefixes(self) -> list[str]:
         return [self.recipe.source_prefix] if self.recipe.source_prefix else []

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from metaphrase.data.augmentation import AugmentedPairs, Augmenter, SubwordSampler
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import PairSource
+from metaphrase.data.rare_words import RareWords
 from metaphrase.data.token_budget import PairStream
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
@@ -117,6 +118,15 @@ def test_typos_change_a_source_by_letters_near(tokenizers):
     assert {target for _, target in texts} == {"Hund 12"}
     assert {source for source, _ in texts} == {"dog 12", "odg 12", "og 12", "ddog 12", "dgo 12", "dg 12", "doog 12"}
     assert np.mean([source != "dog 12" for source, _ in texts]) == pytest.approx(0.5, abs=0.04)
+
+
+def test_rare_words_come_at_their_rate_on_both_sides(tokenizers):
+    rare = RareWords({"dog": "Hund", "cat": "Katze"}, {"dog": {"cat": 1}})
+    augmenter = Augmenter(tokenizers, 0, LIMITS, rates={"rare_words": 0.3}, rare_words=rare)
+    generator = random.Random(1)
+    texts = [augmenter.change_texts("dog runs", "Hund läuft", generator) for _ in range(2000)]
+    assert set(texts) == {("dog runs", "Hund läuft"), ("cat runs", "Katze läuft")}
+    assert np.mean([source == "cat runs" for source, _ in texts]) == pytest.approx(0.3, abs=0.03)
 
 
 def test_terms_stand_behind_the_words_that_they_translate(tokenizers):

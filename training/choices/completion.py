@@ -18,6 +18,7 @@ from metaphrase.training.choices.rules import (
     Size,
     StepCost,
     TokenProfile,
+    choose_augmentation,
     choose_batches,
     choose_finetuning,
     choose_from_text,
@@ -106,6 +107,7 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
     experiment = experiment.with_recipe(_before_evaluation(recipe))
     with experiment.arguments.main_process_first(desc="encoding the corpus"):
         experiment.corpus.load()
+        recipe = choose_augmentation(recipe, lambda: experiment.corpus.rare_words)
         tokenizers = experiment.make_tokenizers()
         train = experiment.corpus.splits["train"]
         sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))

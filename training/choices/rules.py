@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, CorpusProfile, SideProfile
+from metaphrase.data.rare_words import RareWords
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
 from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes
@@ -53,7 +54,9 @@ def _shown(before: Recipe, after: Recipe, name: str) -> str:
         value = f"{value} with " + ", ".join(
             f"{key} {size}" for key, size in after.model.items() if key not in before.model
         )
-    if isinstance(value, list):
+    if isinstance(value, dict):
+        value = " ".join(f"{key} {share:g}" for key, share in value.items())
+    elif isinstance(value, list):
         value = " ".join(value)
     elif isinstance(value, float):
         value = f"{value:g}"
@@ -309,6 +312,8 @@ _SUMMARY_RATIO = 4
 # In tokens. Attention takes time and memory with the square of the length.
 _LONGEST = 1024
 _TEXT_NAMES = {"word": "symbols", "char": "short strings", "byte_bpe": "text"}
+# Share of pairs that get a rare word.
+_RARE_WORDS_SHARE = 0.3
 # A text is a label if each occurs so often.
 _LABEL_REPETITIONS = 20
 # A script with more letters writes words by signs of their own, as Chinese does. Longer texts are sentences, not words.
@@ -339,6 +344,18 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
     if "bleu" in recipe.metrics and kinds[1] == "byte_bpe" and tokenize:
         recipe = recipe.choose("targets have no spaces between words", bleu_tokenize=tokenize)
     return recipe
+
+
+def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], RareWords]) -> Recipe:
+    """Choose to put rare words into the places of others, if both sides consist of symbols and there are such words."""
+    kinds = {recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind}
+    if kinds != {"word"} or not recipe.is_open("augmentation"):
+        return recipe
+    words = {word for substitutes in find_rare_words().substitutes.values() for word in substitutes}
+    if not words:
+        return recipe
+    reason = f"{len(words)} words are seen only in places where other words are seen, too"
+    return recipe.choose(reason, augmentation={"rare_words": _RARE_WORDS_SHARE})
 
 
 def choose_limits(recipe: Recipe, lengths: Mapping[str, Sequence[int]], longest: int | None = None) -> Recipe:
