@@ -1,10 +1,10 @@
-"""Rare words in the places of frequent ones: an augmentation for words that training shows in few places.
+"""Rare words in the places of frequent ones: an augmentation for words that training shows in few contexts.
 
 A model that sees a word once does not learn that it may stand wherever similar words stand. So some pairs get a rare word and its
 translation in place of another word and its translation.
 
-Source: Andreas 2020, section 3, arXiv 1904.09545: fragments that share an environment are interchangeable. Akyürek and Andreas 2022,
-arXiv 2201.12926: a word is replaced together with its translation.
+Source: Andreas 2020, section 3, arXiv 1904.09545: fragments that share an environment are interchangeable. Akyürek and Andreas
+2022, arXiv 2201.12926: a word is replaced together with its translation.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from random import Random
 _TRANSLATED = 0.95
 _OUTSIDE = ""
 # A neighbor of a source word, whether it stands behind the word, and the two words behind each occurrence of the translation.
-Place = tuple[str, bool, frozenset[tuple[str, str]]]
+Context = tuple[str, bool, frozenset[tuple[str, str]]]
 
 
 class RareWords:
@@ -33,21 +33,21 @@ class RareWords:
     def learn(cls, pairs: Iterable[tuple[str, str]]) -> "RareWords":
         """Find them in pairs of texts whose words stand between spaces.
 
-        A word may replace another one if the other one is seen in all of its places, and in more.
+        A word may replace another one if the other one is seen in all of its contexts, and in more.
         """
         split = [(source.split(), target.split()) for source, target in pairs]
         counts = Counter(word for source, _ in split for word in set(source))
         translations = _find_translations(split)
-        places = _find_places(split, translations)
-        words_at: dict[Place, list[str]] = defaultdict(list)
-        for word, own in places.items():
-            for place in own:
-                words_at[place].append(word)
+        contexts = _find_contexts(split, translations)
+        words_in: dict[Context, list[str]] = defaultdict(list)
+        for word, contexts_of_word in contexts.items():
+            for context in contexts_of_word:
+                words_in[context].append(word)
         substitutes: dict[str, dict[str, int]] = defaultdict(dict)
-        for word, own in places.items():
-            # The place that the fewest words share leaves the fewest sets to compare.
-            for other in words_at[min(own, key=lambda place: len(words_at[place]))]:
-                if own < places[other]:
+        for word, contexts_of_word in contexts.items():
+            # The context that the fewest words share leaves the fewest sets to compare.
+            for other in words_in[min(contexts_of_word, key=lambda context: len(words_in[context]))]:
+                if contexts_of_word < contexts[other]:
                     substitutes[other][word] = counts[word]
         return cls(translations, dict(substitutes))
 
@@ -100,11 +100,11 @@ def _find_translations(pairs: Sequence[tuple[list[str], list[str]]]) -> dict[str
     return translations
 
 
-def _find_places(
+def _find_contexts(
     pairs: Sequence[tuple[list[str], list[str]]], translations: Mapping[str, str]
-) -> dict[str, set[Place]]:
-    """Return the places of each word that has a translation."""
-    places: dict[str, set[Place]] = defaultdict(set)
+) -> dict[str, set[Context]]:
+    """Return the contexts of each word that has a translation."""
+    contexts: dict[str, set[Context]] = defaultdict(set)
     for source, target in pairs:
         behind: dict[str, set[tuple[str, str]]] = defaultdict(set)
         padded = [*target, _OUTSIDE, _OUTSIDE]
@@ -114,5 +114,5 @@ def _find_places(
         for index, word in enumerate(source, start=1):
             if translations.get(word) in behind:
                 after = frozenset(behind[translations[word]])
-                places[word] |= {(padded[index - 1], False, after), (padded[index + 1], True, after)}
-    return places
+                contexts[word] |= {(padded[index - 1], False, after), (padded[index + 1], True, after)}
+    return contexts

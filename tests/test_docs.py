@@ -38,6 +38,7 @@ from metaphrase.filtering.lexicon import make_vocabulary_map
 from metaphrase.inference import Generator
 from metaphrase.scripts import serve
 from metaphrase.scripts.parsers.verbs import VERBS
+from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe
@@ -63,9 +64,10 @@ def template(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     # More layers would make the ONNX export as slow as all other commands together.
     model = save_generator(tiny_generator(layers=1), folder / "runs" / "demo")
-    names = ["demo_seed_2", "demo_small", "reverse", "text_to_text", "g2p_1", "g2p_2", "g2p_3", "commands"]
+    names = ["demo_seed_2", "demo_small", "reverse", "text_to_text", "g2p_3_seeds/seed_42", "commands"]
     for name in [*names, *(f"multi30k/checkpoint-{step + 1}" for step in range(5))]:
         shutil.copytree(model, folder / "runs" / name)
+    (folder / "runs" / "g2p_3_seeds" / ENSEMBLE_NAME).write_text('{"models": ["seed_42", "../demo"]}', encoding="utf-8")
     student = tiny_generator(layers=1, kind="byte_bpe")
     save_generator(student, folder / "runs" / "student")
     made = make_vocabulary_map([("the cat", "eine Katze")], student.tokenizers)

@@ -69,7 +69,7 @@ def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, monkeypatc
     monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
     fields = {"average_best": 2, "save_total_limit": 2, "max_steps": 4, "eval_steps": 1, "save_steps": 1}
     fields |= {"learning_rate": 1e-2, "lr_scheduler_type": "reduce_lr_on_plateau", "test_file": None}
-    monkeypatch.setattr(Experiment, "_evaluate", lambda *_: {})
+    monkeypatch.setattr(Experiment, "evaluate", lambda *_: {})
     train(data, tmp_path / "run", **fields)
     assert_mean(tmp_path / "run", (1, 2))
 
