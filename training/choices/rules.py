@@ -32,6 +32,8 @@ _FEW_TOKENS = 200_000
 # Multiple of the usual updates that a run makes at most, if the time allows. On few sentences more updates helped.
 _MOST_UPDATES = 2
 _AVERAGED = 3
+# Of a batch.
+_FEWEST_TOKENS = 1024
 # Greedy tokens of one evaluation during training.
 _DECODED_TOKENS = 10_000
 
@@ -143,6 +145,12 @@ def choose_from_tokens(
 
     size = choose_size(tokens, wanted, possible)
     cost, in_time = cost_of(size), possible(size)
+    if recipe.is_open(*BATCH_SIZES):
+        # A short run gains more by updates than by the tokens of each.
+        halvings = range(int(math.log2(budget / max(_FEWEST_TOKENS, _power_of_two(tokens.longest)))) + 1)
+        part = 2 ** next((halving for halving in halvings if in_time * 2**halving >= wanted), halvings[-1])
+        budget, in_time = budget // part, in_time * part
+        cost = StepCost(cost.seconds / part, max(1, cost.batches // part))
     most = _MOST_UPDATES * wanted
     updates = wanted if in_time == math.inf else max(wanted, min(most, int(in_time)))
     if recipe.is_open(*BATCH_SIZES):
@@ -254,7 +262,12 @@ def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:
 
 def tokens_of_batch(tokens: TokenProfile, budget: int, batches: int) -> int:
     """Return the budget of one of the batches of an update, which holds the longest pair."""
-    return max(2 ** math.ceil(math.log2(tokens.longest)), budget // batches)
+    return max(_power_of_two(tokens.longest), budget // batches)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 2 ** math.ceil(math.log2(number))
 
 
 def duration(seconds: float) -> str:
@@ -267,7 +280,7 @@ def duration(seconds: float) -> str:
 def tokens_per_batch(tokens: TokenProfile) -> int:
     """Return the budget of an update: about 30 batches an epoch, within 1,024 and 4,096 tokens, or more for much text."""
     most = 4096 if tokens.both < 2e6 else 8192 if tokens.both < 2e7 else 16384
-    return max(2 ** math.ceil(math.log2(tokens.longest)), min(most, max(1024, 2 ** round(math.log2(tokens.both / 30)))))
+    return max(_power_of_two(tokens.longest), min(most, max(_FEWEST_TOKENS, 2 ** round(math.log2(tokens.both / 30)))))
 
 
 def useful_updates(tokens: TokenProfile, budget: int) -> int:

@@ -148,14 +148,27 @@ def chosen_from_tokens(task="8,000 pronunciations", cost_of=lambda size: StepCos
 
 
 def test_little_time_means_a_small_network():
-    recipe, reasons = chosen_from_tokens("29,000 sentences", lambda size: StepCost(size.width**2 / 1e5), 300.0)
+    recipe, reasons = chosen_from_tokens("29,000 sentences", lambda size: StepCost(size.width**2 / 1e5), 60.0)
     assert recipe.model["hidden_size"] == 128
     assert "the time allows no larger network for" in reasons and "% of them fit into the time" in reasons
     unlimited, _ = chosen_from_tokens("29,000 sentences")
     assert unlimited.model["hidden_size"] == 256 and unlimited.max_steps == recipe.max_steps
 
 
-@pytest.mark.parametrize(("times", "expected"), [(0.9, 1), (1.5, 1.5), (4, 2)])
+@pytest.mark.parametrize(
+    ("share", "batch", "updates"), [(1.2, 4096, 1.2), (0.9, 2048, 1.8), (0.3, 1024, 1.2), (0.1, 1024, 1)]
+)
+def test_little_time_means_small_batches(share, batch, updates):
+    tokens, _ = TASKS["29,000 sentences"]
+    usual = useful_updates(tokens, tokens_per_batch(tokens))
+    recipe, _ = chosen_from_tokens("29,000 sentences", seconds=share * usual)
+    assert recipe.max_tokens_per_batch == batch
+    assert recipe.max_steps == pytest.approx(updates * usual, abs=2)
+    fixed, _ = chosen_from_tokens("29,000 sentences", seconds=share * usual, max_tokens_per_batch=4096)
+    assert fixed.max_tokens_per_batch == 4096
+
+
+@pytest.mark.parametrize(("times", "expected"), [(1, 1), (1.5, 1.5), (4, 2)])
 def test_time_that_is_left_gives_more_updates(times, expected):
     tokens, _ = TASKS["29,000 sentences"]
     usual = useful_updates(tokens, tokens_per_batch(tokens))
