@@ -192,7 +192,7 @@ class Augmenter:
         terms: Mapping[str, Sequence[str]] | None = None,
         rare_words: RareWords | None = None,
     ):
-        """Take the most tokens of each side, the rates, the beginnings of sources that stay, terms with case folded, and words.
+        """Take the most tokens of each side, the rates, beginnings of sources that stay, terms with case folded, and rare words.
 
         A side over its limit stays as it was, and with changes of both texts the other side, too.
         """
@@ -243,7 +243,7 @@ class Augmenter:
         if not any(rates.values()):
             return source, target
         if self._rare_words is not None and random.random() < rates["rare_words"]:
-            source, target = self._rare_words.replace(source, target, random)
+            source, target = self._replace_word(source, target, random)
         case, has_missing, has_typos, has_terms = (random.random() for _ in range(4))
         if case < rates["uppercase"]:
             source, target = (self._outside_tokens(str.upper, text) for text in (source, target))
@@ -258,6 +258,19 @@ class Augmenter:
             source = self._outside_tokens(lambda text: _misspell(text, random), source)
         if has_terms < rates["terms"]:
             source = self._insert_terms(source, target, random)
+        return source, target
+
+    def _replace_word(self, source: str, target: str, random: Random) -> tuple[str, str]:
+        """Return the pair with a rare word and its translation, or as it is if there is no word to replace."""
+        texts = source, target
+        drawn = self._rare_words.draw(*(" ".join(self._unchanged.split(text)[::2]) for text in texts), random)
+        if drawn is None:
+            return texts
+        patterns = [re.compile(rf"(?<!\S){re.escape(old)}(?!\S)") for old, _ in drawn]
+        source, target = (
+            self._outside_tokens(lambda part, pattern=pattern, new=new: pattern.sub(lambda _: new, part), text)
+            for pattern, (_, new), text in zip(patterns, drawn, texts, strict=True)
+        )
         return source, target
 
     def _insert_terms(self, source: str, target: str, random: Random) -> str:

@@ -31,9 +31,9 @@ class RareWords:
 
     @classmethod
     def learn(cls, pairs: Iterable[tuple[str, str]]) -> "RareWords":
-        """Find them in pairs of texts whose words stand between spaces.
+        """Learn which words may replace which, from pairs of texts with spaces between words.
 
-        A word may replace another one if the other one is seen in all of its contexts, and in more.
+        A word may replace another word that is seen in all of its contexts, and in more.
         """
         split = [(source.split(), target.split()) for source, target in pairs]
         counts = Counter(word for source, _ in split for word in set(source))
@@ -51,27 +51,24 @@ class RareWords:
                     substitutes[other][word] = counts[word]
         return cls(translations, dict(substitutes))
 
-    def replace(self, source: str, target: str, random: Random) -> tuple[str, str]:
-        """Return a pair with one of its words replaced on both sides, or as it is if there is none to replace.
+    def draw(self, source: str, target: str, random: Random) -> tuple[tuple[str, str], tuple[str, str]] | None:
+        """Draw a word of a pair and another one for its place, the rarer ones more often.
 
-        The rarer a word is, the more often it is drawn.
+        Returns:
+            For source and target, the word and its replacement. None if the pair has no word to replace.
         """
-        words, outputs = source.split(), target.split()
-        known = dict.fromkeys(words)
-        counts = Counter(self.translations.get(word) for word in known)
-        replaceable = [
-            word
-            for word in known
-            if word in self.substitutes and counts[self.translations[word]] == 1 and self.translations[word] in outputs
-        ]
+        words, target_words = dict.fromkeys(source.split()), set(target.split())
+        counts = Counter(map(self.translations.get, words))
+        replaceable = [word for word in words if word in self.substitutes]
+        # With another source word of the same translation, it is unknown which target word belongs to which.
+        replaceable = [word for word in replaceable if counts[self.translations[word]] == 1]
+        replaceable = [word for word in replaceable if self.translations[word] in target_words]
         if not replaceable:
-            return source, target
+            return None
         old = random.choice(replaceable)
         substitutes = self.substitutes[old]
         [new] = random.choices(list(substitutes), [1 / count for count in substitutes.values()])
-        sides = (words, old, new), (outputs, self.translations[old], self.translations[new])
-        source, target = (" ".join(after if word == before else word for word in side) for side, before, after in sides)
-        return source, target
+        return (old, new), (self.translations[old], self.translations[new])
 
 
 def _find_translations(pairs: Sequence[tuple[list[str], list[str]]]) -> dict[str, str]:

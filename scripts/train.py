@@ -37,7 +37,7 @@ from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.estimate import dry_run
 from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
-from metaphrase.training.run_folder import holds_run, with_fields_of_run
+from metaphrase.training.run_folder import holds_run, refuse_single_run, with_fields_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,9 @@ def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: fl
     the choices for all. All have the splits of the first one. Each has an equal share of `time_budget`.
     """
     if num_seeds < 1 or recipe.objective != "pairs":
-        raise ValueError(f"`num_seeds` must be at least 1, and 1 without pairs, got {num_seeds}.")
+        raise ValueError(f"`num_seeds` must be at least 1, and 1 for an objective other than pairs, got {num_seeds}.")
     folder, scores = Path(recipe.output_dir), {}
+    refuse_single_run(folder)
     fields = {"data_seed": data_seed(recipe), "resume_from_checkpoint": recipe.resume_from_checkpoint}
     if recipe.time_budget is not None:
         fields["time_budget"] = f"{parse_seconds(recipe.time_budget) / num_seeds:.0f}s"

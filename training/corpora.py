@@ -96,8 +96,8 @@ class PairCorpus:
             self.read()
         held_out = {"validation": recipe.num_validation, "test": recipe.num_test}
         if any(number and split not in self.splits for split, number in held_out.items()):
-            held_out_pairs = split_pairs(self.splits["train"], recipe.num_validation, recipe.num_test, self.seed)
-            self.splits.update(held_out_pairs)
+            sizes = recipe.num_validation, recipe.num_test
+            self.splits.update(split_pairs(self.splits["train"], *sizes, self.seed))
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
         self.reports[split] = DataReport()

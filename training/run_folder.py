@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from metaphrase.storage.folders import WriteLock
+from transformers.utils import CONFIG_NAME
+
+from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.checkpointing.folders import (
@@ -27,7 +29,7 @@ DATA_REPORT_NAME = "data_report.json"
 _REASON = re.compile(r"^# (.+)\n(\w+):", re.MULTILINE)
 # A folder with any of these files holds a model.
 _MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
-_MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json", ENSEMBLE_NAME)
 # Files that a run replaces.
 _RESULT_NAMES = (RECIPE_NAME, "metrics.json", "validation_predictions.txt", "test_predictions.txt")
 _RESULT_NAMES += ("trainer_state.json", "tokenizer.json")
@@ -75,6 +77,14 @@ def only_writer(folder: Path) -> Iterator[None]:
 def holds_run(folder: Path) -> bool:
     """Return True if a folder has the recipe or a checkpoint of a run."""
     return (folder / RECIPE_NAME).is_file() or bool(checkpoints_in(folder))
+
+
+def refuse_single_run(folder: Path) -> None:
+    """Refuse a folder for an ensemble that holds the run or the model of one seed, whose scores it would replace."""
+    if holds_run(folder) or (folder / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"`output_dir` must not hold a single run or model with `num_seeds`, got {folder}. Pass another by --output_dir."
+        )
 
 
 def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:

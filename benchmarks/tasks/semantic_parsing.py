@@ -56,7 +56,7 @@ VERBS = {
         show/showed/shown promise mail rent loan award feed/fed/fed post""",
     CLAUSAL: """say/said believe think/thought hope know/knew claim imagine declare mean/meant prove notice dream
         admit/admitted/admitted""",
-    CONTROL: """want try/tried plan hope need/needed prefer/preferred intend""",
+    CONTROL: """want try/tried plan/planned/planned hope need/needed prefer/preferred intend""",
 }
 
 
@@ -68,7 +68,9 @@ def forms(entry: str) -> tuple[str, str, str]:
     return lemma, past, irregular[-1] if irregular else regular
 
 
-REGULAR = [(forms(entry), frame) for frames, entries in VERBS.items() for entry in entries.split() for frame in frames]
+VERB_FRAMES = [
+    (forms(entry), frame) for frames, entries in VERBS.items() for entry in entries.split() for frame in frames
+]
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,11 @@ class Sentence:
         """Append a clause and return the position of its verb."""
         draw, is_innermost = self.draw, not depth
         if not is_innermost:
-            (lemma, past, participle), frame = draw.choice([entry for entry in REGULAR if entry[1] in CLAUSAL])
+            (lemma, past, participle), frame = draw.choice([entry for entry in VERB_FRAMES if entry[1] in CLAUSAL])
         elif self.verb is not None:
             (lemma, past, participle), frame = forms(self.verb), draw.choice(self.frames)
         else:
-            frames = self.frames or tuple({frame: None for _, frame in REGULAR if frame not in CLAUSAL})
+            frames = self.frames or tuple({frame: None for _, frame in VERB_FRAMES if frame not in CLAUSAL})
             # First the frame, then a verb, so that rare frames occur often enough.
             frame = draw.choice(frames)
             rows = [self.verbs_of] if self.verbs_of else VERBS

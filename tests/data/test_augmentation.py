@@ -129,6 +129,17 @@ def test_rare_words_come_at_their_rate_on_both_sides(tokenizers):
     assert np.mean([source == "cat runs" for source, _ in texts]) == pytest.approx(0.3, abs=0.03)
 
 
+def test_a_rare_word_is_written_everywhere_but_in_prefixes_and_special_tokens(tokenizers):
+    rare = RareWords({"dog": "Hund", "cat": "Katze"}, {"dog": {"cat": 1}})
+    options = {"rates": {"rare_words": 1.0}, "rare_words": rare, "prefixes": ["dog says: "]}
+    augmenter, generator = Augmenter(tokenizers, 0, LIMITS, **options), random.Random(1)
+    changed = augmenter.change_texts("dog says: <2de> a  dog, a dog", "Hund und  Hund", generator)
+    assert changed == ("dog says: <2de> a  dog, a cat", "Katze und  Katze")
+    # The word stands in the prefix alone.
+    unchanged = "dog says: a bird", "Hund"
+    assert augmenter.change_texts(*unchanged, generator) == unchanged
+
+
 def test_terms_stand_behind_the_words_that_they_translate(tokenizers):
     terms = {"dog": ["hund", "rüde"], "cat": ["katze"], "said": ["sagte"]}
     source, target = "<2de> The Dog, the cat and the bird", "Der Hund, die Katze und der Vogel"

@@ -1,4 +1,4 @@
-"""Rare words: which words they may replace, and replacement on both sides."""
+"""Rare words: the words that they may replace, and the draw of one."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ PAIRS = [
 PAIRS += [("the shark saw the dog .", "see ( shark , dog )"), ("the cat blessed the bird .", "bless ( cat , bird )")]
 
 
-def test_a_rare_word_may_stand_where_words_stand_that_are_seen_in_its_place_and_in_others():
+def test_a_rare_word_replaces_words_that_are_seen_in_all_its_contexts():
     rare = RareWords.learn(PAIRS)
     assert rare.translations["blessed"] == "bless" and rare.translations["shark"] == "shark"
     new = {old: set(words) for old, words in rare.substitutes.items()}
@@ -29,21 +29,35 @@ def test_a_rare_word_may_stand_where_words_stand_that_are_seen_in_its_place_and_
     assert not {"shark", "blessed", "the", "."} & set(new)
 
 
-def test_a_pair_gets_a_word_and_its_translation_everywhere():
-    rare = RareWords({"saw": "see", "blessed": "bless"}, {"saw": {"blessed": 1}})
-    replaced = rare.replace("he saw that she saw", "see ( he , see ( she ) )", Random(0))
-    assert replaced == ("he blessed that she blessed", "bless ( he , bless ( she ) )")
+def test_words_of_the_same_contexts_do_not_replace_each_other():
+    rare = RareWords.learn([("a x", "X ( )"), ("a y", "Y ( )")])
+    assert rare.translations == {"x": "X", "y": "Y"} and not rare.substitutes
+
+
+def test_a_translation_is_the_word_that_goes_with_a_word_the_most():
+    # `(` stands in all targets. Of two words that always stand together, the one of equal spelling is the translation.
+    pairs = [("red cat", "( cat red )"), ("red dog", "( dog red )"), ("old map", "( map new )")]
+    translations = RareWords.learn(pairs).translations
+    assert translations["red"] == "red" and translations["cat"] == "cat" and translations["map"] == "map"
+    assert "old" not in translations
+
+
+def test_rarer_words_are_drawn_more_often():
+    rare = RareWords({"saw": "see", "met": "meet", "blessed": "bless"}, {"saw": {"met": 99, "blessed": 1}})
+    draws = [rare.draw("he saw", "see ( he )", Random(seed)) for seed in range(500)]
+    assert set(draws) == {(("saw", "met"), ("see", "meet")), (("saw", "blessed"), ("see", "bless"))}
+    assert draws.count((("saw", "met"), ("see", "meet"))) < 25
 
 
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        # No word that may be replaced; a translation that two words have; no translation in the target.
+        # No word that may be replaced; two words with one translation; no translation in the target.
         ("he ran", "run ( he )"),
         ("he saw that she sees", "see ( he , see ( she ) )"),
         ("he saw", "look ( he )"),
     ],
 )
-def test_a_pair_without_a_safe_replacement_stays(source, target):
+def test_a_pair_without_a_safe_replacement_has_none(source, target):
     rare = RareWords({"saw": "see", "sees": "see", "blessed": "bless"}, {"saw": {"blessed": 1}})
-    assert rare.replace(source, target, Random(0)) == (source, target)
+    assert rare.draw(source, target, Random(0)) is None

@@ -180,8 +180,10 @@ def test_several_seeds_leave_one_folder_that_is_an_ensemble(words, tmp_path, cap
     weights = [load_file(path / "model.safetensors")["model.decoder.norm.weight"] for path in members]
     assert not weights[0].equal(weights[1])
     # The test pairs of one model are no training pairs of another.
-    reports = [json.loads((path / "data_report.json").read_text("utf-8")) for path in members]
-    assert reports[0] == reports[1] and load_recipe(members[1] / "recipe.yaml").data_seed == 5
+    corpora = [Experiment(load_recipe(path / "recipe.yaml", words[:4]), is_dry_run=True).corpus for path in members]
+    for corpus in corpora:
+        corpus.load()
+    assert corpora[0].splits["test"]["source"][:] == corpora[1].splits["test"]["source"][:]
 
     generators = [Generator.from_pretrained(name) for name in (folder, members)]
     texts, options = TEXTS[:3], {"max_new_tokens": 6, "show_progress": False}
@@ -189,6 +191,17 @@ def test_several_seeds_leave_one_folder_that_is_an_ensemble(words, tmp_path, cap
     assert len(generators[0].members) == 1
     with pytest.raises(ValueError, match=r"`output_dir` must not hold .*seed_5"):
         train.train_ensemble(load_recipe(None, words), 2, False, 0.0)
+    with pytest.raises(ValueError, match=r"`output_dir` must not hold .* with ensemble\.json"):
+        train.train(load_recipe(None, words), False, 0.0)
+
+
+def test_an_ensemble_replaces_no_single_model(words, tmp_path, capsys):
+    assert run("train", words) == 0
+    for resume in ([], ["--resume"]):
+        assert run("train", [*words, *resume, "--num_seeds", "2"]) == 2
+        assert "`output_dir` must not hold a single run or model with `num_seeds`" in capsys.readouterr().err
+    assert run("train", [*words, "--output_dir", str(tmp_path / "new"), "--num_seeds", "0"]) == 2
+    assert "`num_seeds` must be at least 1" in capsys.readouterr().err
 
 
 def test_a_stopped_ensemble_is_resumed(words, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Tests of the models of a server: names, languages, tasks, and the languages of each request."""
 
+import json
 import time
 
 import pytest
@@ -18,6 +19,7 @@ from metaphrase.serving.models import (
     read_pair,
 )
 from metaphrase.serving.service import Service
+from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -41,6 +43,24 @@ def batcher():
 )
 def test_name_of_two_languages_tells_them(name, pair):
     assert read_pair(name) == pair
+
+
+def test_a_folder_of_several_models_is_served_as_their_ensemble(batcher, tmp_path):
+    names = [f"seed_{seed}" for seed in (1, 2)]
+    folders = [save_generator(tiny_generator(seed=seed), tmp_path / "all" / f"seed_{seed}") for seed in (1, 2)]
+    (folders[0] / "recipe.yaml").write_text("source_language: en\ntarget_language: de\n", encoding="utf-8")
+    path = tmp_path / "all" / ENSEMBLE_NAME
+    path.write_text(json.dumps({"models": names}), encoding="utf-8")
+    served = ServedModel.from_pretrained(None, str(tmp_path / "all"), batcher)
+    assert served.name == "all" and served.source_languages == ["en"]
+    generator, options = served.open(Ticket(time.monotonic() + 60))
+    texts = ["the cat", "a dog sleeps"]
+    alone = Generator.from_pretrained(folders)
+    assert generator.generate(texts, **options) == alone.generate(texts)
+    for damaged in ('{"models": "seed_1"}', '{"models": [1]}'):
+        path.write_text(damaged, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"`models` in '.*ensemble.json' must be a list of folders"):
+            ServedModel.from_pretrained(None, str(tmp_path / "all"), batcher)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ _FEW_TOKENS = 200_000
 # Multiple of the usual updates that a run makes at most, if the time allows. On few sentences more updates helped.
 _MOST_UPDATES = 2
 _AVERAGED = 3
-# Of a batch.
-_FEWEST_TOKENS = 1024
+# In tokens.
+_SMALLEST_BATCH = 1024
 # Greedy tokens of one evaluation during training.
 _DECODED_TOKENS = 10_000
 
@@ -147,10 +147,9 @@ def choose_from_tokens(
     cost, in_time = cost_of(size), possible(size)
     if recipe.is_open(*BATCH_SIZES):
         # A short run gains more by updates than by the tokens of each.
-        halvings = range(int(math.log2(budget / max(_FEWEST_TOKENS, _power_of_two(tokens.longest)))) + 1)
-        part = 2 ** next((halving for halving in halvings if in_time * 2**halving >= wanted), halvings[-1])
-        budget, in_time = budget // part, in_time * part
-        cost = StepCost(cost.seconds / part, max(1, cost.batches // part))
+        while in_time < wanted and budget >= 2 * max(_SMALLEST_BATCH, _power_of_two(tokens.longest)):
+            budget, in_time = budget // 2, 2 * in_time
+            cost = StepCost(cost.seconds / 2, max(1, cost.batches // 2))
     most = _MOST_UPDATES * wanted
     updates = wanted if in_time == math.inf else max(wanted, min(most, int(in_time)))
     if recipe.is_open(*BATCH_SIZES):
@@ -192,8 +191,12 @@ def choose_batches(recipe: Recipe, tokens: TokenProfile, budget: int, batches: i
     if batches > 1:
         fields["gradient_accumulation_steps"] = batches
     is_split = batches > 1 and recipe.is_open("gradient_accumulation_steps")
-    held = ", and memory holds no more in one batch" if is_split else ""
-    return recipe.choose(f"an epoch has {tokens.both:,} tokens{held}", **fields)
+    reason = f"an epoch has {tokens.both:,} tokens"
+    if budget < tokens_per_batch(tokens):
+        reason += ", and small batches make more updates in the time"
+    if is_split:
+        reason += ", and memory holds no more in one batch"
+    return recipe.choose(reason, **fields)
 
 
 def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
@@ -280,7 +283,7 @@ def duration(seconds: float) -> str:
 def tokens_per_batch(tokens: TokenProfile) -> int:
     """Return the budget of an update: about 30 batches an epoch, within 1,024 and 4,096 tokens, or more for much text."""
     most = 4096 if tokens.both < 2e6 else 8192 if tokens.both < 2e7 else 16384
-    return max(_power_of_two(tokens.longest), min(most, max(_FEWEST_TOKENS, 2 ** round(math.log2(tokens.both / 30)))))
+    return max(_power_of_two(tokens.longest), min(most, max(_SMALLEST_BATCH, 2 ** round(math.log2(tokens.both / 30)))))
 
 
 def useful_updates(tokens: TokenProfile, budget: int) -> int:
