@@ -40,6 +40,13 @@ def test_a_translation_is_the_word_that_goes_with_a_word_the_most():
     translations = RareWords.learn(pairs).translations
     assert translations["red"] == "red" and translations["cat"] == "cat" and translations["map"] == "map"
     assert "old" not in translations
+    # No target word stands in nearly all targets of a word.
+    assert RareWords.learn([("so a", "X"), ("so b", "Y"), ("so c", "X")]).translations.get("so") is None
+
+
+def test_both_neighbors_of_a_word_are_its_contexts():
+    rare = RareWords.learn([("a x b", "X"), ("c x d", "X"), ("a y d", "Y"), ("a z e", "Z"), ("f v b", "V")])
+    assert set(rare.substitutes["x"]) == {"y"}
 
 
 def test_rarer_words_are_drawn_more_often():

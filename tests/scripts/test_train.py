@@ -205,11 +205,17 @@ def test_an_ensemble_replaces_no_single_model(words, tmp_path, capsys):
 
 
 def test_a_stopped_ensemble_is_resumed(words, tmp_path, monkeypatch):
-    words += ["--seed", "5", "--num_seeds", "2"]
-    train_all = Experiment.train
-    monkeypatch.setattr(Experiment, "train", lambda self: train_all(self) if self.arguments.seed == 5 else 1 / 0)
+    words += ["--seed", "5", "--num_seeds", "2", "--time_budget", "1h"]
+    train_all, budgets = Experiment.train, []
+
+    def train_first(experiment):
+        budgets.append(experiment.recipe.time_budget)
+        return train_all(experiment) if experiment.arguments.seed == 5 else 1 / 0
+
+    monkeypatch.setattr(Experiment, "train", train_first)
     with pytest.raises(ZeroDivisionError):
         run("train", words)
+    assert budgets == ["1800s", "1800s"]
     before = (tmp_path / "run" / "seed_5" / "model.safetensors").read_bytes()
     monkeypatch.setattr(Experiment, "train", train_all)
     assert run("train", [*words, "--resume"]) == 0

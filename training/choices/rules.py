@@ -32,8 +32,8 @@ _FEW_TOKENS = 200_000
 # Multiple of the usual updates that a run makes at most, if the time allows. On few sentences more updates helped.
 _MOST_UPDATES = 2
 _AVERAGED = 3
-# In tokens.
-_SMALLEST_BATCH = 1024
+# In tokens: the batch of few pairs, and the smallest one that saves time. Smaller ones compute more slowly.
+_SMALLEST_BATCH, _QUICK_BATCH = 1024, 2048
 # Greedy tokens of one evaluation during training.
 _DECODED_TOKENS = 10_000
 
@@ -147,7 +147,7 @@ def choose_from_tokens(
     cost, in_time = cost_of(size), possible(size)
     if recipe.is_open(*BATCH_SIZES):
         # A short run gains more by updates than by the tokens of each.
-        while in_time < wanted and budget >= 2 * max(_SMALLEST_BATCH, _power_of_two(tokens.longest)):
+        while in_time < wanted and budget >= 2 * max(_QUICK_BATCH, _power_of_two(tokens.longest)):
             budget, in_time = budget // 2, 2 * in_time
             cost = StepCost(cost.seconds / 2, max(1, cost.batches // 2))
     most = _MOST_UPDATES * wanted

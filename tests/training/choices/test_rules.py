@@ -156,14 +156,18 @@ def test_little_time_means_a_small_network():
 
 
 @pytest.mark.parametrize(
-    ("share", "batch", "updates"), [(1.2, 4096, 1.2), (0.9, 2048, 1.8), (0.3, 1024, 1.2), (0.1, 1024, 1)]
+    ("share", "batch", "updates"), [(1.2, 4096, 1.2), (0.9, 2048, 1.8), (0.3, 2048, 1), (0.1, 2048, 1)]
 )
 def test_little_time_means_small_batches(share, batch, updates):
     tokens, _ = TASKS["29,000 sentences"]
     usual = useful_updates(tokens, tokens_per_batch(tokens))
-    recipe, _ = chosen_from_tokens("29,000 sentences", seconds=share * usual)
+    before = Recipe(train_file="pairs.tsv")
+    recipe, seconds = choose_from_tokens(before, tokens, lambda size: StepCost(1.0), share * usual)
     assert recipe.max_tokens_per_batch == batch
     assert recipe.max_steps == pytest.approx(updates * usual, abs=2)
+    assert seconds == pytest.approx(recipe.max_steps * batch / 4096)
+    reasons = " ".join(describe_choices(before, recipe))
+    assert ("and small batches make more updates in the time" in reasons) == (batch < 4096)
     fixed, _ = chosen_from_tokens("29,000 sentences", seconds=share * usual, max_tokens_per_batch=4096)
     assert fixed.max_tokens_per_batch == 4096
 
