@@ -64,10 +64,19 @@ def template(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     # More layers would make the ONNX export as slow as all other commands together.
     model = save_generator(tiny_generator(layers=1), folder / "runs" / "demo")
-    names = ["demo_seed_2", "demo_small", "reverse", "text_to_text", "g2p_3_seeds/seed_42", "commands"]
+    names = [
+        "demo_seed_2",
+        "demo_small",
+        "reverse",
+        "text_to_text",
+        "pairs_3_seeds/seed_42",
+        "g2p_3_seeds/seed_42",
+        "commands",
+    ]
     for name in [*names, *(f"multi30k/checkpoint-{step + 1}" for step in range(5))]:
         shutil.copytree(model, folder / "runs" / name)
-    (folder / "runs" / "g2p_3_seeds" / ENSEMBLE_NAME).write_text('{"models": ["seed_42", "../demo"]}', encoding="utf-8")
+    for name in ("pairs_3_seeds", "g2p_3_seeds"):
+        (folder / "runs" / name / ENSEMBLE_NAME).write_text('{"models": ["seed_42", "../demo"]}', encoding="utf-8")
     student = tiny_generator(layers=1, kind="byte_bpe")
     save_generator(student, folder / "runs" / "student")
     made = make_vocabulary_map([("the cat", "eine Katze")], student.tokenizers)
