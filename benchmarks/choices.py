@@ -6,10 +6,12 @@ Tokenizer, network size, dropout, learning rate, batch and number of updates are
 each task (`results/choices_jobs.json`). Several processes share the device. A job at the deadline is stopped and scored;
 the result says so. Finished jobs in the output file are skipped, so that the command can be repeated.
 
+`results/combinations_jobs.json` changes what may help with new combinations; its task has a file of test pairs for each kind.
+
 A configuration holds `width`, `layers` of each stack, `dropout`, and the following; everything else is a field of a recipe:
 
 - `evaluations`: number of evaluations during training
-- `test_pairs`: number of pairs of each test file
+- `test_pairs`, `kind_pairs`: number of pairs of each test file, and of each kind of new combinations
 - `beams`: a list of beam sizes for the test pairs
 """
 
@@ -49,7 +51,7 @@ RESULTS = Path(__file__).parent / "results"
 BASE = {"width": 256, "layers": 3, "dropout": 0.2, "tokenizer_kind": "byte_bpe", "joint_vocabulary": True}
 BASE |= {"learning_rate": 2e-3, "lr_scheduler_type": "cosine", "max_tokens_per_batch": 4096, "max_steps": 3000}
 BASE |= {"label_smoothing_factor": 0.1, "weight_decay": 0.01, "adam_beta2": 0.98, "max_grad_norm": 1.0, "seed": 1}
-BASE |= {"evaluations": 6, "max_decoded_samples": 300, "test_pairs": 1000, "beams": [1, 4]}
+BASE |= {"evaluations": 6, "max_decoded_samples": 300, "test_pairs": 1000, "kind_pairs": 0, "beams": [1, 4]}
 METRICS = ("exact_match", "bleu", "chrf", "wer")
 CURVE = ("updates", "train_loss", "loss", "exact_match", "bleu")
 MAX_LENGTH = 300  # tokens of a side in training
@@ -78,8 +80,8 @@ def make_recipe(configuration: dict[str, Any], data: Path, output_dir: Path) -> 
     """Return the recipe of a job."""
     fields = {name: value for name, value in configuration.items() if value is not None}
     width, layers, dropout = (fields.pop(name) for name in ("width", "layers", "dropout"))
-    evaluations = fields.pop("evaluations")
-    for name in ("test_pairs", "beams"):
+    evaluations, changed = fields.pop("evaluations"), fields.pop("model", {})
+    for name in ("test_pairs", "kind_pairs", "beams"):
         del fields[name]
     heads, ffn_dim = max(width // 64, 4), round(2.5 * width)
     stacks = {"layers": layers, "ffn_dim": ffn_dim, "attention_heads": heads}
@@ -96,7 +98,7 @@ def make_recipe(configuration: dict[str, Any], data: Path, output_dir: Path) -> 
         "max_target_length": max_length,
         "too_long": "skip",
         "preset": "metaphrase-tiny",
-        "model": {"hidden_size": width, "dropout": dropout, "max_position_embeddings": 4096, **model},
+        "model": {"hidden_size": width, "dropout": dropout, "max_position_embeddings": 4096, **model, **changed},
         "warmup_steps": updates // 10,
         "per_device_eval_batch_size": 128,
         "eval_strategy": "steps",
@@ -168,26 +170,33 @@ class MeasuredExperiment(Experiment):
         return trainer
 
     def evaluate(self, generator: Generator, folder: Path | None = None) -> dict:
-        max_length = generator.model.generation_config.max_length
-        scores = {}
-        for path in sorted(Path(self.recipe.data_dir).glob("test*.tsv")):
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1][: self.configuration["test_pairs"]]
-            sources, targets = map(list, zip(*(line.split("\t") for line in lines), strict=True))
-            # The systematic test may have longer targets than training.
-            limit = max_length * (1 if path.stem == "test" else 2)
+        data, scores = Path(self.recipe.data_dir), {}
+        for path in sorted(data.glob("test*.tsv")):
             for beams in self.configuration["beams"][: 1 if self.clock.is_stopped else None]:
-                result, _ = evaluate_generator(
-                    generator,
-                    sources,
-                    targets,
-                    metrics=self.scores.metrics,
-                    metric_options=self.scores.options,
-                    generation_options={"num_beams": beams, "max_length": limit},
-                    show_progress=False,
-                )
-                values = {name: round(score["score"], 2) for name, score in result["scores"].items()}
-                scores[f"{path.stem}_beam{beams}"] = values | {"unfinished": result["num_unfinished"]}
+                scores[f"{path.stem}_beam{beams}"] = self.score(generator, path, self.configuration["test_pairs"], beams)
+        if self.configuration["kind_pairs"]:
+            kinds = sorted(data.glob("systematic/*.tsv"))
+            values = {path.stem: self.score(generator, path, self.configuration["kind_pairs"], 1) for path in kinds}
+            scores["kinds"] = {name: score["exact_match"] for name, score in values.items()}
         return scores
+
+    def score(self, generator: Generator, path: Path, pairs: int, beams: int) -> dict:
+        """Return the scores of the first pairs of a file."""
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1][:pairs]
+        sources, targets = map(list, zip(*(line.split("\t") for line in lines), strict=True))
+        # The systematic tests may have longer targets than training.
+        limit = generator.model.generation_config.max_length * (1 if path.stem == "test" else 2)
+        result, _ = evaluate_generator(
+            generator,
+            sources,
+            targets,
+            metrics=self.scores.metrics,
+            metric_options=self.scores.options,
+            generation_options={"num_beams": beams, "max_length": limit},
+            show_progress=False,
+        )
+        values = {name: round(score["score"], 2) for name, score in result["scores"].items()}
+        return values | {"unfinished": result["num_unfinished"]}
 
 
 def run_job(name: str, configuration: dict[str, Any], folder: Path, deadline: float) -> dict | None:
