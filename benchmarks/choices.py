@@ -173,7 +173,9 @@ class MeasuredExperiment(Experiment):
         data, scores = Path(self.recipe.data_dir), {}
         for path in sorted(data.glob("test*.tsv")):
             for beams in self.configuration["beams"][: 1 if self.clock.is_stopped else None]:
-                scores[f"{path.stem}_beam{beams}"] = self.score(generator, path, self.configuration["test_pairs"], beams)
+                scores[f"{path.stem}_beam{beams}"] = self.score(
+                    generator, path, self.configuration["test_pairs"], beams
+                )
         if self.configuration["kind_pairs"]:
             kinds = sorted(data.glob("systematic/*.tsv"))
             values = {path.stem: self.score(generator, path, self.configuration["kind_pairs"], 1) for path in kinds}
