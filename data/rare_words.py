@@ -72,7 +72,7 @@ class RareWords:
 
 
 def _find_translations(pairs: Sequence[tuple[list[str], list[str]]]) -> dict[str, str]:
-    """Return the target word that goes with each source word the most by Dice's coefficient, unless several do."""
+    """Return the target word that goes with each source word the most by Dice's coefficient, unless several do equally."""
     counts: tuple[Counter, Counter] = Counter(), Counter()
     together: dict[str, Counter] = defaultdict(Counter)
     for source, target in pairs:
@@ -90,10 +90,10 @@ def _find_translations(pairs: Sequence[tuple[list[str], list[str]]]) -> dict[str
         }
         best = max(dice.values(), default=0.0)
         tied = [output for output, value in dice.items() if value == best]
-        if word in tied:
-            translations[word] = word
-        elif len(tied) == 1:
-            translations[word] = tied[0]
+        # A target word that is a source word, too, translates that one.
+        candidates = [word] if word in tied else [output for output in tied if output not in counts[0]] or tied
+        if len(candidates) == 1:
+            [translations[word]] = candidates
     return translations
 
 

@@ -35,11 +35,13 @@ def test_words_of_the_same_contexts_do_not_replace_each_other():
 
 
 def test_a_translation_is_the_word_that_goes_with_a_word_the_most():
-    # `(` stands in all targets. Of two words that always stand together, the one of equal spelling is the translation.
-    pairs = [("red cat", "( cat red )"), ("red dog", "( dog red )"), ("old map", "( map new )")]
+    # `(` stands in all targets. Of two words that always stand together, the one of equal spelling is the translation,
+    # and `map` translates `map`, not `old`.
+    pairs = [("red cat", "( cat red )"), ("red dog", "( dog red )"), ("old map", "( map ancient )"), ("a b", "( x y )")]
     translations = RareWords.learn(pairs).translations
     assert translations["red"] == "red" and translations["cat"] == "cat" and translations["map"] == "map"
-    assert "old" not in translations
+    assert translations["old"] == "ancient"
+    assert not {"a", "b"} & set(translations)
     # No target word stands in nearly all targets of a word.
     assert RareWords.learn([("so a", "X"), ("so b", "Y"), ("so c", "X")]).translations.get("so") is None
 
