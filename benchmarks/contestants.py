@@ -105,7 +105,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
         T5Config(
             vocab_size=vocab_size,
             d_model=config.hidden_size,
-            d_kv=config.get_head_dim(config.encoder_attention_heads),
+            d_kv=config.stack_sizes("encoder").head_dim,
             d_ff=config.encoder_ffn_dim,
             num_layers=config.encoder_layers,
             num_decoder_layers=config.decoder_layers,

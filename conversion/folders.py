@@ -25,10 +25,10 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.hub import convert_file_size_to_int
 
-from metaphrase.conversion.families import (
+from metaphrase.conversion.families import FAMILIES, REFUSED
+from metaphrase.conversion.families.family import (
     DECODER_EMBEDDING,
     ENCODER_EMBEDDING,
-    FAMILIES,
     HEAD,
     Counterpart,
     Family,
@@ -109,6 +109,8 @@ def convert(
     model_type = config.get("model_type")
     if model_type != OURS and to not in (None, OURS):
         raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
+    if model_type in REFUSED:
+        raise ValueError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
     family = FAMILIES.get(to if model_type == OURS else model_type)
     if family is None:
         field, value = ("to", to) if model_type == OURS else ("model_type", model_type)
@@ -245,7 +247,9 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
     _refuse("are missing", [theirs.name for theirs in counterparts.values() if theirs.name not in weights])
     known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
     known.update(*family.embedding_names.values())
-    if left_over := [name for name in weights.names if name not in known]:
+    if left_over := [
+        name for name in weights.names if name not in known and not name.startswith(family.ignored_prefixes)
+    ]:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
@@ -264,7 +268,8 @@ def plan_theirs(
 ) -> dict[str, PlannedTensor]:
     """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""
     config, stored = ours.config, stored_names(ours)
-    our_shapes, their_shapes = _shapes(ours), _shapes(theirs)
+    our_shapes = _shapes(ours)
+    their_shapes = {family.file_name(name): shape for name, shape in _shapes(theirs).items()}
     _refuse("are missing", [name for name in stored if name not in weights.kinds])
     _refuse("have no place in the model", [name for name in weights.kinds if name not in our_shapes])
     for name in stored:
@@ -275,7 +280,9 @@ def plan_theirs(
     sources |= {counterpart.name: (name, counterpart) for name, counterpart in counterparts.items()}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
-    needed = dict.fromkeys([*stored_names(theirs), *(theirs.name for theirs in counterparts.values()), *heads])
+    needed = dict.fromkeys(
+        [*map(family.file_name, stored_names(theirs)), *(theirs.name for theirs in counterparts.values()), *heads]
+    )
     planned = {}
     for name in needed:
         if name in sources:

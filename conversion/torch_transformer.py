@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from metaphrase.conversion.families import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, RARE_FIELDS
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
 _NORMS = {"encoder": ("self_attn_norm", "mlp_norm"), "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm")}
@@ -25,7 +25,7 @@ _FIXED = {
     "attention_scale": None,
     "num_key_value_heads": None,
     "head_dim": None,
-}
+} | RARE_FIELDS
 
 
 def from_torch_transformer(
@@ -104,6 +104,8 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
         for field, value in required.items()
         if getattr(config, field) != value
     ]
+    if config.norm_position == "both":
+        obstacles.append("`norm_position` must be pre or post, got both")
     if config.position_embedding_type in ("relative", "rotary", "alibi"):
         obstacles.append(
             f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"

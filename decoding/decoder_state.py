@@ -22,7 +22,7 @@ from metaphrase.decoding.prepacked_weights import (
 )
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
 from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, fold_copies, unfold_copies
-from metaphrase.modeling.operators import MetaphraseRMSNorm
+from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
 from metaphrase.ops.linear_and_dropout import is_hooked
@@ -135,7 +135,10 @@ class PreparedLayer:
         )
         self.self_scaling, self.cross_scaling = attention.scaling, cross.scaling
         self.norms = tuple(map(prepared_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
-        self.is_pre_norm = layer.is_pre_norm
+        self.is_pre_norm, norms = layer.is_pre_norm, (nn.Identity(),) * 3
+        if layer.has_output_norms:
+            norms = layer.self_attn_output_norm, layer.cross_attn_output_norm, layer.mlp_output_norm
+        self.output_norms = tuple(map(prepared_norm, norms))
 
     def feed_forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., D)"""
@@ -324,6 +327,7 @@ class DecoderState:
         self._rows_per_cache_row = 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
+        self.soft_cap = decoder.config.attn_logit_softcapping
         keys, values = [], []
         for layer in self.layers:
             # (sources, S, D) -> (sources, key_value_heads, S, head_dim) for both
@@ -364,6 +368,8 @@ class DecoderState:
         self._make_room(self.length + 1)
         self._prepare_step()
         embeddings, position, rotation = self.decoder.embed_tokens(input_ids), self.length, None
+        if self.decoder.norms_first:
+            embeddings = self._embedding_norm(embeddings)
         if self._positions is not None:
             if position >= len(self._positions):
                 # Raises the decoder's error for a missing position.
@@ -373,7 +379,7 @@ class DecoderState:
         if self._rotations is not None:
             # (1, rotated)
             rotation = tuple(angles[position, None].to(embeddings.dtype) for angles in self._rotations)
-        hidden_states = self._embedding_norm(embeddings)
+        hidden_states = embeddings if self.decoder.norms_first else self._embedding_norm(embeddings)
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.length += 1
@@ -399,11 +405,14 @@ class DecoderState:
 
     def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
-        attentions = [layer.cross_attn for layer in self.decoder.layers]
+        attentions, config = [layer.cross_attn for layer in self.decoder.layers], self.decoder.config
+        # Norms and soft caps come between the products.
+        are_apart = config.qk_norm or config.norm_position == "both" or self.soft_cap is not None
         are_plain = self.dtype == torch.float32 and all(
-            not attention.config.qk_norm and is_plain(attention.q_proj) and is_plain(attention.o_proj)
-            for attention in attentions
+            is_plain(attention.q_proj) and is_plain(attention.o_proj) for attention in attentions
         )
+        if are_apart:
+            return None
         if self._source_cache.rows != 1 or not are_plain or not self._gains_by_absorbing():
             return None
         bias = None if self._source_bias is None else self._source_bias.flatten()
@@ -470,9 +479,10 @@ class DecoderState:
         """(rows, D) -> (rows, D)"""
         self_norm, cross_norm, mlp_norm = layer.norms
         if layer.is_pre_norm:
-            hidden_states = hidden_states + self._attend_to_target(index, layer, self_norm(hidden_states), rotation)
+            output = self._attend_to_target(index, layer, self_norm(hidden_states), rotation)
+            hidden_states = hidden_states + layer.output_norms[0](output)
             hidden_states = self._add_cross_attention(index, layer, hidden_states, cross_norm(hidden_states))
-            return hidden_states + layer.feed_forward(mlp_norm(hidden_states))
+            return hidden_states + layer.output_norms[2](layer.feed_forward(mlp_norm(hidden_states)))
         hidden_states = self_norm(hidden_states + self._attend_to_target(index, layer, hidden_states, rotation))
         hidden_states = cross_norm(self._add_cross_attention(index, layer, hidden_states, hidden_states))
         return mlp_norm(hidden_states + layer.feed_forward(hidden_states))
@@ -518,7 +528,7 @@ class DecoderState:
         if layer.cross_head_norms is not None:
             query = layer.cross_head_norms[0](query)
         output = self._attend(query, views, self._source_bias, layer.cross_scaling, self.copies)
-        return residual + layer.cross_output(output)
+        return residual + layer.output_norms[1](layer.cross_output(output))
 
     def _attend(
         self,
@@ -541,28 +551,37 @@ class DecoderState:
             query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
         # (rows / copies * key_value_heads, copies * groups, head_dim)
         query = query.reshape(rows // copies * self.key_value_heads, -1, self.head_dim)
-        output = attend(query, *views, bias, scaling, rows // copies)
+        output = attend(query, *views, bias, scaling, rows // copies, self.soft_cap)
         if copies > 1:
             output = unfold_copies(output.unflatten(0, (rows // copies, -1)), copies)
         return output.reshape(rows, -1)
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float, batch: int
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scaling: float,
+    batch: int,
+    largest_score: float | None = None,
 ) -> torch.Tensor:
     """Attend with few queries (batch * H, queries, head_dim), and return an output of that shape.
 
     Keys stand in columns, (batch * H, head_dim, keys). A bias of the scores is (1 or batch, 1 or H, 1 or queries, keys).
     """
-    if query.dtype != torch.float32:
+    if query.dtype != torch.float32 and largest_score is None:
         # The kernel computes scores in float32.
         states = (flat.unflatten(0, (batch, -1)) for flat in (query, keys.mT, values))
         return nn.functional.scaled_dot_product_attention(*states, attn_mask=bias, scale=scaling).flatten(0, 1)
-    # For one query, this is several times as fast on a CPU. With beta 0 the first operand is not read.
-    scores = torch.baddbmm(_unread_operand(query.device), query, keys, beta=0, alpha=scaling)
+    if largest_score is not None:
+        scores = soft_cap(torch.bmm(query, keys) * scaling, largest_score)
+    else:
+        # For one query, this is several times as fast on a CPU. With beta 0 the first operand is not read.
+        scores = torch.baddbmm(_unread_operand(query.device), query, keys, beta=0, alpha=scaling)
     if bias is not None:
         scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
-    return torch.bmm(scores.softmax(dim=-1), values)
+    return torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
 
 
 @functools.cache

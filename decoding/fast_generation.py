@@ -29,6 +29,7 @@ from metaphrase.decoding.options import (
 from metaphrase.decoding.prepacked_weights import walk
 from metaphrase.decoding.quantization import Shortlist
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
+from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
 from metaphrase.modeling.positions import has_changing_rotation
 
@@ -157,7 +158,8 @@ def prepared_projections(
     """Return `model.project` for decoding steps with the weights as they are now, and a projection to shortlists or None."""
     head, shortlist = prepared_head(model.get_decoder(), model.get_output_embeddings())
     project = functools.partial(model.project, head=head)
-    if shortlist is None or not _is_of_package(type(model).project):
+    is_plain = _is_of_package(type(model).project) and model.config.final_logit_softcapping is None
+    if shortlist is None or not is_plain:
         return project, None
     return project, lambda hidden_states: shortlist(model.scale(hidden_states))
 
@@ -197,12 +199,20 @@ def find_obstacle(
         # The attention kernel decides what a row without a token attends to.
         "source without a token": mask is not None and not bool(mask.any(dim=1).all()),
     }
-    return next((name for name, is_met in conditions.items() if is_met), None) or find_obstacle_of_model(model)
+    reason = next((name for name, is_met in conditions.items() if is_met), None)
+    return reason or find_obstacle_of_model(model, config)
 
 
-def find_obstacle_of_model(model: MetaphraseForConditionalGeneration) -> str | None:
+def find_obstacle_of_model(
+    model: MetaphraseForConditionalGeneration, generation_config: GenerationConfig
+) -> str | None:
     """Return the first reason why the fast loops cannot run a model in its present state, or None."""
+    sizes, max_length = model.config.stack_sizes("decoder"), generation_config.max_length
     conditions = {
+        "merged_attention": model.config.merged_attention,
+        "sliding_rope_theta": model.get_decoder().sliding_rotary_emb is not None,
+        # All targets that fit into the window are within it.
+        "decoder_window": SLIDING in sizes.layer_types and not (max_length and max_length <= sizes.window[0] + 1),
         "attn_implementation": model.config._attn_implementation not in _SUPPORTED_KERNELS,
         "model in training": model.training,
         "dtype": model.dtype not in _SUPPORTED_DTYPES,

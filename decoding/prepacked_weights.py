@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.packing import Segments
 from metaphrase.modeling.stacks import MetaphraseEncoder, is_padding_mask
 
@@ -245,16 +246,13 @@ def encode_without_padding(
 
     None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
-    if encoder.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or encoder.config._attn_implementation != "sdpa":
         return None
-    # In float16, only the padded kernels keep large scores finite.
-    is_supported = embeddings.dtype in (torch.float32, torch.bfloat16) and encoder.config._attn_implementation == "sdpa"
-    if embeddings.device.type != "cpu" or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+    is_token = torch.ones_like(embeddings[..., 0]) if attention_mask is None else attention_mask
+    if not is_padding_mask(is_token) or is_token.shape != embeddings.shape[:2]:
         return None
-    if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
-        return None
-    is_token = attention_mask != 0
-    if is_token.sum() > (1 - LEAST_PADDING) * is_token.numel():
+    is_token = is_token != 0
+    if not _gains_by_windows(encoder, embeddings) and not _gains_without_padding(encoder, embeddings, is_token):
         return None
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
     starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
@@ -267,5 +265,19 @@ def encode_without_padding(
     segments = Segments(is_token.sum(dim=1), len(indices))
     packed = encoder.encode_packed(embeddings.flatten(0, 1).index_select(0, indices)[None], segments, **kwargs)
     tokens = packed.last_hidden_state[0]
-    output = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy_(0, indices, tokens)
+    output = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, indices, tokens)
     return BaseModelOutput(last_hidden_state=output.view(rows, length, -1))
+
+
+def _gains_by_windows(encoder: MetaphraseEncoder, embeddings: torch.Tensor) -> bool:
+    """Return True if sources are longer than windows, which packed rows compute in time and memory proportional to the length."""
+    return SLIDING in encoder.sizes.layer_types and embeddings.shape[1] > 1 + min(encoder.sizes.window)
+
+
+def _gains_without_padding(encoder: MetaphraseEncoder, embeddings: torch.Tensor, is_token: torch.Tensor) -> bool:
+    """Return True if a CPU is faster without the padding, in evaluation."""
+    # In float16, only the padded kernels keep large scores finite.
+    is_supported = embeddings.device.type == "cpu" and embeddings.dtype in (torch.float32, torch.bfloat16)
+    if encoder.training or torch.is_grad_enabled() or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+        return False
+    return bool(is_token.sum() <= (1 - LEAST_PADDING) * is_token.numel())

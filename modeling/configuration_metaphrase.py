@@ -1,7 +1,7 @@
 """Configuration of Metaphrase: the fields of the architecture, and their checks."""
 
 import copy
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -12,10 +12,14 @@ from .presets import PRESETS
 
 _POSITIVE = (
     *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
-    *("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "head_dim"),
+    *("decoder_hidden_size", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads"),
+    *("num_key_value_heads", "decoder_num_key_value_heads", "head_dim", "decoder_window", "sliding_rope_theta"),
     *("max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
     *("attention_scale", "logits_scale", "initializer_range"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
 )
+STACKS = ("encoder", "decoder")
+FULL, SLIDING = "full_attention", "sliding_attention"
 _AUTO_MAP = {
     "AutoConfig": "configuration_metaphrase.MetaphraseConfig",
     "AutoModel": "modeling_metaphrase.MetaphraseModel",
@@ -32,6 +36,26 @@ _PIPELINES = {
 }
 
 
+class StackSizes(NamedTuple):
+    """Sizes of the encoder or of the decoder.
+
+    In a layer whose entry of `layer_types` is `SLIDING`, a token sees the tokens within `window`, to the left and to the right.
+    """
+
+    hidden_size: int
+    layers: int
+    attention_heads: int
+    key_value_heads: int
+    head_dim: int
+    ffn_dim: int
+    layer_types: tuple[str, ...]
+    window: tuple[int, int] | None
+
+    def window_of(self, layer: int) -> tuple[int, int] | None:
+        """Return the window of a layer, or None for full attention."""
+        return self.window if self.layer_types[layer] == SLIDING else None
+
+
 @strict
 class MetaphraseConfig(PreTrainedConfig):
     """Configuration of a `MetaphraseModel`. The defaults are a small model of our recommended design.
@@ -40,12 +64,14 @@ class MetaphraseConfig(PreTrainedConfig):
         vocab_size: Size of the source vocabulary, or of a shared vocabulary.
         decoder_vocab_size: Size of the target vocabulary. None means `vocab_size`.
         hidden_size: Width of the hidden states of both stacks.
+        decoder_hidden_size: Width of the decoder's hidden states, if it differs.
         encoder_layers, decoder_layers: Layers of each stack.
         encoder_attention_heads: Query heads of the encoder's self-attention.
         decoder_attention_heads: Query heads of the decoder's self-attention and cross-attention.
         encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
             number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
+        decoder_num_key_value_heads: Key and value heads of the decoder, if they differ.
         head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack. None becomes a number if the
             heads of both stacks are equal.
         activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
@@ -63,18 +89,29 @@ class MetaphraseConfig(PreTrainedConfig):
             The number also is the base of the scaled variants of `rotary`.
         position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
             the padding token plus 1. BART's table has unused rows at the start.
+        encoder_layer_types, decoder_layer_types: `full_attention` or `sliding_attention` of each layer. None means the former.
+        encoder_window: In the encoder's sliding attention, a token sees so many tokens to the left and to the right of itself.
+        decoder_window: In the decoder's sliding attention, a token sees so many tokens, itself and those before it.
         rope_parameters: transformers' parameters of a rotary embedding (`rope_type`, `rope_theta`, ...).
+        sliding_rope_theta: Base of unscaled frequencies in layers of sliding attention. None means `rope_parameters` there, too.
+        merged_attention: A decoder layer attends to its own tokens and to the source in one attention, without a cross-attention
+            (Zhang et al. 2025, section 2.2, arXiv 2512.14856).
         relative_attention_num_buckets: Buckets of the relative bias, for both directions together in the encoder.
         relative_attention_max_distance: Distance in tokens from which all distances share the last bucket.
         relative_attention_shared: One bias for all layers of a stack (T5) instead of one for each layer (UMT5).
         norm_type: `layernorm` or `rmsnorm` (Zhang and Sennrich 2019, arXiv 1910.07467).
-        norm_position: `pre` normalizes the input of a sublayer, `post` the sum of its input and output.
+        norm_position: `pre` normalizes the input of a sublayer, `post` the sum of its input and output. `both` normalizes the
+            input, and the output before the sum (Gemma Team 2024, section 2, arXiv 2408.00118).
+        norm_plus_one: RMSNorm multiplies by 1 + weight, as in Gemma.
         norm_eps: Added to the variance.
         embedding_norm: Normalize the sum of embeddings and positions (BART).
-        final_norm: Normalize the output of each stack. None means true for `pre` and false for `post`.
+        embedding_norm_before_positions: In the decoder, normalize unscaled embeddings, then add positions (Blenderbot-small).
+        final_norm: Normalize the output of each stack. None means false for `post` and else true.
         qk_norm: RMSNorm of queries and keys in each head, before positions (Henry et al. 2020, arXiv 2010.04245).
         scale_embedding: Multiply token embeddings by the square root of `hidden_size`.
         attention_scale: Factor of the attention scores. None means `head_dim` ** -0.5. T5 uses 1.
+        attn_logit_softcapping: Largest attention score c: scores s become c tanh(s / c). None means no limit.
+        final_logit_softcapping: The same for logits.
         attention_bias, mlp_bias: Biases in the projections of attention, and in the feed-forward network.
         logits_bias: A bias in the output projection.
         logits_scale: Factor of the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
@@ -108,6 +145,7 @@ class MetaphraseConfig(PreTrainedConfig):
     vocab_size: int = 32000
     decoder_vocab_size: int | None = None
     hidden_size: int = 512
+    decoder_hidden_size: int | None = None
     encoder_layers: int = 6
     decoder_layers: int = 6
     encoder_attention_heads: int = 8
@@ -115,6 +153,7 @@ class MetaphraseConfig(PreTrainedConfig):
     encoder_ffn_dim: int = 1408
     decoder_ffn_dim: int = 1408
     num_key_value_heads: int | None = None
+    decoder_num_key_value_heads: int | None = None
     head_dim: int | None = None
     activation_function: str = "silu"
     gated_mlp: bool = True
@@ -122,18 +161,28 @@ class MetaphraseConfig(PreTrainedConfig):
     sinusoidal_layout: Literal["interleaved", "half_split", "fairseq"] = "interleaved"
     max_position_embeddings: int = 1024
     position_offset: int = 0
+    encoder_layer_types: list[str] | None = None
+    decoder_layer_types: list[str] | None = None
+    encoder_window: list[int] | None = None
+    decoder_window: int | None = None
     rope_parameters: dict | None = None
+    sliding_rope_theta: float | int | None = None
+    merged_attention: bool = False
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     relative_attention_shared: bool = True
     norm_type: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    norm_position: Literal["pre", "post"] = "pre"
+    norm_position: Literal["pre", "post", "both"] = "pre"
+    norm_plus_one: bool = False
     norm_eps: float | int = 1e-6
     embedding_norm: bool = False
+    embedding_norm_before_positions: bool = False
     final_norm: bool | None = None
     qk_norm: bool = False
     scale_embedding: bool = True
     attention_scale: float | int | None = None
+    attn_logit_softcapping: float | int | None = None
+    final_logit_softcapping: float | int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     logits_bias: bool = False
@@ -160,7 +209,7 @@ class MetaphraseConfig(PreTrainedConfig):
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
         if self.final_norm is None:
-            self.final_norm = self.norm_position == "pre"
+            self.final_norm = self.norm_position != "post"
         if self.rope_parameters is None and self.position_embedding_type == "rotary":
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
         # Saving a model would record only the class of that model.
@@ -170,10 +219,19 @@ class MetaphraseConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
         self._check()
+        # A value that changes nothing is None, as for most models.
+        if self.decoder_hidden_size == self.hidden_size:
+            self.decoder_hidden_size = None
+        for name in (f"{stack}_layer_types" for stack in STACKS):
+            if {*(getattr(self, name) or ())} == {FULL}:
+                setattr(self, name, None)
         # transformers and peft read the shape of a cache from these fields. Different stacks cannot share a number.
-        if self.encoder_attention_heads == self.decoder_attention_heads:
-            self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
-            self.head_dim = self.get_head_dim(self.decoder_attention_heads)
+        encoder, decoder = map(self.stack_sizes, STACKS)
+        if encoder.attention_heads == decoder.attention_heads:
+            if self.decoder_num_key_value_heads is None:
+                self.num_key_value_heads = decoder.key_value_heads
+            if encoder.head_dim == decoder.head_dim:
+                self.head_dim = decoder.head_dim
         if self.position_embedding_type == "rotary":
             self._check_rope()
 
@@ -207,21 +265,8 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(f"`{field}` must be a probability in [0, 1), got {getattr(self, field)}.")
         if self.activation_function not in ACT2FN:
             raise ValueError(f"`activation_function` must be a key of ACT2FN, got {self.activation_function!r}.")
-        for field in ("encoder_attention_heads", "decoder_attention_heads"):
-            heads = getattr(self, field)
-            if self.head_dim is None and self.hidden_size % heads:
-                raise ValueError(
-                    f"`hidden_size` must be a multiple of `{field}`, got {self.hidden_size} and {heads}. "
-                    "Set `head_dim` to have heads of another width."
-                )
-            if heads % (self.num_key_value_heads or 1):
-                raise ValueError(
-                    f"`{field}` must be a multiple of `num_key_value_heads`, got {heads} and {self.num_key_value_heads}."
-                )
-            if self.position_embedding_type == "rotary" and self.get_head_dim(heads) % 2:
-                raise ValueError(
-                    f"`head_dim` must be even for rotary positions, got {self.get_head_dim(heads)} (from `{field}`)."
-                )
+        for stack in STACKS:
+            self._check_stack(stack)
         buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
         if self.position_embedding_type == "relative" and (buckets < 4 or buckets % 2 or distance <= buckets // 2):
             raise ValueError(
@@ -233,6 +278,20 @@ class MetaphraseConfig(PreTrainedConfig):
                 "`decoder_vocab_size` must equal `vocab_size` when `share_embeddings` is true, "
                 f"got {self.decoder_vocab_size} and {self.vocab_size}."
             )
+        if self.share_embeddings and self.decoder_hidden_size not in (None, self.hidden_size):
+            raise ValueError(
+                "`decoder_hidden_size` must equal `hidden_size` when `share_embeddings` is true, "
+                f"got {self.decoder_hidden_size} and {self.hidden_size}."
+            )
+        if self.merged_attention and self.decoder_hidden_size not in (None, self.hidden_size):
+            raise ValueError(
+                "`decoder_hidden_size` must equal `hidden_size` with `merged_attention`, "
+                f"got {self.decoder_hidden_size} and {self.hidden_size}."
+            )
+        if self.merged_attention and self.position_embedding_type in ("relative", "alibi"):
+            raise ValueError(
+                f"`position_embedding_type` must have no bias with `merged_attention`, got {self.position_embedding_type!r}."
+            )
         if not self.train_padding_embedding and self.pad_token_id is None:
             raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
         # The shift to the right writes both ids into the target.
@@ -241,6 +300,32 @@ class MetaphraseConfig(PreTrainedConfig):
             value = getattr(self, field)
             if value is not None and not 0 <= value < size:
                 raise ValueError(f"`{field}` must be an id of the vocabulary, from 0 to {size - 1}, got {value}.")
+
+    def _check_stack(self, stack: str) -> None:
+        sizes, fields = self.stack_sizes(stack), (f"{stack}_attention_heads", f"{stack}_layer_types")
+        heads, width, head_dim = sizes.attention_heads, sizes.hidden_size, sizes.head_dim
+        if self.head_dim is None and width % heads:
+            name = "hidden_size" if width == self.hidden_size else "decoder_hidden_size"
+            raise ValueError(
+                f"`{name}` must be a multiple of `{fields[0]}`, got {width} and {heads}. "
+                "Set `head_dim` to have heads of another width."
+            )
+        if heads % sizes.key_value_heads:
+            name = "num_key_value_heads"
+            if stack == "decoder" and self.decoder_num_key_value_heads is not None:
+                name = f"decoder_{name}"
+            raise ValueError(f"`{fields[0]}` must be a multiple of `{name}`, got {heads} and {sizes.key_value_heads}.")
+        if self.position_embedding_type == "rotary" and head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary positions, got {head_dim} (from `{fields[0]}`).")
+        if len(sizes.layer_types) != sizes.layers or {*sizes.layer_types} - {FULL, SLIDING}:
+            raise ValueError(
+                f"`{fields[1]}` must name {FULL} or {SLIDING} for each of {sizes.layers} layers, got {sizes.layer_types}."
+            )
+        window = getattr(self, f"{stack}_window")
+        if window is None and SLIDING in sizes.layer_types:
+            raise ValueError(f"`{stack}_window` must be set for {SLIDING}, got None.")
+        if stack == "encoder" and window is not None and (len(window) != 2 or min(window) < 0):
+            raise ValueError(f"`encoder_window` must be two numbers of tokens, from 0 on, got {window}.")
 
     def _check_rope(self) -> None:
         rope_type, theta = self.rope_parameters["rope_type"], self.rope_parameters["rope_theta"]
@@ -266,22 +351,38 @@ class MetaphraseConfig(PreTrainedConfig):
         - A stack of another shape has a copy with the sizes of its heads.
         - The logits have a copy with the target vocabulary, which transformers reads in beam search and for scores.
         """
-        fields = ("layers", "attention_heads", "ffn_dim")
-        is_equal = all(getattr(self, f"encoder_{name}") == getattr(self, f"decoder_{name}") for name in fields)
-        if is_equal and self.vocab_size == self.decoder_vocab_size:
-            return self
-        config = super().get_text_config(decoder=decoder, encoder=encoder)
-        if config is self and self.vocab_size != self.decoder_vocab_size:
-            config = copy.copy(self)
+        config, asks_for_logits = copy.copy(self), bool(decoder) == bool(encoder)
+        if asks_for_logits or decoder:
             config.vocab_size = self.decoder_vocab_size
-        elif config is not self:
-            config.num_key_value_heads = config.num_key_value_heads or config.num_attention_heads
-            config.head_dim = config.get_head_dim(config.num_attention_heads)
-        return config
+        if not asks_for_logits:
+            sizes = self.stack_sizes("decoder" if decoder else "encoder")
+            config.hidden_size, config.num_hidden_layers = sizes.hidden_size, sizes.layers
+            config.num_attention_heads = sizes.attention_heads
+            config.num_key_value_heads, config.head_dim = sizes.key_value_heads, sizes.head_dim
+        return self if config == self else config
 
-    def get_head_dim(self, heads: int) -> int:
-        """Return the width of a head in a stack with `heads` query heads."""
-        return self.head_dim if self.head_dim is not None else self.hidden_size // heads
+    def stack_sizes(self, stack: str) -> StackSizes:
+        """Return the sizes of `encoder` or `decoder`."""
+        layers, heads, ffn_dim, types = (
+            getattr(self, f"{stack}_{name}") for name in ("layers", "attention_heads", "ffn_dim", "layer_types")
+        )
+        width, key_value_heads = self.hidden_size, self.num_key_value_heads
+        if stack == "decoder":
+            width, key_value_heads = (
+                self.decoder_hidden_size or width,
+                self.decoder_num_key_value_heads or key_value_heads,
+            )
+        window = self.encoder_window if stack == "encoder" else self.decoder_window and (self.decoder_window - 1, 0)
+        return StackSizes(
+            hidden_size=width,
+            layers=layers,
+            attention_heads=heads,
+            key_value_heads=key_value_heads or heads,
+            head_dim=self.head_dim or width // heads,
+            ffn_dim=ffn_dim,
+            layer_types=tuple(types or [FULL] * layers),
+            window=window and tuple(window),
+        )
 
     @property
     def position_limit(self) -> int | None:

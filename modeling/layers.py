@@ -12,8 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import takes_cache
-from .configuration_metaphrase import MetaphraseConfig
-from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm
+from .configuration_metaphrase import MetaphraseConfig, StackSizes
+from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm, soft_cap
 from .packing import Packing, packed_attention
 from .positions import RelativePositionBias, rotate
 
@@ -31,12 +31,13 @@ def eager_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax attention in plain operations, the reference for the fast kernels.
 
     Queries are `(batch, heads, query, head_dim)`, keys and values `(batch, key_value_heads, key, head_dim)`. The mask is added to
-    the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`.
+    the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`. `softcap` is the largest score.
 
     Source: Vaswani et al. 2017, section 3.2, arXiv 1706.03762.
 
@@ -46,7 +47,7 @@ def eager_attention_forward(
     key, value = (repeat_key_value(states, module.num_key_value_groups) for states in (key, value))
     # In float16, large products overflow, and so does the sum of a score and the lowest number.
     score_dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
-    scores = torch.matmul(query.to(score_dtype), key.to(score_dtype).transpose(2, 3)) * scaling
+    scores = soft_cap(torch.matmul(query.to(score_dtype), key.to(score_dtype).transpose(2, 3)) * scaling, softcap)
     if attention_mask is not None:
         if attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
@@ -100,31 +101,52 @@ class MetaphraseAttention(nn.Module):
     """Multi-head self-attention, or cross-attention to the encoder output."""
 
     def __init__(
-        self, config: MetaphraseConfig, heads: int, layer_idx: int, is_causal: bool = False, is_cross: bool = False
+        self,
+        config: MetaphraseConfig,
+        sizes: StackSizes,
+        layer_idx: int,
+        is_causal: bool = False,
+        source_size: int | None = None,
+        is_merged: bool = False,
     ):
+        """Make the attention of a layer.
+
+        `source_size` is the width of the encoder output that a cross-attention reads. A merged attention reads both.
+        """
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = is_causal
-        self.is_cross = is_cross
-        self.head_dim = config.get_head_dim(heads)
-        key_value_heads = config.num_key_value_heads or heads
-        self.num_key_value_groups = heads // key_value_heads
+        self.is_cross, self.is_merged = source_size is not None, is_merged
+        self.head_dim = sizes.head_dim
+        self.num_key_value_groups = sizes.attention_heads // sizes.key_value_heads
         self.scaling = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.attention_dropout = config.attention_dropout
+        # Kernels read these names. The window of flash attention has one width for both sides, with the token itself.
+        self.options: dict[str, float | int] = {}
+        if config.attn_logit_softcapping is not None:
+            self.options["softcap"] = config.attn_logit_softcapping
+        window = None if self.is_cross else sizes.window_of(layer_idx)
+        if window is not None:
+            self.options["sliding_window"] = max(window) + 1
 
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
+        width, bias = sizes.hidden_size, config.attention_bias
+        query_size, key_size = (heads * self.head_dim for heads in (sizes.attention_heads, sizes.key_value_heads))
+        self.q_proj = nn.Linear(width, query_size, bias=bias)
+        self.k_proj = nn.Linear(source_size or width, key_size, bias=bias)
+        self.v_proj = nn.Linear(source_size or width, key_size, bias=bias)
         if config.attention_scale is not None:
             # Scores start with the same variance as under the usual scale.
             self.q_proj.initial_gain = self.head_dim**-0.5 / config.attention_scale
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, width, bias=bias)
         if config.qk_norm:
-            self.q_norm, self.k_norm = (MetaphraseRMSNorm(self.head_dim, config.norm_eps) for _ in range(2))
-        if config.position_embedding_type == "relative" and not config.relative_attention_shared and not is_cross:
-            self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional=not is_causal)
+            self.q_norm, self.k_norm = (
+                MetaphraseRMSNorm(self.head_dim, config.norm_eps, config.norm_plus_one) for _ in range(2)
+            )
+        has_bias = config.position_embedding_type == "relative" and not config.relative_attention_shared
+        if has_bias and not self.is_cross:
+            heads, is_bidirectional = sizes.attention_heads, not is_causal
+            self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional)
 
     def _split(self, states: torch.Tensor) -> torch.Tensor:
         """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
@@ -169,8 +191,8 @@ class MetaphraseAttention(nn.Module):
 
         Args:
             hidden_states: Input of the queries, `(batch, query, hidden)`.
-            encoder_output: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`. Each source
-                serves `copies` consecutive rows of the batch.
+            encoder_output: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`, or, beside the
+                hidden states, of a merged attention. Each source serves `copies` consecutive rows of the batch.
             attention_mask: Mask for the kernel in use, from `masking_utils` or `packed_mask`.
             rotation: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
             packing: The sequences of packed rows, with a batch of 1.
@@ -181,7 +203,7 @@ class MetaphraseAttention(nn.Module):
         if self.training:
             hidden_states = cast_for_autocast(hidden_states)
         dropout = self.attention_dropout if self.training else 0.0
-        if packing is not None and rotation is None and past_key_values is None:
+        if packing is not None and rotation is None and past_key_values is None and not self.is_merged:
             output = acceleration.fused_attention(self, hidden_states, encoder_output, attention_mask, packing, dropout)
             if output is not None:
                 return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
@@ -196,17 +218,31 @@ class MetaphraseAttention(nn.Module):
             key, value = self._project_keys_and_values(hidden_states, rotation)
             if past_key_values is not None:
                 key, value = past_key_values.self_attention_cache.update(key, value, self.layer_idx)
+            if self.is_merged:
+                parts = self._get_source_keys_and_values(encoder_output, past_key_values)
+                copies = key.shape[0] // parts[0].shape[0]
+                key, value = (
+                    torch.cat((of_target, of_source.repeat_interleave(copies, dim=0)), dim=2)
+                    for of_target, of_source in zip((key, value), parts, strict=True)
+                )
+                if packing is not None:
+                    key, value = (states.index_select(2, packing.order) for states in (key, value))
 
         if packing is not None and packing.kernel != "reference":
             key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
-            output = packed_attention(query, key, value, attention_mask, packing, self.scaling, dropout)
+            options = packing, self.scaling, dropout, self.options.get("softcap")
+            output = packed_attention(query, key, value, attention_mask, *options)
             return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
             query = fold_copies(query, copies)
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        implementation = self.config._attn_implementation
+        if "softcap" in self.options and (implementation == "sdpa" or packing is not None):
+            # Torch's kernel has no largest score, and a mask of packed rows is not for other kernels.
+            implementation = "eager"
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = kernel(
-            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **self.options, **kwargs
         )
         if copies > 1 and weights is not None:
             weights = unfold_copies(weights, copies)
@@ -220,12 +256,13 @@ class MetaphraseMLP(nn.Module):
     Source: Vaswani et al. 2017, section 3.3, arXiv 1706.03762. The gate is from Shazeer 2020, arXiv 2002.05202.
     """
 
-    def __init__(self, config: MetaphraseConfig, ffn_dim: int):
+    def __init__(self, config: MetaphraseConfig, sizes: StackSizes):
         super().__init__()
+        width, inner, bias = sizes.hidden_size, sizes.ffn_dim, config.mlp_bias
         if config.gated_mlp:
-            self.gate_proj = nn.Linear(config.hidden_size, ffn_dim, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, ffn_dim, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(ffn_dim, config.hidden_size, bias=config.mlp_bias)
+            self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
         self.activation = ACT2FN[config.activation_function]
         self.is_gated = config.gated_mlp
         self.activation_dropout = config.activation_dropout
@@ -243,34 +280,42 @@ class MetaphraseMLP(nn.Module):
 
 
 class _ResidualLayer(GradientCheckpointingLayer):
-    """Sublayers with residual connections, normalized before (`pre`) or after (`post`) each sublayer.
+    """Sublayers with residual connections. Norms are before (`pre`) or after (`post`) the sum, or around a sublayer (`both`).
 
-    Source: Xiong et al. 2020, figure 1, arXiv 2002.04745.
+    Source: Xiong et al. 2020, figure 1, arXiv 2002.04745. `both` is from Gemma Team 2024, section 2, arXiv 2408.00118.
     """
 
-    def __init__(self, config: MetaphraseConfig):
+    def __init__(self, config: MetaphraseConfig, sizes: StackSizes, sublayers: dict[str, nn.Module]):
         super().__init__()
-        self.is_pre_norm = config.norm_position == "pre"
+        self.is_pre_norm, self.has_output_norms = config.norm_position != "post", config.norm_position == "both"
         self.dropout = config.dropout
+        for name, sublayer in sublayers.items():
+            self.add_module(name, sublayer)
+            self.add_module(f"{name}_norm", make_norm(config, sizes.hidden_size))
+            if self.has_output_norms:
+                self.add_module(f"{name}_output_norm", make_norm(config, sizes.hidden_size))
 
-    def _enter(self, hidden_states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        return norm(hidden_states) if self.is_pre_norm else hidden_states
+    def _enter(self, hidden_states: torch.Tensor, name: str) -> torch.Tensor:
+        return getattr(self, f"{name}_norm")(hidden_states) if self.is_pre_norm else hidden_states
 
-    def _leave(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    def _leave(self, residual: torch.Tensor, output: torch.Tensor, name: str) -> torch.Tensor:
+        if self.has_output_norms:
+            output = getattr(self, f"{name}_output_norm")(output)
         hidden_states = acceleration.add_dropout(residual, output, p=self.dropout, training=self.training)
         hidden_states = clamp_float16(hidden_states)
-        return hidden_states if self.is_pre_norm else norm(hidden_states)
+        return hidden_states if self.is_pre_norm else getattr(self, f"{name}_norm")(hidden_states)
+
+    def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._leave(hidden_states, self.mlp(self._enter(hidden_states, "mlp")), "mlp")
 
 
 class MetaphraseEncoderLayer(_ResidualLayer):
     """Self-attention and feed-forward network."""
 
     def __init__(self, config: MetaphraseConfig, layer_idx: int):
-        super().__init__(config)
-        self.self_attn = MetaphraseAttention(config, config.encoder_attention_heads, layer_idx)
-        self.self_attn_norm = make_norm(config)
-        self.mlp = MetaphraseMLP(config, config.encoder_ffn_dim)
-        self.mlp_norm = make_norm(config)
+        sizes = config.stack_sizes("encoder")
+        attention = MetaphraseAttention(config, sizes, layer_idx)
+        super().__init__(config, sizes, {"self_attn": attention, "mlp": MetaphraseMLP(config, sizes)})
 
     def forward(
         self,
@@ -281,28 +326,21 @@ class MetaphraseEncoderLayer(_ResidualLayer):
     ) -> torch.Tensor:
         """Apply the layer: `(batch, source, hidden) -> (batch, source, hidden)`."""
         output, _ = self.self_attn(
-            self._enter(hidden_states, self.self_attn_norm),
-            attention_mask=attention_mask,
-            rotation=rotation,
-            **kwargs,
+            self._enter(hidden_states, "self_attn"), attention_mask=attention_mask, rotation=rotation, **kwargs
         )
-        hidden_states = self._leave(hidden_states, output, self.self_attn_norm)
-        output = self.mlp(self._enter(hidden_states, self.mlp_norm))
-        return self._leave(hidden_states, output, self.mlp_norm)
+        return self._feed_forward(self._leave(hidden_states, output, "self_attn"))
 
 
 class MetaphraseDecoderLayer(_ResidualLayer):
-    """Causal self-attention, cross-attention and feed-forward network."""
+    """Causal self-attention, cross-attention and feed-forward network. A merged attention is both attentions."""
 
     def __init__(self, config: MetaphraseConfig, layer_idx: int):
-        super().__init__(config)
-        heads = config.decoder_attention_heads
-        self.self_attn = MetaphraseAttention(config, heads, layer_idx, is_causal=True)
-        self.self_attn_norm = make_norm(config)
-        self.cross_attn = MetaphraseAttention(config, heads, layer_idx, is_cross=True)
-        self.cross_attn_norm = make_norm(config)
-        self.mlp = MetaphraseMLP(config, config.decoder_ffn_dim)
-        self.mlp_norm = make_norm(config)
+        sizes, source_size = config.stack_sizes("decoder"), config.stack_sizes("encoder").hidden_size
+        self_attn = MetaphraseAttention(config, sizes, layer_idx, is_causal=True, is_merged=config.merged_attention)
+        sublayers: dict[str, nn.Module] = {"self_attn": self_attn}
+        if not config.merged_attention:
+            sublayers["cross_attn"] = MetaphraseAttention(config, sizes, layer_idx, source_size=source_size)
+        super().__init__(config, sizes, sublayers | {"mlp": MetaphraseMLP(config, sizes)})
 
     @takes_cache
     def forward(
@@ -319,22 +357,23 @@ class MetaphraseDecoderLayer(_ResidualLayer):
     ) -> torch.Tensor:
         """Apply the layer: `(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)`."""
         output, _ = self.self_attn(
-            self._enter(hidden_states, self.self_attn_norm),
+            self._enter(hidden_states, "self_attn"),
+            encoder_output,
             attention_mask=attention_mask,
             rotation=rotation,
             past_key_values=past_key_values,
             packing=packing,
             **kwargs,
         )
-        hidden_states = self._leave(hidden_states, output, self.self_attn_norm)
+        hidden_states = self._leave(hidden_states, output, "self_attn")
+        if self.self_attn.is_merged:
+            return self._feed_forward(hidden_states)
         output, _ = self.cross_attn(
-            self._enter(hidden_states, self.cross_attn_norm),
+            self._enter(hidden_states, "cross_attn"),
             encoder_output,
             attention_mask=encoder_mask,
             past_key_values=past_key_values,
             packing=cross_packing,
             **kwargs,
         )
-        hidden_states = self._leave(hidden_states, output, self.cross_attn_norm)
-        output = self.mlp(self._enter(hidden_states, self.mlp_norm))
-        return self._leave(hidden_states, output, self.mlp_norm)
+        return self._feed_forward(self._leave(hidden_states, output, "cross_attn"))

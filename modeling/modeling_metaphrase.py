@@ -13,7 +13,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .loss import divergence_of_halves, num_items, sequence_loss, shift_right
-from .operators import acceleration, clamp_float16
+from .operators import acceleration, clamp_float16, soft_cap
 from .positions import positions_from_mask
 from .stacks import MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel
 
@@ -180,7 +180,8 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         # By the class name, transformers would expect a loss that shifts labels, and not count the first label of each row.
         self.loss_type = None
         self.model = MetaphraseModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=config.logits_bias)
+        width = config.stack_sizes("decoder").hidden_size
+        self.lm_head = nn.Linear(width, config.decoder_vocab_size, bias=config.logits_bias)
         if not config.tie_word_embeddings:
             self._tied_weights_keys = {}
         elif not config.share_embeddings:
@@ -199,7 +200,8 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Return logits of the decoder's output: `(..., hidden) -> (..., vocab)`. `head` replaces `lm_head`."""
-        return clamp_float16((self.lm_head if head is None else head)(self.scale(hidden_states)))
+        logits = (self.lm_head if head is None else head)(self.scale(hidden_states))
+        return soft_cap(clamp_float16(logits), self.config.final_logit_softcapping)
 
     def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Multiply the decoder's output by `logits_scale`."""
@@ -280,7 +282,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, positions, :]
         logits = loss = None
-        if labels is not None and not return_logits:
+        if labels is not None and not return_logits and self.config.final_logit_softcapping is None:
             divisor = num_items(labels, num_items_in_batch, hidden_states.device)
             states = self.scale(hidden_states)
             loss = acceleration.projected_loss(self.lm_head, states, labels, smoothing, r_drop_alpha, divisor)

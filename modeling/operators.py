@@ -16,29 +16,38 @@ from .configuration_metaphrase import MetaphraseConfig
 
 
 class MetaphraseRMSNorm(nn.Module):
-    """Root mean square normalization with a learned scale, in float32.
+    """Root mean square normalization with a learned scale, in float32. The scale is the weight, or 1 plus the weight.
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.
     """
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, plus_one: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if plus_one else torch.ones(size))
+        self.eps, self.plus_one = eps, plus_one
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 + self.weight.float() if self.plus_one else self.weight
         if hidden_states.dtype == torch.float32:
-            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+            return nn.functional.rms_norm(hidden_states, scale.shape, scale, self.eps)
         # The square of a large float16 is infinite.
-        normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, self.weight.float(), self.eps)
+        normed = nn.functional.rms_norm(hidden_states.float(), scale.shape, scale.float(), self.eps)
         return normed.to(hidden_states.dtype)
 
 
-def make_norm(config: MetaphraseConfig) -> nn.Module:
-    """Make the normalization over the hidden size that the configuration names."""
+def make_norm(config: MetaphraseConfig, size: int) -> nn.Module:
+    """Make the normalization that the configuration names, over so many values."""
     if config.norm_type == "rmsnorm":
-        return MetaphraseRMSNorm(config.hidden_size, config.norm_eps)
-    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        return MetaphraseRMSNorm(size, config.norm_eps, config.norm_plus_one)
+    return nn.LayerNorm(size, eps=config.norm_eps)
+
+
+def soft_cap(values: torch.Tensor, largest: float | None) -> torch.Tensor:
+    """Return `c * tanh(values / c)` for the largest value c, or the values themselves for None.
+
+    Source: Gemma Team 2024, section 2, arXiv 2408.00118.
+    """
+    return values if largest is None else torch.tanh(values / largest) * largest
 
 
 def clamp_float16(states: torch.Tensor) -> torch.Tensor:

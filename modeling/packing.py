@@ -6,6 +6,7 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 - `reference`: the model's attention with a mask of the full row, quadratic in the length of the row. Tests compare the other
   kernels with `reference`.
 - `varlen`: torch's flash attention, for half precision on an Ampere GPU or newer, without bias and dropout.
+- `window`: blocks of the row with the keys around them, for windows. Linear in the length of the row.
 - `grid`: a padded grid with one row per sequence, for all other cases. Part of `metaphrase.ops`; `reference` replaces it.
 """
 
@@ -16,10 +17,12 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from .compat import varlen_causal
-from .operators import acceleration
+from .operators import acceleration, soft_cap
 
 # In rows of fewer than 16 entries, a CPU's softmax takes ten times as long per entry.
 MIN_GRID_WIDTH, GRID_WIDTH_MULTIPLE = 16, 8
+# Least queries of a block of the kernel `window`. Smaller blocks would have many keys for each query.
+_LEAST_BLOCK = 64
 # Older GPUs have no flash attention.
 _LEAST_CAPABILITY = (8, 0)
 
@@ -88,23 +91,30 @@ class Segments:
 class Packing:
     """The sequences between which a packed attention runs, and the name of a kernel.
 
-    The keys are `queries` for self-attention, and the sources for cross-attention.
+    The keys are `queries` for self-attention, and the sources for cross-attention. With a window, a token sees so many tokens to
+    the left and to the right of itself.
     """
 
-    def __init__(self, queries: Segments, keys: Segments, is_causal: bool, kernel: str):
+    def __init__(
+        self, queries: Segments, keys: Segments, is_causal: bool, kernel: str, window: tuple[int, int] | None = None
+    ):
         if len(queries) != len(keys):
             raise ValueError(
                 f"A packed batch must have as many sources as targets, got {len(keys)} sources and {len(queries)} targets."
             )
-        self.queries, self.keys, self.is_causal, self.kernel = queries, keys, is_causal, kernel
+        self.queries, self.keys, self.is_causal, self.kernel, self.window = queries, keys, is_causal, kernel, window
         # Storage of the kernel `grid`.
         self.grids: dict = {}
 
     def is_seen(self) -> torch.Tensor:
         """Return True if a query sees a key, `(1, 1, query tokens, key tokens)`."""
         is_seen = self.queries.ids[:, None] == self.keys.ids[None, :]
+        distance = self.keys.positions - self.queries.positions.mT
         if self.is_causal:
-            is_seen = is_seen & (self.queries.positions[0][:, None] >= self.keys.positions[0][None, :])
+            is_seen = is_seen & (distance <= 0)
+        if self.window is not None:
+            left, right = self.window
+            is_seen = is_seen & (distance >= -left) & (distance <= right)
         return is_seen[None, None]
 
     def is_seen_in_grid(self) -> torch.Tensor:
@@ -112,21 +122,81 @@ class Packing:
 
         The rows of empty queries have any value.
         """
+        device = self.keys.lengths.device
+        indices = torch.arange(self.keys.width, device=device)
         if self.is_causal:
-            indices = torch.arange(self.queries.width, device=self.queries.lengths.device)
             # An empty cell comes after all tokens of its sequence, so no token sees the cell.
             return (indices[:, None] >= indices[None, :])[None, None]
-        indices = torch.arange(self.keys.width, device=self.keys.lengths.device)
         return (indices < self.keys.lengths[:, None])[:, None, None, :]
 
+    @property
+    def block_size(self) -> int:
+        """Number of queries in a block of the kernel `window`, about half of its keys."""
+        return max(_LEAST_BLOCK, 1 + sum(self.window))
 
-def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
-    """Return the name of the kernel for a packed attention to states, by `attn_implementation` and all that limits a kernel."""
+    def is_seen_in_blocks(self) -> torch.Tensor:
+        """Return True if a query of a block sees one of the keys around the block, `(blocks, 1, query, key)`."""
+        (left, right), size = self.window, self.block_size
+        # Empty cells belong to no sequence.
+        ids = self.queries.ids[None, None, :, None] + 1
+        queries, keys = (split_blocks(ids, size, *sides)[:, :, :, 0] for sides in ((0, 0), (left, right)))
+        indices = torch.arange(left + size + right, device=ids.device)
+        distance = indices[None, :] - indices[:size, None]
+        is_near = (distance >= 0) & (distance <= left + right)
+        return (queries[:, :, :, None] == keys[:, :, None, :]) & is_near
+
+
+class MergedPacking(Packing):
+    """The sequences of an attention of targets to their own tokens, and to their sources: both are the keys of one softmax.
+
+    Attributes:
+        order: Index of each key among all tokens of the targets, and behind them those of the sources, `(keys)`.
+    """
+
+    def __init__(self, targets: Segments, sources: Segments, kernel: str, window: tuple[int, int] | None):
+        longest = targets.longest + sources.longest
+        keys = Segments(targets.lengths + sources.lengths, targets.num_tokens + sources.num_tokens, longest)
+        super().__init__(targets, keys, True, kernel, window)
+        self.order = torch.cat((targets.ids, sources.ids)).argsort(stable=True)
+
+    def is_seen(self) -> torch.Tensor:
+        queries = self.queries.positions[0][:, None]
+        is_seen = self._is_seen(queries, self.keys.positions[0][None, :], self.queries.lengths[self.keys.ids][None, :])
+        return (is_seen & (self.queries.ids[:, None] == self.keys.ids[None, :]))[None, None]
+
+    def is_seen_in_grid(self) -> torch.Tensor:
+        queries, keys = (torch.arange(side.width, device=side.lengths.device) for side in (self.queries, self.keys))
+        is_seen = self._is_seen(queries[:, None], keys[None, :], self.queries.lengths[:, None, None])
+        is_key = keys < self.keys.lengths[:, None, None]
+        return (is_seen & is_key)[:, None]
+
+    def _is_seen(self, queries: torch.Tensor, keys: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
+        """Return True if a query sees a key of its pair, whose first keys are the target's."""
+        distance = queries - keys
+        is_near = distance >= 0 if self.window is None else (distance >= 0) & (distance <= self.window[0])
+        return is_near | (keys >= target_lengths)
+
+
+def split_blocks(states: torch.Tensor, size: int, left: int, right: int) -> torch.Tensor:
+    """Split a row into blocks of `size` tokens, with the tokens to the left and to the right of each, and 0 beyond the row.
+
+    (1, heads, tokens, dim) -> (blocks, heads, left + size + right, dim)
+    """
+    tokens = states.shape[2]
+    padded = nn.functional.pad(states, (0, 0, left, -tokens % size + right))
+    return padded[0].unfold(1, left + size + right, size).permute(1, 0, 3, 2)
+
+
+def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_plain: bool) -> str:
+    """Return the name of the kernel for a packed attention to states, by `attn_implementation` and all that limits a kernel.
+
+    A plain attention has neither bias nor window nor dropout nor a largest score.
+    """
     device_type = states.device.type
     is_autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if is_autocast else states.dtype
     can_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    can_flash = can_flash and device_type == "cuda" and not has_bias and not dropout
+    can_flash = can_flash and device_type == "cuda" and is_plain
     if implementation == "eager":
         return "reference"
     if implementation not in ("sdpa", "flex_attention") and "flash" not in implementation:
@@ -142,25 +212,28 @@ def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_
 def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
     """Make the mask for the kernel of a packing, of the dtype of `like`, once for all layers that share a position bias."""
     if packing.kernel == "reference":
-        return additive_mask(packing.is_seen(), packing.queries.positions, bias, like)
+        return additive_mask(packing.is_seen(), (packing.queries.positions,) * 2, bias, like)
+    if packing.kernel == "window":
+        left, right = packing.window
+        indices = torch.arange(left + packing.block_size + right, device=like.device)[None, :]
+        positions = indices[:, left : left + packing.block_size], indices
+        return additive_mask(packing.is_seen_in_blocks(), positions, bias, like)
     if packing.kernel == "varlen" or (bias is None and not packing.is_causal):
         return None
     # A token has the same position in its grid row as in its sequence.
     positions = torch.arange(packing.queries.width, device=like.device)[None, :]
-    return additive_mask(packing.is_seen_in_grid(), positions, bias, like)
+    return additive_mask(packing.is_seen_in_grid(), (positions, positions), bias, like)
 
 
 def additive_mask(
-    is_seen: torch.Tensor, positions: torch.Tensor, bias: nn.Module | None, like: torch.Tensor
+    is_seen: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], bias: nn.Module | None, like: torch.Tensor
 ) -> torch.Tensor:
     """Make a mask that is added to the scores: the bias in float32, or 0, if `is_seen`, and the lowest number elsewhere.
 
-    `is_seen` is `(sequences or 1, 1, query or 1, key)`. Queries and keys have the positions `(1, query)`.
+    `is_seen` is `(sequences or 1, 1, query or 1, key)`. The positions are those of queries `(1, query)` and of keys `(1, key)`.
     """
-    if bias is None:
-        scores = torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device)
-    else:
-        scores = bias(positions, positions).float()
+    zeros = torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device)
+    scores = zeros if bias is None else bias(*positions).float()
     return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
 
 
@@ -172,19 +245,49 @@ def packed_attention(
     packing: Packing,
     scaling: float,
     dropout: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows, by the kernel `grid` or `varlen`.
+    """Attend within each sequence of packed rows, by any kernel but `reference`. All but `varlen` may have a largest score.
 
     Queries, keys and values are `(1, heads, tokens, head_dim)`, and the mask is that of `packed_mask`.
 
     Returns:
         `(1, query tokens, heads, head_dim)`.
     """
+    if packing.kernel == "window":
+        (left, right), size = packing.window, packing.block_size
+        blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
+        output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
+        # (blocks, heads, size, head_dim) -> (1, query tokens, heads, head_dim)
+        return output.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
     if packing.kernel == "grid":
-        return acceleration.grid(query, key, value, mask, packing, scaling, dropout)
+        return acceleration.grid(query, key, value, mask, packing, scaling, dropout, softcap)
     queries, keys = packing.queries, packing.keys
     # Before torch 2.13, the kernel has a fixed scale.
     query = query * (scaling * query.shape[-1] ** 0.5)
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
     causal = varlen_causal() if packing.is_causal else {}
     return varlen_attn(*rows, queries.offsets, keys.offsets, queries.longest, keys.longest, **causal)[None]
+
+
+def attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    dropout: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend from the queries of each block to its keys: `(blocks, heads, query or key, head_dim)`.
+
+    The mask is added to the scores, or True where a key is visible.
+    """
+    if mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    if softcap is None:
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    scores = soft_cap(query @ key.mT * scaling, softcap)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return nn.functional.dropout(weights, dropout, training=True) @ value

@@ -50,9 +50,9 @@ def sinusoids(positions: torch.Tensor, hidden_size: int, layout: str) -> torch.T
 class SinusoidalPositionEmbedding(nn.Module):
     """Fixed sinusoids, computed in each call."""
 
-    def __init__(self, config: MetaphraseConfig):
+    def __init__(self, config: MetaphraseConfig, hidden_size: int):
         super().__init__()
-        self.hidden_size = config.hidden_size
+        self.hidden_size = hidden_size
         self.layout = config.sinusoidal_layout
         self.offset = config.position_offset
 
@@ -75,8 +75,8 @@ class LearnedPositionEmbedding(nn.Embedding):
 
     is_of_positions = True
 
-    def __init__(self, config: MetaphraseConfig):
-        super().__init__(config.max_position_embeddings + config.position_offset, config.hidden_size)
+    def __init__(self, config: MetaphraseConfig, hidden_size: int):
+        super().__init__(config.max_position_embeddings + config.position_offset, hidden_size)
         self.offset = config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
@@ -101,12 +101,12 @@ class RotaryPositionEmbedding(nn.Module):
     Source: Su et al. 2021, section 3, arXiv 2104.09864. transformers computes the scaled variants.
     """
 
-    def __init__(self, config: MetaphraseConfig, heads: int):
+    def __init__(self, config: MetaphraseConfig, head_dim: int, parameters: dict):
         super().__init__()
-        # transformers reads `head_dim` from the configuration, but the heads of the two stacks may differ in width.
+        # transformers reads both from the configuration, but stacks may differ in heads, and layers in parameters.
         self.config = copy.copy(config)
-        self.config.head_dim = config.get_head_dim(heads)
-        self.rope_type = config.rope_parameters["rope_type"]
+        self.config.head_dim, self.config.rope_parameters = head_dim, parameters
+        self.rope_type = parameters["rope_type"]
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         inverse_frequencies, self.attention_scaling = self.make_frequencies()

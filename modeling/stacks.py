@@ -3,6 +3,8 @@
 The encoder returns the encoder output. The decoder reads it, and returns hidden states of the target.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,10 +16,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .compat import CACHE_NAME, CACHE_NAMES, is_loaded, takes_cache
-from .configuration_metaphrase import MetaphraseConfig
+from .configuration_metaphrase import SLIDING, MetaphraseConfig
 from .layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseEncoderLayer, combine_bias
-from .operators import acceleration, cast_for_autocast, clamp_float16, make_norm
-from .packing import Packing, Segments, choose_kernel, packed_mask
+from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm
+from .packing import MergedPacking, Packing, Segments, choose_kernel, packed_mask
 from .positions import (
     AlibiPositionBias,
     LearnedPositionEmbedding,
@@ -27,6 +29,11 @@ from .positions import (
     alibi_slopes,
     positions_from_mask,
 )
+
+# What the tokens of an attention see: the sequences of packed rows, or None, and the mask of the kernel, or None.
+Sight = tuple[Packing | None, torch.Tensor | None]
+# Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
+Rotation = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -73,6 +80,8 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             # `init` cannot see that a checkpoint filled the weight, since a row has no mark.
             if module.padding_idx is not None and not is_loaded(module.weight):
                 init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, MetaphraseRMSNorm) and module.plus_one:
+            init.zeros_(module.weight)
         elif isinstance(module, RotaryPositionEmbedding):
             frequencies, _ = module.make_frequencies()
             init.copy_(module.inv_freq, frequencies)
@@ -82,13 +91,14 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
 
     def _std_by_shape(self, module: nn.Linear | nn.Embedding) -> float:
         """Return the standard deviation for states, scores and logits with a variance of about 1, as in T5."""
-        config, unit = self.config, self.config.hidden_size**-0.5
+        config = self.config
         if isinstance(module, nn.Linear):
             if self._is_resizing_head or module is getattr(self, "lm_head", None):
-                return unit / config.logits_scale
+                return module.in_features**-0.5 / config.logits_scale
             return getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
         if getattr(module, "is_of_positions", False):
-            return unit
+            return config.hidden_size**-0.5
+        unit = module.embedding_dim**-0.5
         if config.tie_word_embeddings:
             return unit / config.logits_scale
         return unit if config.scale_embedding else 1.0
@@ -101,25 +111,33 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
 class Stack(MetaphrasePreTrainedModel):
     """Base class of encoder and decoder: embeddings, layers and final norm."""
 
-    def __init__(self, config: MetaphraseConfig, vocab_size: int, heads: int, is_causal: bool):
+    layers: nn.ModuleList
+
+    def __init__(self, config: MetaphraseConfig, vocab_size: int, is_causal: bool):
         super().__init__(config)
-        scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
+        self.sizes = config.stack_sizes("decoder" if is_causal else "encoder")
+        width, heads = self.sizes.hidden_size, self.sizes.attention_heads
+        self.norms_first = is_causal and config.embedding_norm_before_positions
+        scale = width**0.5 if config.scale_embedding and not self.norms_first else 1.0
         padding_idx = None if config.train_padding_embedding else config.pad_token_id
-        self.embed_tokens = ScaledEmbedding(vocab_size, config.hidden_size, scale, padding_idx)
-        self.embed_positions = self.rotary_emb = self.position_bias = None
+        self.embed_tokens = ScaledEmbedding(vocab_size, width, scale, padding_idx)
+        self.embed_positions = self.rotary_emb = self.sliding_rotary_emb = self.position_bias = None
         kind = config.position_embedding_type
         if kind == "sinusoidal":
-            self.embed_positions = SinusoidalPositionEmbedding(config)
+            self.embed_positions = SinusoidalPositionEmbedding(config, width)
         elif kind == "learned":
-            self.embed_positions = LearnedPositionEmbedding(config)
+            self.embed_positions = LearnedPositionEmbedding(config, width)
         elif kind == "rotary":
-            self.rotary_emb = RotaryPositionEmbedding(config, heads)
+            self.rotary_emb = RotaryPositionEmbedding(config, self.sizes.head_dim, config.rope_parameters)
+            if config.sliding_rope_theta is not None and SLIDING in self.sizes.layer_types:
+                parameters = {"rope_type": "default", "rope_theta": config.sliding_rope_theta}
+                self.sliding_rotary_emb = RotaryPositionEmbedding(config, self.sizes.head_dim, parameters)
         elif kind == "alibi":
             self.position_bias = AlibiPositionBias(heads)
         elif kind == "relative" and config.relative_attention_shared:
             self.position_bias = RelativePositionBias(config, heads, is_bidirectional=not is_causal)
-        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
-        self.norm = make_norm(config) if config.final_norm else nn.Identity()
+        self.embedding_norm = make_norm(config, width) if config.embedding_norm else nn.Identity()
+        self.norm = make_norm(config, width) if config.final_norm else nn.Identity()
         self.is_causal = is_causal
         self.gradient_checkpointing = False
 
@@ -136,60 +154,115 @@ class Stack(MetaphrasePreTrainedModel):
 
     def enter(
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, length: int | None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Return the input of the first layer, `(batch, query, hidden)`, and the rotation of all layers.
+    ) -> tuple[torch.Tensor, list[Rotation]]:
+        """Return the input of the first layer, `(batch, query, hidden)`, and the rotation of each layer.
 
         The positions `(1 or batch, query)` are below `length`, which is None if unknown.
         """
+        if self.norms_first:
+            embeddings = self.embedding_norm(embeddings)
         if self.embed_positions is not None:
             positions = self.embed_positions(position_ids, length)
             embeddings = clamp_float16(embeddings + positions.to(embeddings.dtype))
-        hidden_states = self.embedding_norm(embeddings)
+        hidden_states = embeddings if self.norms_first else self.embedding_norm(embeddings)
         hidden_states = acceleration.dropout(hidden_states, p=self.config.dropout, training=self.training)
-        rotation = None
-        if self.rotary_emb is not None:
-            # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
-            rotation = tuple(angles[:, None] for angles in self.rotary_emb(hidden_states, position_ids))
-        return hidden_states, rotation
+        if self.rotary_emb is None:
+            return hidden_states, [None] * len(self.layers)
+        # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
+        rotation, sliding = (
+            None if module is None else tuple(angles[:, None] for angles in module(hidden_states, position_ids))
+            for module in (self.rotary_emb, self.sliding_rotary_emb)
+        )
+        kinds = self.sizes.layer_types
+        return hidden_states, [sliding if sliding and kind == SLIDING else rotation for kind in kinds]
 
-    def _layer_masks(
+    def _sights(
         self,
-        attention_mask: torch.Tensor | None,
+        make_mask: Callable[..., torch.Tensor | None],
         query_positions: torch.Tensor,
         key_positions: torch.Tensor,
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
-    ) -> list[torch.Tensor | None]:
-        """Return each layer's mask, with the position bias added."""
-        masks: list[torch.Tensor | None] = []
-        for module in self.position_biases():
-            if module is None:
-                masks.append(attention_mask)
-                continue
-            if self.config._attn_implementation not in ("eager", "sdpa"):
-                raise ValueError(
-                    "`attn_implementation` must be eager or sdpa for `position_embedding_type` relative or alibi, "
-                    f"got {self.config._attn_implementation!r}."
-                )
-            bias = module(query_positions, key_positions).to(like.dtype)
-            masks.append(combine_bias(bias, attention_mask, self.is_causal, query_offset))
-        return masks * (len(self.layers) // len(masks))
+        **arguments,
+    ) -> list[Sight]:
+        """Return what each layer's self-attention sees, by transformers' function for masks and its arguments."""
+        implementation = self.config._attn_implementation
+        has_bias = self.config.position_embedding_type in ("relative", "alibi")
+        if has_bias and implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                "`attn_implementation` must be eager or sdpa for `position_embedding_type` relative or alibi, "
+                f"got {implementation!r}."
+            )
+        has_windows, is_flash = SLIDING in self.sizes.layer_types, "flash" in implementation
+        is_even = self.is_causal or len({*(self.sizes.window or ())}) == 1
+        if has_windows and ("flex" in implementation or (is_flash and not is_even)):
+            raise ValueError(
+                "`attn_implementation` must be eager or sdpa for windows, or flash attention for windows of one width on both "
+                f"sides, got {implementation!r}."
+            )
+        if self.is_causal and self.config.merged_attention and implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"`attn_implementation` must be eager or sdpa for `merged_attention`, got {implementation!r}."
+            )
+        full = make_mask(config=self.config, inputs_embeds=like, **arguments)
+
+        def sight_of(bias: nn.Module | None, window: tuple[int, int] | None) -> Sight:
+            mask = full
+            if window is not None and not is_flash:
+                mask = narrow(full, key_positions[:, None, :] - query_positions[:, :, None], *window)
+            if bias is None:
+                return None, mask
+            scores = bias(query_positions, key_positions).to(like.dtype)
+            return None, combine_bias(scores, mask, self.is_causal, query_offset)
+
+        return self._for_each_layer(sight_of, key_positions.shape[1])
+
+    def _for_each_layer(
+        self, make: Callable[[nn.Module | None, tuple[int, int] | None], Sight], longest: int
+    ) -> list[Sight]:
+        """Call a function with the position bias and the window of each layer, once for equal ones.
+
+        A window that all of the `longest` tokens fit into is None.
+        """
+        windows = [self.sizes.window_of(index) for index in range(len(self.layers))]
+        # A graph that is traced is for all lengths.
+        is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        if self.sizes.window and not is_traced:
+            left, right = self.sizes.window
+            if longest <= 1 + (left if self.is_causal else min(left, right)):
+                windows = [None] * len(windows)
+        keys = list(zip(self.position_biases(), windows, strict=True))
+        made = {key: make(*key) for key in dict.fromkeys(keys)}
+        return [made[key] for key in keys]
 
     def position_biases(self) -> list[nn.Module | None]:
-        """Return the module of the position bias: one for all layers, or one, or None, for each layer."""
+        """Return the module of each layer's position bias, or None."""
         if self.position_bias is not None:
-            return [self.position_bias]
+            return [self.position_bias] * len(self.layers)
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
 
-    def _pack(self, queries: Segments, keys: Segments, is_cross: bool, like: torch.Tensor) -> tuple[Packing, list]:
-        """Return the packing of an attention of this stack, and the mask of each layer."""
-        biases = [None] if is_cross else self.position_biases()
-        attention_dropout = self.config.attention_dropout if self.training else 0.0
-        has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim
-        kernel = choose_kernel(self.config._attn_implementation, like, head_dim, has_bias, attention_dropout)
-        packing = Packing(queries, keys, self.is_causal and not is_cross, kernel)
-        masks = [packed_mask(packing, bias, like) for bias in dict.fromkeys(biases)]
-        return packing, masks * (len(self.layers) // len(masks))
+    def _choose_kernel(self, like: torch.Tensor, is_plain: bool) -> str:
+        config = self.config
+        has_dropout, has_cap = self.training and config.attention_dropout > 0, config.attn_logit_softcapping is not None
+        is_plain = is_plain and not has_dropout and not has_cap
+        return choose_kernel(config._attn_implementation, like, self.sizes.head_dim, is_plain)
+
+    def _packed_sights(self, segments: Segments, like: torch.Tensor, sources: Segments | None = None) -> list[Sight]:
+        """Return what each layer's self-attention sees in packed rows, with the sources that a merged attention sees, too."""
+        packings: dict = {}
+
+        def sight_of(bias: nn.Module | None, window: tuple[int, int] | None) -> Sight:
+            if window not in packings:
+                kernel = self._choose_kernel(like, is_plain=bias is None and sources is None)
+                if sources is not None:
+                    packings[window] = MergedPacking(segments, sources, kernel, window)
+                    return packings[window], packed_mask(packings[window], None, like)
+                if window is not None and self.config._attn_implementation != "eager":
+                    kernel = "window"
+                packings[window] = Packing(segments, segments, self.is_causal, kernel, window)
+            return packings[window], packed_mask(packings[window], bias, like)
+
+        return self._for_each_layer(sight_of, segments.longest)
 
 
 class MetaphraseEncoder(Stack):
@@ -198,7 +271,7 @@ class MetaphraseEncoder(Stack):
     _can_record_outputs = {"hidden_states": MetaphraseEncoderLayer, "attentions": MetaphraseAttention}
 
     def __init__(self, config: MetaphraseConfig):
-        super().__init__(config, config.vocab_size, config.encoder_attention_heads, is_causal=False)
+        super().__init__(config, config.vocab_size, is_causal=False)
         self.layers = nn.ModuleList([MetaphraseEncoderLayer(config, index) for index in range(config.encoder_layers)])
         self.post_init()
 
@@ -234,20 +307,26 @@ class MetaphraseEncoder(Stack):
             # Position biases depend on distances, which padding on the left does not change.
             bias_positions = indices(length, embeddings) if position_ids is None else position_ids
             position_ids, bound = locate(position_ids, attention_mask, bias_positions, length)
-            attention_mask = create_bidirectional_mask(
-                config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
+            hidden_states, rotations = self.enter(embeddings, position_ids, bound)
+            sights = self._sights(
+                create_bidirectional_mask,
+                bias_positions,
+                bias_positions,
+                0,
+                hidden_states,
+                attention_mask=attention_mask,
             )
-            hidden_states, rotation = self.enter(embeddings, position_ids, bound)
-            masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
-            for layer, mask in zip(self.layers, masks, strict=True):
-                hidden_states = layer(hidden_states, mask, rotation, **kwargs)
-            return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+            return self._encode(hidden_states, sights, rotations, **kwargs)
 
     def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
         """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
-        hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
-        packing, masks = self._pack(segments, segments, False, hidden_states)
-        for layer, mask in zip(self.layers, masks, strict=True):
+        hidden_states, rotations = self.enter(embeddings, segments.positions, segments.longest)
+        return self._encode(hidden_states, self._packed_sights(segments, hidden_states), rotations, **kwargs)
+
+    def _encode(
+        self, hidden_states: torch.Tensor, sights: list[Sight], rotations: list[Rotation], **kwargs
+    ) -> BaseModelOutput:
+        for layer, (packing, mask), rotation in zip(self.layers, sights, rotations, strict=True):
             hidden_states = layer(hidden_states, mask, rotation, packing=packing, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
@@ -262,7 +341,7 @@ class MetaphraseDecoder(Stack):
     }
 
     def __init__(self, config: MetaphraseConfig):
-        super().__init__(config, config.decoder_vocab_size, config.decoder_attention_heads, is_causal=True)
+        super().__init__(config, config.decoder_vocab_size, is_causal=True)
         self.layers = nn.ModuleList([MetaphraseDecoderLayer(config, index) for index in range(config.decoder_layers)])
         self.post_init()
 
@@ -315,11 +394,14 @@ class MetaphraseDecoder(Stack):
             excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": past_key_values}
             segments = packed_segments(lengths, longest, embeddings, "target_lengths", **excluded)
             source_segments = packed_segments(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
-            hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
-            packing, masks = self._pack(segments, segments, False, hidden_states)
-            cross_packing, encoder_masks = self._pack(segments, source_segments, True, hidden_states)
-            kwargs |= {"packing": packing, "cross_packing": cross_packing}
-            return self._decode(hidden_states, encoder_hidden_states, masks, encoder_masks, rotation, **kwargs)
+            hidden_states, rotations = self.enter(embeddings, segments.positions, segments.longest)
+            sources = source_segments if self.config.merged_attention else None
+            sights = self._packed_sights(segments, hidden_states, sources)
+            source_sight: Sight = (None, None)
+            if sources is None:
+                cross = Packing(segments, source_segments, False, self._choose_kernel(hidden_states, is_plain=True))
+                source_sight = cross, packed_mask(cross, None, hidden_states)
+            return self._decode(hidden_states, encoder_hidden_states, sights, source_sight, rotations, **kwargs)
         length = key_length = embeddings.shape[1]
         offset, cache = 0, None
         if use_cache and past_key_values is None:
@@ -338,26 +420,45 @@ class MetaphraseDecoder(Stack):
         if position_ids is not None and key_length == length:
             query_positions = key_positions = position_ids
         position_ids, bound = locate(position_ids, attention_mask, query_positions, key_length)
-        attention_mask = create_causal_mask(
-            config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask, **{CACHE_NAME: cache}
-        )
+        is_merged = self.config.merged_attention
         encoder_mask = create_bidirectional_mask(
             config=self.config,
             # Only the shape counts: the queries of a source, as `fold_copies` joins them.
             inputs_embeds=embeddings.reshape(sources, -1, embeddings.shape[-1]),
             attention_mask=encoder_attention_mask,
             encoder_hidden_states=encoder_hidden_states,
+            allow_is_bidirectional_skip=not is_merged,
         )
-        hidden_states, rotation = self.enter(embeddings, position_ids, bound)
-        masks = self._layer_masks(attention_mask, query_positions, key_positions, offset, hidden_states)
-        encoder_masks = [encoder_mask] * len(self.layers)
+        hidden_states, rotations = self.enter(embeddings, position_ids, bound)
+        arguments = {"attention_mask": attention_mask, CACHE_NAME: cache}
+        # Torch's kernel can do without a mask. The reference cannot, and a merged attention has one mask for both parts.
+        arguments["allow_is_causal_skip"] = self.config.attn_logit_softcapping is None and not is_merged
+        positions = query_positions, key_positions, offset
+        sights = self._sights(create_causal_mask, *positions, hidden_states, **arguments)
+        if is_merged:
+            # (sources, 1, copies * query, source) -> (batch, 1, query, source)
+            of_source = encoder_mask.unflatten(2, (rows // sources, length)).flatten(0, 2)[:, None]
+            merged = {
+                mask: torch.cat((mask.expand(rows, -1, -1, -1), of_source), dim=-1) for _, mask in dict.fromkeys(sights)
+            }
+            sights = [(None, merged[mask]) for _, mask in sights]
         # Gradient checkpointing drops the cache by this name.
         kwargs[CACHE_NAME] = past_key_values
-        return self._decode(hidden_states, encoder_hidden_states, masks, encoder_masks, rotation, **kwargs)
+        return self._decode(hidden_states, encoder_hidden_states, sights, (None, encoder_mask), rotations, **kwargs)
 
-    def _decode(self, hidden_states, encoder_output, masks: list, encoder_masks: list, rotation, **kwargs):
-        for layer, mask, encoder_mask in zip(self.layers, masks, encoder_masks, strict=True):
-            hidden_states = layer(hidden_states, encoder_output, mask, encoder_mask, rotation, **kwargs)
+    def _decode(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_output: torch.Tensor,
+        sights: list[Sight],
+        source_sight: Sight,
+        rotations: list[Rotation],
+        **kwargs,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        cross_packing, encoder_mask = source_sight
+        for layer, (packing, mask), rotation in zip(self.layers, sights, rotations, strict=True):
+            packings = {"packing": packing, "cross_packing": cross_packing}
+            hidden_states = layer(hidden_states, encoder_output, mask, encoder_mask, rotation, **packings, **kwargs)
         cache = {CACHE_NAME: kwargs.get(CACHE_NAME)}
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states), **cache)
 
@@ -388,6 +489,20 @@ def packed_segments(
                 f"`{argument}` must be None with `{name}`, got a value: packed rows have neither padding nor cache."
             )
     return Segments(lengths, embeddings.shape[1], longest)
+
+
+def narrow(mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int) -> torch.Tensor:
+    """Hide the keys outside of a window from a mask of the kernels `eager` and `sdpa`, `(batch, 1, query, key)`, or None for all.
+
+    The distances from queries to keys are `(1 or batch, query, key)`. A query of padding that would see no key sees all.
+    """
+    is_near = ((distances >= -left) & (distances <= right))[:, None]
+    if mask is None:
+        return is_near
+    if mask.dtype != torch.bool:
+        return torch.where(is_near, mask, torch.finfo(mask.dtype).min)
+    is_seen = mask & is_near
+    return is_seen | ~is_seen.any(dim=-1, keepdim=True)
 
 
 def indices(length: int, like: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from metaphrase.modeling.layers import MetaphraseAttention
-from metaphrase.modeling.packing import Packing, Segments, grid_width
+from metaphrase.modeling.packing import Packing, Segments, attend_in_blocks, grid_width
 from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask, softmax_gradient
 
 # Most scores of a block, so that they stay in the processor's cache.
@@ -168,9 +167,11 @@ class _GridAttention(torch.autograd.Function):
     """Softmax attention with its gradient written out (Vaswani et al. 2017, section 3.2, arXiv 1706.03762)."""
 
     @staticmethod
-    def forward(ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, *rows: torch.Tensor):
+    def forward(
+        ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, cap: float | None, *rows: torch.Tensor
+    ):
         # `keeps_weights` stores the attention weights for the backward pass, which else computes them again.
-        ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
+        ctx.grid, ctx.scaling, ctx.cap, ctx.keeps_weights, ctx.kept_share = grid, scaling, cap, keeps_weights, 1.0
         width = sum(states.shape[1] for states in rows) // 3
         ctx.counts = [states.shape[1] // width for states in rows]
         query, key, value = (
@@ -181,7 +182,7 @@ class _GridAttention(torch.autograd.Function):
         output = torch.empty_like(query)
         all_weights, all_masks = [], []
         for block, (queries, outputs, keys, values) in grid.parts((query, output), (key, value)):
-            weights = _weights(queries, keys, mask, block, scaling)
+            weights = _weights(queries, keys, mask, block, scaling, cap)
             if keeps_weights:
                 all_weights.append(weights)
             dropped = weights.to(value.dtype)
@@ -206,7 +207,7 @@ class _GridAttention(torch.autograd.Function):
             row_gradients.append(side.leave(cells.pop(0), count))
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
-        return mask_gradient, None, None, None, None, *row_gradients
+        return mask_gradient, None, None, None, None, None, *row_gradients
 
 
 def _sides(grid: Grid, rows: Sequence) -> list[GridSide]:
@@ -233,7 +234,7 @@ def _grid_gradients(
     all_parts = grid.parts((query, query_gradient, incoming), (key, value, key_gradient, value_gradient))
     for number, (block, parts) in enumerate(all_parts):
         queries, queries_gradient, outputs_gradient, keys, values, keys_gradient, values_gradient = parts
-        weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling)
+        weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling, ctx.cap)
         dropped, slope = weights.to(values.dtype), torch.bmm(outputs_gradient, values.transpose(1, 2))
         if all_masks:
             dropped, slope = (apply_mask(entries, all_masks[number], ctx.kept_share) for entries in (dropped, slope))
@@ -244,6 +245,8 @@ def _grid_gradients(
             part = block.part(mask_gradient)
             part += slope.float().view(-1, block.num_heads, *slope.shape[1:]).sum_to_size(part.shape)
         slope = slope.to(values.dtype)
+        if ctx.cap is not None:
+            slope *= 1 - _capped(queries, keys, scaling, ctx.cap).square()
         torch.bmm(slope, keys, out=queries_gradient)
         torch.bmm(slope.transpose(1, 2), queries, out=keys_gradient)
     # There are fewer entries to scale here than in the scores.
@@ -257,14 +260,28 @@ def _weight_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and width >= MIN_HALF_WIDTH else torch.float32
 
 
+def _capped(query: torch.Tensor, key: torch.Tensor, scaling: float, cap: float) -> torch.Tensor:
+    """Return the scores of a soft cap as shares of the cap, from -1 to 1."""
+    return torch.bmm(query, key.transpose(1, 2)).mul_(scaling / cap).tanh_()
+
+
 def _weights(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    block: Block,
+    scaling: float,
+    cap: float | None,
 ) -> torch.Tensor:
-    """Return the attention weights of a block."""
+    """Return the attention weights of a block. `cap` is the largest score."""
+    capped = None if cap is None else _capped(query, key, scaling, cap).mul_(cap * _LOG2_E)
     if mask is None:
-        # In place, because `baddbmm` would copy its first operand.
-        scores = query.new_empty(len(query), query.shape[1], key.shape[1])
-        scores.baddbmm_(query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
+        if capped is None:
+            # In place, because `baddbmm` would copy its first operand.
+            scores = query.new_empty(len(query), query.shape[1], key.shape[1])
+            scores.baddbmm_(query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
+        else:
+            scores = capped
         # Few cells are empty. Writing them takes less time than adding a mask to all cells.
         for rows, end in block.ends:
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
@@ -272,7 +289,10 @@ def _weights(
         # (sequences * H, query width, key width)
         shape = (block.rows // block.num_heads, block.num_heads, block.query_width, -1)
         block_mask = block.part(mask).to(query.dtype).expand(shape).flatten(0, 1)
-        scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
+        if capped is None:
+            scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
+        else:
+            scores = capped.add_(block_mask, alpha=_LOG2_E)
     return _softmax(scores).to(_weight_dtype(query.dtype, key.shape[1]))
 
 
@@ -297,28 +317,26 @@ def grid_attention(
     packing: Packing,
     scaling: float,
     dropout: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Attend within each sequence of packed rows, with the arguments and the result of `packing.packed_attention`.
 
     The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
-    sequence see each other.
+    sequence see each other. `cap` is the largest score.
     """
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
-        return joined_grid_attention(rows, heads, mask, packing, scaling, dropout)
+        return joined_grid_attention(rows, heads, mask, packing, scaling, dropout, cap)
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
     sides = packing.queries, packing.keys, packing.keys
     cells = [
         states.new_zeros(len(side) * side.width, states.shape[1]).index_copy(0, side.cells, states)
         for side, states in zip(sides, rows, strict=True)
     ]
-    output = nn.functional.scaled_dot_product_attention(
-        *(states.view(len(packing.queries), -1, heads, head_dim).transpose(1, 2) for states in cells),
-        attn_mask=packing.is_seen_in_grid() if mask is None else mask.to(query.dtype),
-        dropout_p=dropout,
-        scale=scaling,
-    )
+    cells = [states.view(len(packing.queries), -1, heads, head_dim).transpose(1, 2) for states in cells]
+    mask = packing.is_seen_in_grid() if mask is None else mask
+    output = attend_in_blocks(*cells, mask, scaling, dropout, cap)
     return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
 
 
@@ -329,6 +347,7 @@ def joined_grid_attention(
     packing: Packing,
     scaling: float,
     dropout: float,
+    cap: float | None,
 ) -> torch.Tensor:
     """Attend as `grid_attention` does, on a CPU.
 
@@ -339,7 +358,7 @@ def joined_grid_attention(
         packing.grids[heads] = Grid(packing, heads)
     grid = packing.grids[heads]
     kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
-    output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout, *rows)
+    output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout, cap, *rows)
     return output.view(1, output.shape[0], heads, -1)
 
 
@@ -366,4 +385,5 @@ def fused_grid_attention(
         return None
     rows = [joined_linear(group, inputs).flatten(0, 1) for group, inputs in zip(layers, states, strict=True)]
     heads = attention.q_proj.out_features // attention.head_dim
-    return joined_grid_attention(rows, heads, mask, packing, attention.scaling, dropout)
+    cap = attention.options.get("softcap")
+    return joined_grid_attention(rows, heads, mask, packing, attention.scaling, dropout, cap)

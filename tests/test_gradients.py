@@ -47,7 +47,9 @@ def loss_and_gradients(model, inputs):
 @pytest.mark.parametrize(("is_reentrant", "with_labels"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_gradient_checkpointing_changes_nothing(design, with_labels, is_reentrant):
-    model = tiny_model(**(DESIGNS[design] | {"dropout": 0.1, "attention_dropout": 0.1})).train()
+    # A hook keeps windows from packed rows, in which dropout falls elsewhere.
+    kernel = {"attn_implementation": "eager"} if design == "windows" else {}
+    model = tiny_model(**(DESIGNS[design] | {"dropout": 0.1, "attention_dropout": 0.1}), **kernel).train()
     inputs = random_batch(model.config, with_labels=with_labels)
     loss, gradients = loss_and_gradients(model, inputs)
 

@@ -14,7 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.conversion.exports import export_folder, position_table
+from metaphrase.conversion.families.family import RARE_FIELDS
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 
@@ -103,13 +105,17 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
 
 def _has_plain_rotation(config: MetaphraseConfig) -> bool:
     share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    widths = {config.get_head_dim(heads) for heads in (config.encoder_attention_heads, config.decoder_attention_heads)}
+    widths = {config.stack_sizes(stack).head_dim for stack in STACKS}
     return config.rope_parameters["rope_type"] == "default" and not any(int(width * share) % 2 for width in widths)
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
     """Return the options that CTranslate2 cannot express, each with its value and the reason."""
-    obstacles = []
+    obstacles = [
+        f"`{name}` {getattr(config, name)!r}" for name, value in RARE_FIELDS.items() if getattr(config, name) != value
+    ]
+    if config.norm_position == "both":
+        obstacles.append("`norm_position` 'both'")
     if config.position_embedding_type == "rotary" and not _has_plain_rotation(config):
         obstacles.append(
             f"`rope_parameters` {config.rope_parameters}, which scale the frequencies or rotate an odd width"

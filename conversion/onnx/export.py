@@ -228,8 +228,7 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
     # Layer by layer: first the target's, then the source's.
     parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
     past = [f"past_key_values.{layer}.{part}" for layer in range(config.decoder_layers) for part in parts]
-    heads = config.num_key_value_heads or config.decoder_attention_heads
-    head_dim = config.get_head_dim(config.decoder_attention_heads)
+    sizes = config.stack_sizes("decoder")
     first_inputs = {
         "encoder_attention_mask": (mask, axes),
         "input_ids": (ids[:, :_TRACED_TARGET], target_axes),
@@ -238,7 +237,10 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
     later_inputs = {"encoder_attention_mask": (mask, axes), "input_ids": (ids[:, :1], {0: _BATCH})}
     for name in past:
         length, axis = (_TRACED_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_TARGET, f"past_{_TARGET}")
-        later_inputs[name] = (torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: axis})
+        later_inputs[name] = (
+            torch.zeros(_TRACED_BATCH, sizes.key_value_heads, length, sizes.head_dim),
+            {0: _BATCH, 2: axis},
+        )
     present = [name.replace("past_key_values", "present", 1) for name in past]
     graphs = {
         ENCODER_NAME: (EncoderGraph, {"input_ids": (ids, axes), "attention_mask": (mask, axes)}, ["last_hidden_state"]),

@@ -50,7 +50,9 @@ def start_search(
     """
     models = [model, *(partner for partner, _ in partners)]
     obstacles = [find_obstacle(model, input_ids, generation_config=generation_config, **kwargs)]
-    if obstacle := next(filter(None, obstacles + [find_obstacle_of_model(partner) for partner in models[1:]]), None):
+    if obstacle := next(
+        filter(None, obstacles + [find_obstacle_of_model(partner, generation_config) for partner in models[1:]]), None
+    ):
         raise ValueError(
             "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
             f"cache, and without streamers and hooks. Not supported here: {obstacle}."
@@ -134,7 +136,8 @@ class BlockState(DecoderState):
         # (width, past), below 0 for later tokens of the block.
         distances = positions.T - torch.arange(past, device=self.device)
         self._target_biases = self._map_biases(lambda bias: self._block_bias(bias, distances))
-        hidden_states, rotation = self.decoder.enter(self.decoder.embed_tokens(input_ids), positions, past)
+        # The fast loops have one rotation for all layers.
+        hidden_states, (rotation, *_) = self.decoder.enter(self.decoder.embed_tokens(input_ids), positions, past)
         if rotation is not None:
             # (1, 1, width, rotated) -> (1, width, 1, rotated)
             rotation = tuple(angles.transpose(1, 2) for angles in rotation)
@@ -178,7 +181,7 @@ class BlockState(DecoderState):
         """Attend as in `DecoderState` with several queries: (1, width, H, head_dim) -> (1, width, D)."""
         # (key_value_heads, groups * width, head_dim)
         query = query.transpose(1, 2).unflatten(1, (-1, self.groups)).flatten(2, 3).flatten(0, 1)
-        output = attend(query, *views, bias, scaling, 1)
+        output = attend(query, *views, bias, scaling, 1, self.soft_cap)
         return output.view(1, self.key_value_heads * self.groups, -1, self.head_dim).transpose(1, 2).flatten(2)
 
 

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from metaphrase.conversion import convert
-from metaphrase.conversion.families import HEAD
+from metaphrase.conversion import FAMILIES, convert
+from metaphrase.conversion.families.family import HEAD
+from metaphrase.conversion.families.t5gemma import TOWER
 
 
 def t5_like(family, rng):
@@ -33,6 +34,8 @@ def t5_like(family, rng):
         "decoder_start_token_id": 0,
         "tie_word_embeddings": rng.random() < 0.5,
     }
+    if family == "longt5":
+        fields |= {"local_radius": rng.randint(1, 4), "encoder_attention_type": "local"}
     config = AutoConfig.for_model(family, **fields)
     theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
     if has_own_head:
@@ -78,15 +81,75 @@ def mbart_fields(rng):
     return {"decoder_start_token_id": 5}
 
 
+def t5gemma_like(rng):
+    """Return a model whose stacks differ in all sizes, with windows shorter than the texts."""
+    shared = {
+        "head_dim": rng.choice((4, 6, 10)),
+        "sliding_window": rng.randint(2, 4),
+        "vocab_size": rng.randint(29, 61),
+    }
+    shared |= {"query_pre_attn_scalar": rng.randint(3, 20), "attention_bias": rng.random() < 0.5}
+    shared |= {"attn_logit_softcapping": rng.choice((None, 0.5, 2.0)), "rms_norm_eps": rng.choice((1e-6, 1e-5))}
+
+    def stack():
+        heads = rng.choice((2, 4))
+        layers = rng.randint(1, 3)
+        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+        sizes = {"hidden_size": heads * rng.randint(5, 9), "num_attention_heads": heads, "num_hidden_layers": layers}
+        sizes |= {"num_key_value_heads": rng.choice((1, 2)), "intermediate_size": rng.randint(17, 50)}
+        return shared | sizes | {"layer_types": kinds, "final_logit_softcapping": rng.choice((None, 1.0, 30.0))}
+
+    fields = {"encoder": stack(), "decoder": stack(), "vocab_size": shared["vocab_size"]}
+    config = AutoConfig.for_model("t5gemma", **fields, tie_word_embeddings=rng.random() < 0.5)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    fill_randomly(theirs, rng.randrange(2**31))
+    return theirs
+
+
+def t5gemma2_like(rng):
+    """Return a model with the small tower of zeros that is written back."""
+    shared = {
+        "head_dim": rng.choice((4, 6, 10)),
+        "sliding_window": rng.randint(2, 5),
+        "vocab_size": rng.randint(29, 61),
+    }
+    shared |= {"query_pre_attn_scalar": rng.randint(3, 20), "rms_norm_eps": rng.choice((1e-6, 1e-5))}
+    thetas = {"full_attention": 1e4, "sliding_attention": 100.0}
+    shared["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    heads = rng.choice((2, 4))
+    shared["hidden_size"] = heads * rng.randint(5, 9)
+
+    def stack():
+        layers = rng.randint(1, 3)
+        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+        sizes = {"num_attention_heads": heads, "num_hidden_layers": layers, "layer_types": kinds}
+        return shared | sizes | {"num_key_value_heads": rng.choice((1, 2)), "intermediate_size": rng.randint(17, 50)}
+
+    encoder = {"text_config": stack(), "vision_config": TOWER, "mm_tokens_per_image": 1}
+    fields = {"encoder": encoder, "decoder": stack() | {"final_logit_softcapping": rng.choice((None, 1.0))}}
+    theirs = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5gemma2", **fields), attn_implementation="eager")
+    fill_randomly(theirs, rng.randrange(2**31))
+    family = FAMILIES["t5gemma2"]
+    for name, parameter in theirs.named_parameters():
+        if family.file_name(name).startswith(family.ignored_prefixes):
+            parameter.requires_grad_(False).zero_()
+    return theirs
+
+
 FIELDS = {"bart": lambda rng: {}, "mbart": mbart_fields, "plbart": mbart_fields, "marian": marian_fields}
+FIELDS |= {"blenderbot": lambda rng: {}, "blenderbot-small": lambda rng: {}, "mvp": lambda rng: {}}
+GEMMAS = {"t5gemma": t5gemma_like, "t5gemma2": t5gemma2_like}
 FIELDS |= {"pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
 
 
-@pytest.mark.parametrize("family", ["t5", "mt5", "umt5", *FIELDS])
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5", "longt5", *GEMMAS, *FIELDS])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_converted_model_equals_its_own_class(family, variant, tmp_path):
     rng = draw(family, variant)
-    theirs = bart_like(family, rng, **FIELDS[family](rng)) if family in FIELDS else t5_like(family, rng)
+    if family in FIELDS:
+        theirs = bart_like(family, rng, **FIELDS[family](rng))
+    else:
+        theirs = GEMMAS[family](rng) if family in GEMMAS else t5_like(family, rng)
     if family in ("bart", "mbart", "plbart", "m2m_100"):
         theirs.generation_config.forced_bos_token_id = rng.choice((None, 7))
     check_conversion(theirs, family, rng, tmp_path)

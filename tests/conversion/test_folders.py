@@ -21,6 +21,7 @@ from transformers import (
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.scripts.__main__ import run
 
 TINY = {"vocab_size": 37, "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
@@ -226,11 +227,20 @@ def test_every_field_is_mapped_fixed_or_free():
     own = {"decoder_vocab_size", "num_key_value_heads", "head_dim", "logits_bias", "tie_word_embeddings"}
     own |= {"share_embeddings", "position_embedding_type", "position_offset", "sinusoidal_layout", "logits_scale"}
     own |= {"gated_mlp", "activation_function", "decoder_attention_heads", "decoder_ffn_dim"}
-    special = {name for name in declared if name.endswith("_token_id")}
+    own |= {name for name in declared if name.endswith("_token_id")}
+    windows = {f"{stack}_layer_types" for stack in STACKS}
+    of_family = {"longt5": windows, "t5gemma": windows | {"decoder_hidden_size", "decoder_num_key_value_heads"}}
+    of_family["t5gemma"] |= {
+        "max_position_embeddings",
+        "norm_eps",
+        "attention_bias",
+        "attention_scale",
+        "attn_logit_softcapping",
+    }
+    of_family["t5gemma2"] = of_family["t5gemma"] | {"sliding_rope_theta"}
     for family in FAMILIES.values():
-        assert declared - special - own - set(family.field_names) - set(family.fixed) - set(family.free) == set(), (
-            family.name
-        )
+        known = own | of_family.get(family.name, set())
+        assert declared - known - set(family.field_names) - set(family.fixed) - set(family.free) == set(), family.name
 
 
 def test_weights_must_be_those_of_the_class(bart, tmp_path):
@@ -315,14 +325,16 @@ def test_pickles_are_never_opened(bart, tmp_path):
 def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
     folder, _ = bart
     tiny_model().save_pretrained(tmp_path / "ours")
-    (tmp_path / "gemma").mkdir()
-    (tmp_path / "gemma" / "config.json").write_text('{"model_type": "t5gemma"}')
+    for name in ("llama", "switch_transformers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
     (tmp_path / "taken").mkdir()
     for words, said in (
         ([tmp_path / "ours", tmp_path / "a"], "`to` must be one of t5, mt5"),
         ([folder, tmp_path / "a", "--to", "t5"], "`to` must be left out for a bart, got 't5'"),
         ([tmp_path / "ours", tmp_path / "a", "--to", "brat"], "got 'brat'"),
-        ([tmp_path / "gemma", tmp_path / "a"], "`model_type` must be one of t5, mt5"),
+        ([tmp_path / "llama", tmp_path / "a"], "`model_type` must be one of t5, mt5"),
+        ([tmp_path / "switch_transformers", tmp_path / "a"], "switch_transformers cannot be converted: it has experts"),
         ([folder, tmp_path / "taken"], "`output` must not exist"),
         ([folder, tmp_path / "taken", "--overwrite"], "`output` must hold only the files that conversion.json lists"),
         ([folder, folder / "inside"], "`output` must lie apart from what is converted"),

@@ -21,7 +21,8 @@ def test_projections_are_absorbed_into_a_single_source(design, padding, fields, 
     # The second source has padding, if any has.
     encoder_output, mask, targets = (part[1:2] for part in batch)
     state = make_state(kind, model, encoder_output, mask)
-    assert (state._absorbed is None) == model.config.qk_norm
+    config = model.config
+    assert (state._absorbed is None) == (config.qk_norm or config.norm_position == "both")
     expected = whole(model, encoder_output, mask, targets)
     assert_near(step_through(state, targets), expected)
     # Without absorbed projections, the output differs by rounding only.

@@ -173,7 +173,9 @@ def test_output_is_that_of_padded_rows(name, side, skipped):
     with torch.no_grad():
         output = encoder(ids, mask).last_hidden_state
     assert skipped == [LENGTHS]
-    # With gradients it computes the padding too.
+    # With gradients it computes the padding too, except with windows.
+    if name == "windows":
+        encoder.set_attn_implementation("eager")
     expected = encoder(ids, mask).last_hidden_state
     assert skipped == [LENGTHS]
     torch.testing.assert_close(output[mask == 1], expected[mask == 1], rtol=1e-4, atol=5e-5)

@@ -176,7 +176,10 @@ def test_logits_to_keep(design):
     logits = run(model, **inputs).logits
     hidden_states = run(model.model, **inputs).last_hidden_state
     assert (model.lm_head.bias is not None) == model.config.logits_bias
-    torch.testing.assert_close(model.lm_head(hidden_states * model.config.logits_scale), logits)
+    config, expected = model.config, model.lm_head(hidden_states * model.config.logits_scale)
+    if config.final_logit_softcapping is not None:
+        expected = config.final_logit_softcapping * torch.tanh(expected / config.final_logit_softcapping)
+    torch.testing.assert_close(expected, logits)
     torch.testing.assert_close(run(model, **inputs, logits_to_keep=2).logits, logits[:, -2:])
     chosen = torch.tensor([0, 3])
     torch.testing.assert_close(run(model, **inputs, logits_to_keep=chosen).logits, logits[:, chosen])

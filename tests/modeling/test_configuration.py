@@ -10,12 +10,14 @@ from tiny_models import fields_of, tiny_config, tiny_model
 from transformers import AutoConfig
 
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import STACKS
 
 # For each field that the class itself declares, another value than the default. All are valid together.
 DIFFERENT = {
     "vocab_size": 41,
     "decoder_vocab_size": 43,
     "hidden_size": 48,
+    "decoder_hidden_size": 18,
     "encoder_layers": 3,
     "decoder_layers": 1,
     "encoder_attention_heads": 2,
@@ -23,6 +25,7 @@ DIFFERENT = {
     "encoder_ffn_dim": 20,
     "decoder_ffn_dim": 22,
     "num_key_value_heads": 2,
+    "decoder_num_key_value_heads": 3,
     "head_dim": 10,
     "activation_function": "relu",
     "gated_mlp": False,
@@ -30,18 +33,27 @@ DIFFERENT = {
     "sinusoidal_layout": "half_split",
     "max_position_embeddings": 17,
     "position_offset": 3,
+    "encoder_layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "decoder_layer_types": ["sliding_attention"],
+    "encoder_window": [4, 5],
+    "sliding_rope_theta": 7.0,
+    "decoder_window": 6,
     "rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0},
     "relative_attention_num_buckets": 6,
     "relative_attention_max_distance": 33,
     "relative_attention_shared": False,
     "norm_type": "layernorm",
     "norm_position": "post",
+    "norm_plus_one": True,
     "norm_eps": 1e-3,
     "embedding_norm": True,
+    "embedding_norm_before_positions": True,
     "final_norm": True,
     "qk_norm": True,
     "scale_embedding": False,
     "attention_scale": 0.5,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
     "attention_bias": True,
     "mlp_bias": True,
     "logits_bias": True,
@@ -66,7 +78,8 @@ INHERITED = {"output_attentions": True, "output_hidden_states": True, "return_di
 
 
 def test_every_field_survives_saving_and_copying(tmp_path):
-    assert set(DIFFERENT) == set(inspect.get_annotations(MetaphraseConfig))
+    # A merged attention excludes the different width and the position bias.
+    assert set(DIFFERENT) == set(inspect.get_annotations(MetaphraseConfig)) - {"merged_attention"}
     assert all(f" {field}" in MetaphraseConfig.__doc__ for field in list(DIFFERENT)[:-6])
     config = MetaphraseConfig(**DIFFERENT, **INHERITED, dtype="float16", attn_implementation="eager")
     config.to_json_file(tmp_path / "config.json")
@@ -134,6 +147,15 @@ RULES = [
     *({"rope_parameters": {"rope_theta": theta}} for theta in (None, 0, "large")),
     {"rope_parameters": {"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0] * 4}},
     {"pad_token_id": None, "train_padding_embedding": False},
+    *({field: 0} for field in ("decoder_hidden_size", "attn_logit_softcapping", "decoder_window")),
+    {"decoder_hidden_size": 24},
+    {"decoder_hidden_size": 24, "share_embeddings": False, "merged_attention": True},
+    {"position_embedding_type": "relative", "merged_attention": True},
+    {"sliding_rope_theta": 0},
+    {"decoder_num_key_value_heads": 3},
+    *({"encoder_layer_types": kinds} for kinds in (["full_attention"], ["sliding_attention", "none"])),
+    *({f"{stack}_window": None, f"{stack}_layer_types": ["sliding_attention"] * 2} for stack in STACKS),
+    *({"encoder_window": window} for window in ([1], [1, -1])),
     {"relative_attention_num_buckets": 2, "position_embedding_type": "relative"},
     {"relative_attention_num_buckets": 7, "position_embedding_type": "relative"},
     {"relative_attention_max_distance": 8, "position_embedding_type": "relative", "relative_attention_num_buckets": 16},

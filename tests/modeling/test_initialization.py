@@ -72,20 +72,20 @@ def test_initialization_by_shape(design):
         if isinstance(module, torch.nn.Linear):
             std = (2 / (module.in_features + module.out_features)) ** 0.5
             if module is model.lm_head:
-                std = 64**-0.5 / config.logits_scale
+                std = module.in_features**-0.5 / config.logits_scale
             elif name.endswith("q_proj") and config.attention_scale is not None:
                 std *= 16**-0.5 / config.attention_scale
             assert_std(module.weight, std, name)
             assert module.bias is None or not module.bias.any()
         elif isinstance(module, torch.nn.Embedding):
-            std = 64**-0.5
+            std = (module.embedding_dim if name.endswith("embed_tokens") else 64) ** -0.5
             if name.endswith("embed_tokens") and config.tie_word_embeddings:
                 std /= config.logits_scale
             elif name.endswith("embed_tokens") and not config.scale_embedding:
                 std = 1.0
             assert_std(module.weight, std, name)
         elif "norm" in name and hasattr(module, "weight"):
-            assert torch.equal(module.weight, torch.ones_like(module.weight)), name
+            assert torch.equal(module.weight, torch.full_like(module.weight, 1 - config.norm_plus_one)), name
 
 
 @pytest.mark.parametrize("preset", ["t5-small", "t5-v1.1-small", "transformer-iwslt", "metaphrase-tiny"])

@@ -20,7 +20,8 @@ def make_layer(layer_class, *args, **fields):
 
 
 def make_mlp(ffn_dim=24, **fields):
-    return make_layer(MetaphraseMLP, ffn_dim, **fields)
+    sizes = tiny_config(**fields).stack_sizes("encoder")._replace(ffn_dim=ffn_dim)
+    return make_layer(MetaphraseMLP, sizes, **fields)
 
 
 @torch.no_grad()
@@ -85,7 +86,8 @@ def make_attention(heads=4, seed=0, is_causal=False, is_cross=False, dtype=torch
     config = tiny_config(**(defaults | fields))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    attention = MetaphraseAttention(config, heads, layer_idx=0, is_causal=is_causal, is_cross=is_cross)
+    source_size = config.hidden_size if is_cross else None
+    attention = MetaphraseAttention(config, config.stack_sizes("decoder"), 0, is_causal, source_size)
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return attention.eval().to(dtype)

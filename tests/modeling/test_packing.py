@@ -98,7 +98,7 @@ def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, mon
 
 
 def test_gpu_has_a_kernel_that_it_can_run(monkeypatch):
-    fits = {"implementation": "sdpa", "head_dim": 64, "has_bias": False, "dropout": 0.0}
+    fits = {"implementation": "sdpa", "head_dim": 64, "is_plain": True}
 
     def choose(capability=(8, 0), dtype=torch.bfloat16, **changes):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -108,7 +108,7 @@ def test_gpu_has_a_kernel_that_it_can_run(monkeypatch):
         choose() == choose(dtype=torch.float16, head_dim=256) == choose(implementation="flash_attention_2") == "varlen"
     )
     for obstacle in (
-        *({"capability": (7, 5)}, {"dtype": torch.float32}, {"dropout": 0.1}, {"has_bias": True}),
+        *({"capability": (7, 5)}, {"dtype": torch.float32}, {"is_plain": False}),
         *({"head_dim": 36}, {"head_dim": 264}),
     ):
         assert choose(**obstacle) == "grid", obstacle

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.modeling.positions import (
     RotaryPositionEmbedding,
     alibi_slopes,
@@ -57,7 +58,8 @@ def test_sinusoidal_layout_equals_the_formula(layout, position, hidden_size):
 
 
 def rotary(parameters=None, **fields):
-    return RotaryPositionEmbedding(make_config(rope_parameters=parameters, **fields), heads=2)
+    config = make_config(rope_parameters=parameters, **fields)
+    return RotaryPositionEmbedding(config, config.head_dim or config.hidden_size // 2, config.rope_parameters)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,9 @@ def test_rotary_partial_factor_leaves_the_rest_of_a_head_alone():
 
 def test_rotary_width_follows_the_heads_of_its_stack():
     config = make_config(encoder_attention_heads=4, decoder_attention_heads=2)
-    assert [RotaryPositionEmbedding(config, heads).inv_freq.shape[0] for heads in (4, 2)] == [2, 4]
+    sizes = map(config.stack_sizes, STACKS)
+    rotations = [RotaryPositionEmbedding(config, stack.head_dim, config.rope_parameters) for stack in sizes]
+    assert [rotation.inv_freq.shape[0] for rotation in rotations] == [2, 4]
 
 
 def test_rotate_keeps_float16_finite():

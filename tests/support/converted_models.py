@@ -1,5 +1,6 @@
 """Converted models of other families with random weights, and assertions that both are equal."""
 
+import operator
 import random
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from metaphrase.conversion import FAMILIES, convert
-from metaphrase.conversion.families import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration
 
 TOLERANCE = 1e-5
@@ -113,11 +114,11 @@ def shifted_by(theirs: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
 
 
 def their_weight(ours, theirs, family, name) -> tuple[str, Counterpart]:
+    stored = {family.file_name(name): name for name in theirs.state_dict()}
     if name not in (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD):
         counterpart = family.counterpart(name, ours.config)
-        return counterpart.name, counterpart
-    stored = set(theirs.state_dict())
-    return next((name, Counterpart(name)) for name in family.embedding_names[name] if name in stored)
+        return stored[counterpart.name], counterpart
+    return next((stored[name], Counterpart(name)) for name in family.embedding_names[name] if name in stored)
 
 
 def their_use_cache(theirs: PreTrainedModel, use_cache: bool) -> bool:
@@ -127,7 +128,7 @@ def their_use_cache(theirs: PreTrainedModel, use_cache: bool) -> bool:
         # Without a cache it decodes without a causal mask.
         return True
     # T5's classes count the layers of a cache by the encoder's: a deeper decoder finds no place in it.
-    return use_cache and getattr(config, "num_decoder_layers", 0) <= config.num_hidden_layers
+    return use_cache and getattr(config, "num_decoder_layers", 0) <= getattr(config, "num_hidden_layers", 0)
 
 
 @torch.no_grad()
@@ -163,7 +164,7 @@ def check_conversion(theirs: PreTrainedModel, family: str, rng: random.Random, f
     theirs.eval()
     ours = save_and_convert(theirs, folder)
     for field, name in FAMILIES[family].field_names.items():
-        assert getattr(ours.config, field) == getattr(theirs.config, name)
+        assert getattr(ours.config, field) == operator.attrgetter(name)(theirs.config)
     ours.set_attn_implementation(rng.choice(("eager", "sdpa")))
     for has_padding in (False, True):
         inputs = random_inputs(theirs, rng, has_padding)

@@ -29,6 +29,8 @@ _DEEP_ENCODER = {"encoder_layers": 3, "decoder_layers": 1}
 _DEEP_DECODER = {"encoder_layers": 1, "decoder_layers": 3}
 _TWO_VOCABULARIES = {"decoder_vocab_size": 31, "share_embeddings": False}
 _GROUPED = {"num_key_value_heads": 2}
+# Scaled embeddings would outweigh the normed outputs of all sublayers, and a model would repeat its tokens.
+_NORMS_AROUND = {"norm_type": "rmsnorm", "norm_position": "both", "norm_plus_one": True, "scale_embedding": False}
 
 # Each position type with one norm type and position in turn, and one position type with each.
 _NORMS = [{"norm_type": kind, "norm_position": place} for kind in NORM_TYPES for place in NORM_POSITIONS]
@@ -64,8 +66,15 @@ DESIGNS: dict[str, dict] = {
     | {"encoder_attention_heads": 2, "head_dim": 6, "num_key_value_heads": 1},
     # Without a final norm the output of a stack is large.
     "none": _PRE_LAYERNORM | _DEEP_DECODER | {"final_norm": False, "logits_scale": 0.01},
+    # As T5Gemma, in two parts.
+    "windows": _NORMS_AROUND
+    | _TWO_VOCABULARIES
+    | _DEEP_ENCODER
+    | {"encoder_layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "encoder_window": [2, 1]}
+    | {"decoder_hidden_size": 24, "decoder_num_key_value_heads": 1},
+    "soft_caps": _NORMS_AROUND | _DEEP_DECODER | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
 }
-DESIGNS = {name: POSITIONS[name] | fields for name, fields in DESIGNS.items()}
+DESIGNS = {name: POSITIONS.get(name, POSITIONS["rotary"]) | fields for name, fields in DESIGNS.items()}
 
 
 def tiny_config(**overrides: Any) -> MetaphraseConfig:

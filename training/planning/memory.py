@@ -134,7 +134,9 @@ def estimate_activations(
     equation 1 of the former, and their logits, softmax and gradient are in float32. Frozen weights would keep less.
     """
     hidden, element = config.hidden_size, precision.compute_bytes
-    inputs = [precision.stream_bytes * hidden * tokens for tokens in (shape.source_tokens, shape.target_tokens)]
+    widths = hidden, getattr(config, "decoder_hidden_size", None) or hidden
+    tokens_of_sides = shape.source_tokens, shape.target_tokens
+    inputs = [precision.stream_bytes * width * tokens for width, tokens in zip(widths, tokens_of_sides, strict=True)]
     if config.model_type != MetaphraseConfig.model_type:
         heads, both = config.num_attention_heads, shape.longest_source + shape.longest_target
         layers = (
@@ -151,9 +153,12 @@ def estimate_activations(
         total = _outside_layers(config, shape, precision)
         # Logits exist in chunks alone, and their gradients are made in the forward pass.
         vocabulary, tokens = config.decoder_vocab_size, shape.target_tokens
-        weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + config.logits_bias)
-        loss = tokens * element * hidden + weight_gradient
+        weight_gradient = FLOAT32_BYTES * vocabulary * (widths[1] + config.logits_bias)
+        loss = tokens * element * widths[1] + weight_gradient
         # Logits and probabilities of a chunk; later a scaled copy of the gradients.
+        if config.final_logit_softcapping is not None:
+            # All logits, their caps and their probabilities.
+            loss += 3 * FLOAT32_BYTES * tokens * vocabulary
         loss_workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
         workspace = _backward_workspace(config, shape, precision)
     stored = inputs if is_checkpointed else layers
@@ -172,9 +177,9 @@ def _norm(config: MetaphraseConfig, precision: Precision, width: int) -> int:
 def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str) -> int:
     """Return the bytes that a layer keeps, of the encoder (`source`) or of the decoder (`target`)."""
     stack = "encoder" if side == "source" else "decoder"
-    heads, inner = (getattr(config, f"{stack}_{name}") for name in ("attention_heads", "ffn_dim"))
-    tokens, element, hidden = getattr(shape, f"{side}_tokens"), precision.compute_bytes, config.hidden_size
-    head_dim, key_heads = config.get_head_dim(heads), config.num_key_value_heads or heads
+    sizes, element = config.stack_sizes(stack), precision.compute_bytes
+    heads, inner, hidden = sizes.attention_heads, sizes.ffn_dim, sizes.hidden_size
+    tokens, head_dim, key_heads = getattr(shape, f"{side}_tokens"), sizes.head_dim, sizes.key_value_heads
     # Input of the projections, query, input of the output projection, and the logarithm of the sum of each softmax.
     query = element * (hidden + 2 * heads * head_dim) + FLOAT32_BYTES * heads
     # Only kernels for padded rows share keys among query heads.
@@ -185,10 +190,11 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
     # Both factors of a gate, and what enters the last projection.
     tensors = kept_by_activation(config.activation_function) + 1 + 2 * config.gated_mlp
     feed_forward = element * (hidden + tensors * inner) + MASK_BYTES * inner * (config.activation_dropout > 0)
-    sublayer = _norm(config, precision, hidden) + MASK_BYTES * hidden * (config.dropout > 0)
+    norms = 2 if config.norm_position == "both" else 1
+    sublayer = norms * _norm(config, precision, hidden) + MASK_BYTES * hidden * (config.dropout > 0)
     size = tokens * (2 * sublayer + query + key + feed_forward) + _scores(config, shape, precision, heads, side, side)
     if side == "target":
-        size += tokens * (sublayer + query) + shape.source_tokens * key
+        size += tokens * (sublayer + query) * (not config.merged_attention) + shape.source_tokens * key
         size += _scores(config, shape, precision, heads, "target", "source")
     return size
 
@@ -198,26 +204,29 @@ def _scores(
 ) -> int:
     """Return the bytes of all attention scores between two sides. An accelerator's kernels keep none."""
     is_self, drops = queries == keys, config.attention_dropout > 0
+    has_cap = config.attn_logit_softcapping is not None
     scores = heads * (getattr(shape, f"{keys}_scores") if is_self else shape.cross_scores)
-    if precision.on_accelerator:
+    if precision.on_accelerator and not has_cap:
         return 0
-    if shape.is_packed:
+    if shape.is_packed and not precision.on_accelerator:
         entry = precision.compute_bytes if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
         # Larger scores are computed again.
         return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
     # A CPU's kernel for padded rows has no dropout and no trained bias: then plain products in float32 are used.
-    is_plain = drops or (is_self and config.position_embedding_type == "relative")
+    is_plain = drops or has_cap or (is_self and config.position_embedding_type == "relative")
     return scores * FLOAT32_BYTES * (1 + 2 * drops) * is_plain
 
 
 def _outside_layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
     """Return the bytes that embeddings, position biases, final norms and the encoder output keep."""
-    norm, size = _norm(config, precision, config.hidden_size), 0
+    size = 0
     for side, stack in (("source", "encoder"), ("target", "decoder")):
-        heads, layers = (getattr(config, f"{stack}_{name}") for name in ("attention_heads", "layers"))
-        token = INDEX_BYTES + MASK_BYTES * config.hidden_size * (config.dropout > 0) + norm * config.embedding_norm
+        sizes = config.stack_sizes(stack)
+        heads, layers, norm = sizes.attention_heads, sizes.layers, _norm(config, precision, sizes.hidden_size)
+        token = INDEX_BYTES + MASK_BYTES * sizes.hidden_size * (config.dropout > 0)
+        token += norm * (config.embedding_norm + config.final_norm)
         if config.position_embedding_type == "rotary":
-            token += 2 * precision.stream_bytes * config.get_head_dim(heads)
+            token += 2 * precision.stream_bytes * sizes.head_dim
         size += token * getattr(shape, f"{side}_tokens")
         if config.position_embedding_type in ("relative", "alibi") and not precision.on_accelerator:
             is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
@@ -225,7 +234,6 @@ def _outside_layers(config: MetaphraseConfig, shape: BatchShape, precision: Prec
             rows = shape.pairs if side == "source" and shape.is_packed else 1
             size += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
     # All cross-attentions read the encoder output.
-    size += shape.tokens * norm * config.final_norm
     return size + shape.source_tokens * precision.compute_bytes * config.hidden_size
 
 
@@ -233,14 +241,12 @@ def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: 
     """Return the bytes of gradients, beside those of weights, that the backward pass of one layer holds at a time."""
     # Output, query, key and value; in a CPU's grid too, where those of one product are freed together.
     tensors = 7 if shape.is_packed and not precision.on_accelerator else 4
-    sides = (
-        (shape.source_tokens, config.encoder_attention_heads, config.encoder_ffn_dim),
-        (shape.target_tokens, config.decoder_attention_heads, config.decoder_ffn_dim),
-    )
+    sides = [(shape.source_tokens, config.stack_sizes("encoder")), (shape.target_tokens, config.stack_sizes("decoder"))]
     largest = max(
-        tokens * max(tensors * heads * config.get_head_dim(heads), 2 * inner) for tokens, heads, inner in sides
+        tokens * max(tensors * sizes.attention_heads * sizes.head_dim, 2 * sizes.ffn_dim) for tokens, sizes in sides
     )
-    return precision.compute_bytes * largest + 2 * precision.stream_bytes * config.hidden_size * shape.tokens
+    streams = sum(tokens * sizes.hidden_size for tokens, sizes in sides)
+    return precision.compute_bytes * largest + 2 * precision.stream_bytes * streams
 
 
 @dataclass(frozen=True)

@@ -200,11 +200,20 @@ def test_tables_change_nothing(name):
         torch.testing.assert_close(model(**given).logits, expected, rtol=0, atol=0)
 
 
+SMALL = {name: fields | {"encoder_layers": 1, "decoder_layers": 1} for name, fields in DESIGNS.items()}
+SMALL["windows"] |= {"encoder_layer_types": ["sliding_attention"]}
+SMALL["merged"] = SMALL["rotary"] | {
+    "merged_attention": True,
+    "decoder_layer_types": ["sliding_attention"],
+    "decoder_window": 3,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("name", SMALL)
 def test_every_design(name, tmp_path, monkeypatch):
     """The graphs of one design have their weights in separate files."""
-    model = tiny_model(attn_implementation="eager", **DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1})
+    model = tiny_model(attn_implementation="eager", **SMALL[name])
     if name == "none":
         monkeypatch.setattr(onnx_export, "LARGEST_WEIGHTS_BYTES", 0)
     write_graphs(model, tmp_path)

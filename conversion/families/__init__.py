@@ -1,0 +1,62 @@
+"""The families that can be converted, each in a module, by their `model_type`."""
+
+from transformers import UMT5Config
+
+from metaphrase.conversion.families.bart import Bart
+from metaphrase.conversion.families.family import Family
+from metaphrase.conversion.families.t5 import T5, LongT5
+from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
+
+_PRE_NORM = {"norm_position": "pre", "final_norm": True}
+# A target ends with its language code, and training starts the decoder with that code.
+_LANGUAGE_FIRST = {"decoder_start_from_labels": True}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        T5("t5", (False, True)),
+        # transformers never scales the decoder's output of mT5. It always scales UMT5's before 5.24.
+        T5("mt5", (False,)),
+        T5(
+            "umt5",
+            (False, True) if hasattr(UMT5Config(), "scale_decoder_outputs") else (True,),
+            relative_attention_shared=False,
+        ),
+        LongT5(),
+        Bart("bart"),
+        Bart("mbart", fixed=_PRE_NORM | _LANGUAGE_FIRST),
+        Bart("plbart", fixed=_LANGUAGE_FIRST),
+        Bart("blenderbot", offset=0, fixed=_PRE_NORM | {"embedding_norm": False}),
+        Bart("blenderbot-small", offset=0, fixed={"embedding_norm_before_positions": True}),
+        Bart("mvp"),
+        Bart("pegasus", "half_split", fixed=_PRE_NORM),
+        Bart(
+            "marian",
+            "half_split",
+            field_names={"decoder_vocab_size": "decoder_vocab_size"},
+            has_two_vocabularies=True,
+        ),
+        # Also NLLB. The class computes fairseq's sinusoids and never reads them.
+        Bart("m2m_100", "fairseq", fixed=_PRE_NORM, reads_table=False, has_logits_bias=False),
+        # fairseq's WMT19 models.
+        Bart(
+            "fsmt",
+            "fairseq",
+            fixed=_LANGUAGE_FIRST,
+            field_names={"vocab_size": "src_vocab_size", "decoder_vocab_size": "tgt_vocab_size"},
+            has_logits_bias=False,
+            has_two_vocabularies=True,
+        ),
+        T5Gemma("t5gemma", qk_norm=False, share_embeddings=False),
+        T5Gemma2(),
+    )
+}
+# Families that do not fit, and what Metaphrase lacks for them.
+REFUSED = {
+    "bigbird_pegasus": "attention to random blocks",
+    "nllb-moe": "experts",
+    "pegasus_x": "global tokens beside the text",
+    "prophetnet": "attention that predicts several tokens at once",
+    "seamless_m4t": "adapters for speech",
+    "seamless_m4t_v2": "adapters for speech",
+    "switch_transformers": "experts",
+}

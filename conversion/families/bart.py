@@ -1,0 +1,191 @@
+"""BART and its relatives.
+
+Source: BART, Lewis et al. 2020, arXiv 1910.13461; mBART, Liu et al. 2020, arXiv 2001.08210; PLBart, Ahmad et al. 2021, arXiv
+2103.06333; Marian, Junczys-Dowmunt et al. 2018, arXiv 1804.00344; Pegasus, Zhang et al. 2020, arXiv 1912.08777; FSMT, Ng et al.
+2019, arXiv 1907.06616; M2M100, Fan et al. 2021, arXiv 2010.11125; NLLB Team 2022, arXiv 2207.04672; Blenderbot, Roller et al.
+2021, arXiv 2004.13637; MVP, Tang et al. 2023, arXiv 2206.12131.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from metaphrase.conversion.families.family import (
+    DECODER_EMBEDDING,
+    ENCODER_EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    LOGITS_BIAS,
+    Counterpart,
+    Family,
+    Weights,
+)
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.configuration_metaphrase import STACKS
+from metaphrase.modeling.positions import sinusoids
+
+_FSMT_HEAD = "model.decoder.output_projection.weight"
+_TABLES = tuple(f"model.{stack}.embed_positions.weight" for stack in STACKS)
+_BART_FIELDS = {"vocab_size": "vocab_size", "hidden_size": "d_model"} | {
+    name: name
+    for name in (
+        *("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"),
+        *("encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings", "activation_function", "scale_embedding"),
+        *("dropout", "attention_dropout", "activation_dropout"),
+    )
+}
+_BART_FIXED = {
+    "norm_type": "layernorm",
+    "norm_position": "post",
+    "norm_eps": 1e-5,
+    "final_norm": False,
+    "gated_mlp": False,
+    "qk_norm": False,
+    "attention_scale": None,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "logits_scale": 1.0,
+    "train_padding_embedding": False,
+    "decoder_start_from_labels": False,
+}
+_BART_PARTS = {
+    "o_proj": "out_proj",
+    "self_attn_norm": "self_attn_layer_norm",
+    "cross_attn": "encoder_attn",
+    "cross_attn_norm": "encoder_attn_layer_norm",
+    "mlp_norm": "final_layer_norm",
+    "up_proj": "fc1",
+    "down_proj": "fc2",
+    "embedding_norm": "layernorm_embedding",
+    "norm": "layer_norm",
+}
+_DEFAULT_INITIALIZER_RANGE = 0.02
+
+
+class Bart(Family):
+    """BART and its relatives: biases everywhere, and learned or sinusoidal positions.
+
+    Attributes:
+        layout: `sinusoidal_layout` of a family without an embedding norm, whose checkpoints with any other table become learned
+            positions; None for learned positions and an embedding norm.
+        offset: Row of the first learned position.
+        reads_table: True if the class reads the table of positions from a checkpoint.
+        has_logits_bias: True if the class has a constant bias on the logits.
+        has_two_vocabularies: True if source and target may have separate vocabularies.
+    """
+
+    prefix = "model."
+    free = Family.free | {"relative_attention_num_buckets", "relative_attention_max_distance"}
+    free |= {"relative_attention_shared"}
+
+    def __init__(
+        self,
+        name: str,
+        layout: str | None = None,
+        *,
+        offset: int = 2,
+        fixed: Mapping[str, Any] | None = None,
+        field_names: Mapping[str, str] | None = None,
+        reads_table: bool = True,
+        has_logits_bias: bool = True,
+        has_two_vocabularies: bool = False,
+    ):
+        positions = {"embedding_norm": layout is None} | ({} if layout else {"position_embedding_type": "learned"})
+        ignored = ("model.encoder.version", "model.decoder.version")
+        # A class that computes its sinusoids does not read those of a checkpoint.
+        ignored += () if reads_table else tuple(f"{name}s" for name in _TABLES)
+        super().__init__(name, _BART_FIELDS | (field_names or {}), _BART_FIXED | positions | (fixed or {}), ignored)
+        self.layout, self.offset, self.reads_table = layout, offset, reads_table
+        self.has_logits_bias, self.has_two_vocabularies = has_logits_bias, has_two_vocabularies
+        if name == "fsmt":
+            # transformers 4 omits a decoder embedding tied to the projection, and keeps the encoder's if all three are tied.
+            self.embedding_names = {
+                ENCODER_EMBEDDING: (ENCODER_EMBEDDING, DECODER_EMBEDDING, _FSMT_HEAD),
+                DECODER_EMBEDDING: (DECODER_EMBEDDING, _FSMT_HEAD, ENCODER_EMBEDDING),
+                HEAD: (_FSMT_HEAD, DECODER_EMBEDDING, ENCODER_EMBEDDING),
+            }
+
+    def _position_offset(self, config: PreTrainedConfig | MetaphraseConfig) -> int:
+        """Return the row of the first position: fairseq's tables begin with rows for padding."""
+        if self.layout is None:
+            return self.offset
+        return (config.pad_token_id or 0) + 1 if self.layout == "fairseq" else 0
+
+    def _refuse_leading_padding(self, config: PreTrainedConfig | MetaphraseConfig) -> None:
+        start = config.decoder_start_token_id
+        if self.layout == "fairseq" and start is not None and start == config.pad_token_id:
+            raise ValueError(
+                f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in a {self.name}, "
+                f"got {start} for both."
+            )
+
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        self._refuse_leading_padding(theirs)
+        if getattr(theirs, "use_prompt", False):
+            raise ValueError("`use_prompt` must be false for mvp, got true: prompts are vectors that Metaphrase lacks.")
+        offset = self._position_offset(theirs)
+        fields: dict[str, Any] = {"position_offset": offset}
+        fields["initializer_range"] = _DEFAULT_INITIALIZER_RANGE if theirs.init_std is None else theirs.init_std
+        if self.has_logits_bias and LOGITS_BIAS in weights:
+            fields["logits_bias"] = bool((weights.read(LOGITS_BIAS) != 0).any())
+        if self.layout is None:
+            return fields
+        fields |= {"position_embedding_type": "sinusoidal", "sinusoidal_layout": self.layout}
+        tables = [weights.read(name) for name in _TABLES if name in weights and self.reads_table]
+        for table in tables:
+            expected = sinusoids(torch.arange(len(table)), table.shape[1], self.layout)[offset:].to(table.dtype)
+            if not torch.allclose(table[offset:], expected, rtol=0, atol=4 * torch.finfo(table.dtype).eps):
+                fields["position_embedding_type"] = "learned"
+                fields["max_position_embeddings"] = len(table) - offset
+        return fields
+
+    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
+        self._refuse_leading_padding(ours)
+        # The width of a head that is given must be the one that their class computes.
+        heads = {ours.encoder_attention_heads, ours.decoder_attention_heads}
+        allowed: dict[str, tuple] = {"head_dim": (None, ours.hidden_size / heads.pop()) if len(heads) == 1 else (None,)}
+        if not self.has_logits_bias:
+            allowed["logits_bias"] = (False,)
+        if not self.has_two_vocabularies:
+            allowed["decoder_vocab_size"] = (ours.vocab_size,)
+        if self.layout is not None:
+            allowed["position_embedding_type"] = ("sinusoidal", "learned") if self.reads_table else ("sinusoidal",)
+        offset = self._position_offset(ours)
+        if ours.position_embedding_type == "sinusoidal":
+            return allowed | {"sinusoidal_layout": (self.layout,), "position_offset": (offset,)}
+        # Without an offset the table gets unused rows in front.
+        return allowed | {"position_offset": (0, offset)}
+
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        std = _DEFAULT_INITIALIZER_RANGE if ours.initializer_range is None else ours.initializer_range
+        if self.name == "marian":
+            ties = {"tie_word_embeddings": ours.tie_word_embeddings}
+            return {"init_std": std, "share_encoder_decoder_embeddings": ours.share_embeddings} | ties
+        # Their class ties all three embeddings or none.
+        return {"init_std": std, "tie_word_embeddings": ours.tie_word_embeddings and ours.share_embeddings}
+
+    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
+        if name == HEAD_BIAS:
+            return Counterpart(LOGITS_BIAS, is_row=True)
+        if name in _TABLES:
+            return Counterpart(name, unused_rows=self._position_offset(config) - config.position_offset)
+        return Counterpart(".".join(_BART_PARTS.get(part, part) for part in name.split(".") if part != "mlp"))
+
+    def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
+        ignored = super().ignorable_weights(config)
+        if self.has_logits_bias and not config.logits_bias:
+            ignored.add(LOGITS_BIAS)
+        return ignored | (set(_TABLES) if config.position_embedding_type == "sinusoidal" else set())
+
+    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
+        if name == LOGITS_BIAS:
+            return torch.zeros(shape)
+        if name not in _TABLES:
+            return None
+        table = sinusoids(torch.arange(shape[0]), shape[1], self.layout)
+        if config.position_offset:
+            # fairseq's row for padding.
+            table[config.pad_token_id] = 0
+        return table

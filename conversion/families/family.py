@@ -1,0 +1,205 @@
+"""A family: an encoder-decoder with a class of its own in transformers, and how it maps to Metaphrase.
+
+"Ours" is Metaphrase's side, "theirs" is the family's. A family is an instance of `Family`: names of fields, fixed fields, quirks.
+"""
+
+import abc
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.configuration_metaphrase import STACKS
+from metaphrase.storage.weight_files import Kind, WeightFiles
+
+SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+ENCODER_EMBEDDING = "model.encoder.embed_tokens.weight"
+DECODER_EMBEDDING = "model.decoder.embed_tokens.weight"
+HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
+LOGITS_BIAS = "final_logits_bias"
+
+
+# Fields that few families have, with their values in all others.
+RARE_FIELDS = {
+    name: getattr(MetaphraseConfig, name)
+    for name in (
+        *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
+        *("norm_plus_one", "attn_logit_softcapping", "final_logit_softcapping", "embedding_norm_before_positions"),
+        *("sliding_rope_theta", "merged_attention"),
+    )
+}
+
+
+class Weights:
+    """Weights of a family's checkpoint by their names in the class with a head, even if the checkpoint has no head."""
+
+    def __init__(self, files: WeightFiles, prefix: str):
+        self._files = files
+        has_prefix = any(name.startswith(prefix) for name in files.kinds)
+        self.names = {
+            name if has_prefix or name.startswith(("lm_head.", LOGITS_BIAS)) else prefix + name: name
+            for name in files.kinds
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._files.read(self.names[name])
+
+    def kind(self, name: str) -> Kind:
+        return self._files.kinds[self.names[name]]
+
+
+class Counterpart(NamedTuple):
+    """The family's weight that holds one of ours."""
+
+    name: str
+    # True if their weight has an extra first dimension of 1.
+    is_row: bool = False
+    # Number of unread rows of zeros in front.
+    unused_rows: int = 0
+
+    def their_shape(self, our_shape: tuple[int, ...]) -> tuple[int, ...]:
+        first, *rest = our_shape
+        shape = (first + self.unused_rows, *rest)
+        return (1, *shape) if self.is_row else shape
+
+    def to_ours(self, theirs: torch.Tensor) -> torch.Tensor:
+        return theirs[0] if self.is_row else theirs
+
+    def to_theirs(self, ours: torch.Tensor) -> torch.Tensor:
+        if self.unused_rows:
+            ours = torch.cat((ours.new_zeros(self.unused_rows, *ours.shape[1:]), ours))
+        return ours[None] if self.is_row else ours
+
+
+class Family(abc.ABC):
+    """Mapping of a family's configuration and weights.
+
+    Attributes:
+        field_names: Our field to the family's field of the same meaning. `encoder.hidden_size` is a field of a part.
+        fixed: Our field to its only value in this family.
+        free: Our fields that do not change what a trained model computes.
+        ignored_prefixes: Prefixes of weights that nothing here reads, because they are of no text.
+        prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
+        embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
+            next.
+    """
+
+    prefix = ""
+    ignored_prefixes: tuple[str, ...] = ()
+    free = frozenset(
+        (
+            *("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding", "rope_parameters"),
+            *("encoder_window", "decoder_window"),
+        )
+    )
+
+    def __init__(
+        self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any], ignored: tuple[str, ...] = ()
+    ):
+        self.name, self.field_names, self.fixed, self.ignored = name, field_names, RARE_FIELDS | fixed, ignored
+        names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+        shared, encoder, decoder = (self.prefix + embedding for embedding in names)
+        self.embedding_names = {
+            ENCODER_EMBEDDING: (encoder, shared, decoder, HEAD),
+            DECODER_EMBEDDING: (decoder, shared, encoder, HEAD),
+            HEAD: (HEAD, decoder, shared, encoder),
+        }
+
+    def read_config(self, theirs: PreTrainedConfig, weights: Weights) -> MetaphraseConfig:
+        """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
+        fields = {ours: operator.attrgetter(name)(theirs) for ours, name in self.field_names.items()}
+        # Not every family declares every id.
+        fields |= {name: getattr(theirs, name, None) for name in SPECIAL_IDS}
+        fields |= self.fixed
+        fields |= self._read_ties(theirs, weights)
+        return MetaphraseConfig(dtype=theirs.dtype, **(fields | self.read_extra_fields(theirs, weights)))
+
+    def embedding_name(self, ours: str, weights: Weights) -> str:
+        """Return the first existing name of one of our three embeddings."""
+        names = self.embedding_names[ours]
+        return next((name for name in names if name in weights), names[0])
+
+    def _read_ties(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, bool]:
+        source, target, head = (
+            self.embedding_name(name, weights) for name in (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
+        )
+
+        # transformers does not tie two weights that differ, whatever the configuration says.
+        def are_tied(first: str, second: str, may_tie: bool) -> bool:
+            return first == second or (may_tie and _are_equal(weights.read(first), weights.read(second)))
+
+        may_share = theirs.tie_word_embeddings and getattr(theirs, "share_encoder_decoder_embeddings", True)
+        may_share = may_share and self.fixed.get("share_embeddings", True)
+        return {
+            "share_embeddings": are_tied(source, target, may_share),
+            "tie_word_embeddings": are_tied(head, target, theirs.tie_word_embeddings),
+        }
+
+    def write_config(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        """Return the fields of the family's configuration for one of our models. An error names all options in the way."""
+        heads = (ours.encoder_attention_heads, ours.decoder_attention_heads)
+        allowed = {field: (value,) for field, value in self.fixed.items() if field not in self.free}
+        allowed["num_key_value_heads"] = (None, heads[0]) if heads[0] == heads[1] else (None,)
+        head_dims = {ours.stack_sizes(stack).head_dim for stack in STACKS}
+        if allowed.get("attention_scale") == (None,) and len(head_dims) == 1:
+            allowed["attention_scale"] = (None, head_dims.pop() ** -0.5)
+        allowed |= self.allowed_values(ours)
+        obstacles = [
+            f"`{field}` must be {' or '.join(map(str, values))}, got {getattr(ours, field)}"
+            for field, values in allowed.items()
+            if getattr(ours, field) not in values
+        ]
+        if obstacles:
+            raise ValueError(f"The model is no {self.name}: " + "; ".join(obstacles) + ".")
+        fields = {name: getattr(ours, field) for field, name in self.field_names.items()}
+        fields |= {name: getattr(ours, name) for name in SPECIAL_IDS}
+        if ours.decoder_start_token_id is None:
+            # Not every family allows None.
+            del fields["decoder_start_token_id"]
+        nested: dict[str, Any] = {}
+        for name, value in (fields | self.write_extra_fields(ours)).items():
+            *parts, inner = name.split(".")
+            part = nested
+            for outer in parts:
+                part = part.setdefault(outer, {})
+            part[inner] = value
+        return nested
+
+    @abc.abstractmethod
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        """Return our fields that no single field of theirs holds."""
+
+    @abc.abstractmethod
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        """Return their fields that no single field of ours holds."""
+
+    @abc.abstractmethod
+    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
+        """Return the values that fields may have, for those that are not fixed and depend on other fields."""
+
+    @abc.abstractmethod
+    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
+        """Return the family's weight for one of ours."""
+
+    def file_name(self, name: str) -> str:
+        """Return the name in a checkpoint of a weight of their class."""
+        return name
+
+    def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
+        """Return their weights that follow from our configuration."""
+        return set(self.ignored)
+
+    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
+        """Make a weight of theirs that has no counterpart of ours, or return None for any other weight."""
+        return None
+
+
+def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)

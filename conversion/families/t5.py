@@ -1,0 +1,154 @@
+"""T5 and its relatives.
+
+Source: T5, Raffel et al. 2020, arXiv 1910.10683; mT5, Xue et al. 2021, arXiv 2010.11934; UMT5, Chung et al. 2023, arXiv
+2304.09151; LongT5, Guo et al. 2022, arXiv 2112.07916.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.configuration_metaphrase import SLIDING
+
+_T5_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "head_dim": "d_kv",
+    "encoder_layers": "num_layers",
+    "decoder_layers": "num_decoder_layers",
+    "encoder_attention_heads": "num_heads",
+    "encoder_ffn_dim": "d_ff",
+    "relative_attention_num_buckets": "relative_attention_num_buckets",
+    "relative_attention_max_distance": "relative_attention_max_distance",
+    "norm_eps": "layer_norm_epsilon",
+    "dropout": "dropout_rate",
+}
+_T5_FIXED = {
+    "position_embedding_type": "relative",
+    "relative_attention_shared": True,
+    "norm_type": "rmsnorm",
+    "norm_position": "pre",
+    "final_norm": True,
+    "attention_scale": 1.0,
+    "share_embeddings": True,
+    "train_padding_embedding": True,
+} | dict.fromkeys(
+    (
+        *("embedding_norm", "qk_norm", "scale_embedding", "attention_bias", "mlp_bias", "logits_bias"),
+        "decoder_start_from_labels",
+    ),
+    False,
+)
+_T5_SUBLAYERS = {
+    "encoder": {"self_attn": "SelfAttention", "mlp": "DenseReluDense"},
+    "decoder": {"self_attn": "SelfAttention", "cross_attn": "EncDecAttention", "mlp": "DenseReluDense"},
+}
+_T5_PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "down_proj": "wo", "gate_proj": "wi_0"}
+_T5_BIAS = "relative_attention_bias.weight"
+
+
+class T5(Family):
+    """T5, and T5 v1.1, which is gated and has an untied head.
+
+    `scalings` has False if transformers' class can leave the decoder's output unscaled, True if it can scale the output.
+    """
+
+    free = Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}
+    free |= {"attention_dropout", "activation_dropout"}
+
+    def __init__(self, name: str, scalings: tuple[bool, ...], **fixed: Any):
+        # Nothing reads this bias of Mesh TensorFlow's checkpoints.
+        ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+        super().__init__(name, _T5_FIELDS, _T5_FIXED | fixed, ignored)
+        self.scalings = scalings
+
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        is_scaled = self.scalings[0]
+        if len(self.scalings) == 2:
+            is_scaled = getattr(theirs, "scale_decoder_outputs", theirs.tie_word_embeddings)
+        return {
+            "decoder_attention_heads": theirs.num_heads,
+            "decoder_ffn_dim": theirs.d_ff,
+            "gated_mlp": theirs.is_gated_act,
+            "activation_function": theirs.dense_act_fn,
+            "logits_scale": theirs.d_model**-0.5 if is_scaled else 1.0,
+            "attention_dropout": theirs.dropout_rate,
+            "activation_dropout": theirs.dropout_rate,
+        }
+
+    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
+        name = ours.activation_function
+        # `feed_forward_proj` separates its words by a hyphen, and transformers reads a gated gelu as gelu_new.
+        is_expressible = "-" not in name and not (ours.gated_mlp and name == "gelu")
+        return {
+            "decoder_attention_heads": (ours.encoder_attention_heads,),
+            "decoder_ffn_dim": (ours.encoder_ffn_dim,),
+            "logits_scale": tuple(ours.hidden_size**-0.5 if is_scaled else 1.0 for is_scaled in self.scalings),
+            "activation_function": (name,) if is_expressible else ("relu", "silu", "gelu_new"),
+        }
+
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        is_new_gelu = ours.gated_mlp and ours.activation_function == "gelu_new"
+        activation = "gelu" if is_new_gelu else ours.activation_function
+        scaling = {"scale_decoder_outputs": ours.logits_scale != 1.0} if len(self.scalings) == 2 else {}
+        return {
+            "d_kv": ours.stack_sizes("encoder").head_dim,
+            "feed_forward_proj": f"gated-{activation}" if ours.gated_mlp else activation,
+            # This order matters: the first is the default of the second.
+            "tie_word_embeddings": ours.tie_word_embeddings,
+            **scaling,
+        }
+
+    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
+        if name in (ENCODER_EMBEDDING, HEAD):
+            return Counterpart("shared.weight" if name == ENCODER_EMBEDDING else name)
+        _, stack, *parts = name.split(".")
+        if parts[0] == "norm":
+            return Counterpart(f"{stack}.final_layer_norm.weight")
+        if "embedding" in parts:
+            layer = parts[1] if parts[0] == "layers" else 0
+            return Counterpart(f"{stack}.block.{layer}.layer.0.SelfAttention.{_T5_BIAS}")
+        _, layer, sublayer, *rest = parts
+        sublayers = _T5_SUBLAYERS[stack]
+        prefix = f"{stack}.block.{layer}.layer.{list(sublayers).index(sublayer.removesuffix('_norm'))}"
+        if sublayer.endswith("_norm"):
+            return Counterpart(f"{prefix}.layer_norm.weight")
+        names = _T5_PROJECTIONS | {"up_proj": "wi_1" if config.gated_mlp else "wi"}
+        return Counterpart(f"{prefix}.{sublayers[sublayer]}.{names[rest[0]]}.weight")
+
+
+class LongT5(T5):
+    """LongT5 with local attention: T5 with windows in the encoder."""
+
+    def __init__(self):
+        super().__init__("longt5", (False, True))
+        del self.fixed["encoder_layer_types"]
+
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        if theirs.encoder_attention_type != "local":
+            raise ValueError(
+                f"`encoder_attention_type` of a longt5 must be local, got {theirs.encoder_attention_type!r}: Metaphrase has no "
+                "global tokens."
+            )
+        return super().read_extra_fields(theirs, weights) | {
+            "encoder_layer_types": [SLIDING] * theirs.num_layers,
+            "encoder_window": [theirs.local_radius] * 2,
+        }
+
+    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
+        allowed: dict[str, tuple] = {"encoder_layer_types": ([SLIDING] * ours.encoder_layers,)}
+        if ours.encoder_window is not None:
+            allowed["encoder_window"] = (ours.encoder_window[:1] * 2,)
+        return super().allowed_values(ours) | allowed
+
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        radius = {"local_radius": ours.encoder_window[0], "encoder_attention_type": "local"}
+        return super().write_extra_fields(ours) | radius
+
+    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
+        counterpart = super().counterpart(name, config)
+        if not counterpart.name.startswith("encoder."):
+            return counterpart
+        return counterpart._replace(name=counterpart.name.replace(".SelfAttention.", ".LocalSelfAttention."))

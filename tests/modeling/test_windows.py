@@ -1,0 +1,115 @@
+"""Windows and merged attention: what a token sees, in padded and packed rows, with and without a cache."""
+
+import pytest
+import torch
+from packed_rows import SOURCES, assert_close, gradients, packed, ragged_pairs
+from tiny_models import random_sources, tiny_model
+from transformers import GenerationMixin
+
+from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING
+
+LEFT, RIGHT, TARGETS = 1, 3, 4
+WINDOWS = {"encoder_window": [LEFT, RIGHT], "decoder_window": TARGETS}
+ALTERNATING = WINDOWS | {f"{stack}_layer_types": [SLIDING, FULL] for stack in ("encoder", "decoder")}
+POSITIONS = ["rotary", "relative", "alibi"]
+# As T5Gemma 2.
+MERGED = ALTERNATING | {"merged_attention": True, "sliding_rope_theta": 50.0, "qk_norm": True}
+
+
+def seen_by(stack, index, embeddings, **inputs):
+    """Return the positions that the output at an index depends on."""
+    embeddings.requires_grad_()
+    stack(inputs_embeds=embeddings, **inputs).last_hidden_state[0, index].sum().backward()
+    return embeddings.grad[0].any(dim=-1).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_a_token_sees_the_tokens_of_its_window(kind, kernel):
+    fields = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_layer_types": [SLIDING],
+        "decoder_layer_types": [SLIDING],
+    }
+    model = tiny_model(position_embedding_type=kind, attn_implementation=kernel, **fields, **WINDOWS)
+    states = torch.randn(1, 12, 32)
+    mask = torch.ones(1, 12, dtype=torch.long)
+    mask[:, 9:] = 0
+    encoder = model.get_encoder()
+    assert seen_by(encoder, 5, states.clone()) == [4, 5, 6, 7, 8]
+    assert seen_by(encoder, 8, states.clone(), attention_mask=mask) == [7, 8]
+    assert seen_by(model.get_decoder(), 7, states.clone(), encoder_hidden_states=states) == [4, 5, 6, 7]
+
+
+@torch.no_grad()
+def test_a_merged_attention_is_one_softmax_over_target_and_source():
+    model = tiny_model(**MERGED | {"decoder_layers": 1, "decoder_layer_types": [FULL]})
+    attention, states = model.get_decoder().layers[0].self_attn, torch.randn(2, 5, 32)
+    source, mask = torch.randn(2, 3, 32), torch.ones(2, 1, 5, 8).tril().bool()
+    mask[..., 5:] = True
+    output, _ = attention(states, source, attention_mask=mask)
+    query, key, value = (
+        projection(inputs).unflatten(-1, (4, 8)).transpose(1, 2)
+        for projection, inputs in (
+            (attention.q_proj, states),
+            (attention.k_proj, torch.cat((states, source), dim=1)),
+            (attention.v_proj, torch.cat((states, source), dim=1)),
+        )
+    )
+    scores = attention.q_norm(query) @ attention.k_norm(key).mT * 8**-0.5
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    torch.testing.assert_close(output, attention.o_proj((weights @ value).transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("fields", [*({"position_embedding_type": kind} for kind in POSITIONS), MERGED], ids=str)
+def test_packed_sources_and_targets_are_those_of_single_pairs(fields, kernel):
+    model = tiny_model(attn_implementation=kernel, **ALTERNATING | fields)
+    output, _ = gradients(model, packed(model.config), return_logits=True)
+    expected = [
+        model(input_ids=source[None], labels=target[None]).logits[0]
+        for source, target in zip(*ragged_pairs(model.config), strict=True)
+    ]
+    torch.testing.assert_close(output.logits[0], torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [ALTERNATING, MERGED], ids=["windows", "merged"])
+def test_packed_rows_have_the_gradients_of_the_reference(fields):
+    model = tiny_model(attn_implementation="eager", initializer_range=0.2, **fields)
+    expected, expected_gradients = gradients(model, packed(model.config))
+    model.set_attn_implementation("sdpa")
+    output, actual_gradients = gradients(model, packed(model.config))
+    assert max(SOURCES) > LEFT + RIGHT
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    assert_close(actual_gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    ("fields", "obstacle"), [(ALTERNATING, "decoder_window"), (MERGED, "merged_attention")], ids=["windows", "merged"]
+)
+def test_caches_change_no_token(fields, obstacle, beams):
+    model = tiny_model(**fields)
+    inputs = random_sources(model.config, batch=3, source=9, padding="left")
+    options = {"num_beams": beams, "max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**inputs, **options, use_cache=False)
+    assert model.generate(**inputs, **options).tolist() == expected.tolist()
+    assert model.search_obstacle == obstacle
+    static = model.generate(**inputs, **options, cache_implementation="static", disable_compile=True)
+    assert static.tolist() == expected.tolist()
+    if obstacle == "merged_attention":
+        return
+    # Targets that are no longer than the window do not need it.
+    options["max_new_tokens"] = TARGETS - 1
+    loop = GenerationMixin._sample if beams == 1 else GenerationMixin._beam_search
+    expected = model.generate(**inputs, **options, custom_generate=loop)
+    assert model.generate(**inputs, **options).tolist() == expected.tolist()
+    assert model.search_obstacle is None
+
+
+def test_kernels_without_such_windows_are_refused():
+    model = tiny_model(**ALTERNATING)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match=r"must be eager or sdpa for windows.*got 'flex_attention'"):
+        model(**random_sources(model.config, batch=2, source=5), decoder_input_ids=torch.tensor([[2, 5]] * 2))
