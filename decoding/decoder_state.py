@@ -405,14 +405,14 @@ class DecoderState:
 
     def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
-        attentions, config = [layer.cross_attn for layer in self.decoder.layers], self.decoder.config
-        # Norms and soft caps come between the products.
-        are_apart = config.qk_norm or config.norm_position == "both" or self.soft_cap is not None
+        config = self.decoder.config
+        if config.qk_norm or config.norm_position == "both" or self.soft_cap is not None:
+            # Norms and soft caps come between the products.
+            return None
+        attentions = [layer.cross_attn for layer in self.decoder.layers]
         are_plain = self.dtype == torch.float32 and all(
             is_plain(attention.q_proj) and is_plain(attention.o_proj) for attention in attentions
         )
-        if are_apart:
-            return None
         if self._source_cache.rows != 1 or not are_plain or not self._gains_by_absorbing():
             return None
         bias = None if self._source_bias is None else self._source_bias.flatten()
@@ -574,11 +574,11 @@ def attend(
         # The kernel computes scores in float32.
         states = (flat.unflatten(0, (batch, -1)) for flat in (query, keys.mT, values))
         return nn.functional.scaled_dot_product_attention(*states, attn_mask=bias, scale=scaling).flatten(0, 1)
-    if largest_score is not None:
-        scores = soft_cap(torch.bmm(query, keys) * scaling, largest_score)
-    else:
+    if largest_score is None:
         # For one query, this is several times as fast on a CPU. With beta 0 the first operand is not read.
         scores = torch.baddbmm(_unread_operand(query.device), query, keys, beta=0, alpha=scaling)
+    else:
+        scores = soft_cap(torch.bmm(query, keys) * scaling, largest_score)
     if bias is not None:
         scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
     return torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)

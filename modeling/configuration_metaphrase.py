@@ -63,15 +63,15 @@ class MetaphraseConfig(PreTrainedConfig):
     Args:
         vocab_size: Size of the source vocabulary, or of a shared vocabulary.
         decoder_vocab_size: Size of the target vocabulary. None means `vocab_size`.
-        hidden_size: Width of the hidden states of both stacks.
-        decoder_hidden_size: Width of the decoder's hidden states, if it differs.
+        hidden_size: Width of the hidden states.
+        decoder_hidden_size: Width of the decoder's hidden states. None means `hidden_size`.
         encoder_layers, decoder_layers: Layers of each stack.
         encoder_attention_heads: Query heads of the encoder's self-attention.
         decoder_attention_heads: Query heads of the decoder's self-attention and cross-attention.
         encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
             number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
-        decoder_num_key_value_heads: Key and value heads of the decoder, if they differ.
+        decoder_num_key_value_heads: Key and value heads of the decoder. None means `num_key_value_heads`.
         head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack. None becomes a number if the
             heads of both stacks are equal.
         activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
@@ -93,7 +93,7 @@ class MetaphraseConfig(PreTrainedConfig):
         encoder_window: In the encoder's sliding attention, a token sees so many tokens to the left and to the right of itself.
         decoder_window: In the decoder's sliding attention, a token sees so many tokens, itself and those before it.
         rope_parameters: transformers' parameters of a rotary embedding (`rope_type`, `rope_theta`, ...).
-        sliding_rope_theta: Base of unscaled frequencies in layers of sliding attention. None means `rope_parameters` there, too.
+        sliding_rope_theta: Base of unscaled frequencies in layers of sliding attention. None means `rope_parameters`.
         merged_attention: A decoder layer attends to its own tokens and to the source in one attention, without a cross-attention
             (Zhang et al. 2025, section 2.2, arXiv 2512.14856).
         relative_attention_num_buckets: Buckets of the relative bias, for both directions together in the encoder.
@@ -324,6 +324,8 @@ class MetaphraseConfig(PreTrainedConfig):
         window = getattr(self, f"{stack}_window")
         if window is None and SLIDING in sizes.layer_types:
             raise ValueError(f"`{stack}_window` must be set for {SLIDING}, got None.")
+        if window is not None and SLIDING not in sizes.layer_types:
+            raise ValueError(f"`{stack}_window` has no effect without {SLIDING} in `{fields[1]}`, got {window}.")
         if stack == "encoder" and window is not None and (len(window) != 2 or min(window) < 0):
             raise ValueError(f"`encoder_window` must be two numbers of tokens, from 0 on, got {window}.")
 

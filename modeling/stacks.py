@@ -30,8 +30,8 @@ from .positions import (
     positions_from_mask,
 )
 
-# What the tokens of an attention see: the sequences of packed rows, or None, and the mask of the kernel, or None.
-Sight = tuple[Packing | None, torch.Tensor | None]
+# Limits of the attention of a layer: the sequences of packed rows, or None, and the mask of the kernel, or None.
+LayerMask = tuple[Packing | None, torch.Tensor | None]
 # Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -176,7 +176,7 @@ class Stack(MetaphrasePreTrainedModel):
         kinds = self.sizes.layer_types
         return hidden_states, [sliding if sliding and kind == SLIDING else rotation for kind in kinds]
 
-    def _sights(
+    def _layer_masks(
         self,
         make_mask: Callable[..., torch.Tensor | None],
         query_positions: torch.Tensor,
@@ -184,7 +184,7 @@ class Stack(MetaphrasePreTrainedModel):
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
         **arguments,
-    ) -> list[Sight]:
+    ) -> list[LayerMask]:
         """Return what each layer's self-attention sees, by transformers' function for masks and its arguments."""
         implementation = self.config._attn_implementation
         has_bias = self.config.position_embedding_type in ("relative", "alibi")
@@ -206,7 +206,7 @@ class Stack(MetaphrasePreTrainedModel):
             )
         full = make_mask(config=self.config, inputs_embeds=like, **arguments)
 
-        def sight_of(bias: nn.Module | None, window: tuple[int, int] | None) -> Sight:
+        def layer_mask_of(bias: nn.Module | None, window: tuple[int, int] | None) -> LayerMask:
             mask = full
             if window is not None and not is_flash:
                 mask = narrow(full, key_positions[:, None, :] - query_positions[:, :, None], *window)
@@ -215,11 +215,11 @@ class Stack(MetaphrasePreTrainedModel):
             scores = bias(query_positions, key_positions).to(like.dtype)
             return None, combine_bias(scores, mask, self.is_causal, query_offset)
 
-        return self._for_each_layer(sight_of, key_positions.shape[1])
+        return self._for_each_layer(layer_mask_of, key_positions.shape[1])
 
     def _for_each_layer(
-        self, make: Callable[[nn.Module | None, tuple[int, int] | None], Sight], longest: int
-    ) -> list[Sight]:
+        self, make: Callable[[nn.Module | None, tuple[int, int] | None], LayerMask], longest: int
+    ) -> list[LayerMask]:
         """Call a function with the position bias and the window of each layer, once for equal ones.
 
         A window that all of the `longest` tokens fit into is None.
@@ -247,11 +247,13 @@ class Stack(MetaphrasePreTrainedModel):
         is_plain = is_plain and not has_dropout and not has_cap
         return choose_kernel(config._attn_implementation, like, self.sizes.head_dim, is_plain)
 
-    def _packed_sights(self, segments: Segments, like: torch.Tensor, sources: Segments | None = None) -> list[Sight]:
+    def _packed_layer_masks(
+        self, segments: Segments, like: torch.Tensor, sources: Segments | None = None
+    ) -> list[LayerMask]:
         """Return what each layer's self-attention sees in packed rows, with the sources that a merged attention sees, too."""
         packings: dict = {}
 
-        def sight_of(bias: nn.Module | None, window: tuple[int, int] | None) -> Sight:
+        def layer_mask_of(bias: nn.Module | None, window: tuple[int, int] | None) -> LayerMask:
             if window not in packings:
                 kernel = self._choose_kernel(like, is_plain=bias is None and sources is None)
                 if sources is not None:
@@ -262,7 +264,7 @@ class Stack(MetaphrasePreTrainedModel):
                 packings[window] = Packing(segments, segments, self.is_causal, kernel, window)
             return packings[window], packed_mask(packings[window], bias, like)
 
-        return self._for_each_layer(sight_of, segments.longest)
+        return self._for_each_layer(layer_mask_of, segments.longest)
 
 
 class MetaphraseEncoder(Stack):
@@ -308,7 +310,7 @@ class MetaphraseEncoder(Stack):
             bias_positions = indices(length, embeddings) if position_ids is None else position_ids
             position_ids, bound = locate(position_ids, attention_mask, bias_positions, length)
             hidden_states, rotations = self.enter(embeddings, position_ids, bound)
-            sights = self._sights(
+            layer_masks = self._layer_masks(
                 create_bidirectional_mask,
                 bias_positions,
                 bias_positions,
@@ -316,17 +318,17 @@ class MetaphraseEncoder(Stack):
                 hidden_states,
                 attention_mask=attention_mask,
             )
-            return self._encode(hidden_states, sights, rotations, **kwargs)
+            return self._encode(hidden_states, layer_masks, rotations, **kwargs)
 
     def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
         """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
         hidden_states, rotations = self.enter(embeddings, segments.positions, segments.longest)
-        return self._encode(hidden_states, self._packed_sights(segments, hidden_states), rotations, **kwargs)
+        return self._encode(hidden_states, self._packed_layer_masks(segments, hidden_states), rotations, **kwargs)
 
     def _encode(
-        self, hidden_states: torch.Tensor, sights: list[Sight], rotations: list[Rotation], **kwargs
+        self, hidden_states: torch.Tensor, layer_masks: list[LayerMask], rotations: list[Rotation], **kwargs
     ) -> BaseModelOutput:
-        for layer, (packing, mask), rotation in zip(self.layers, sights, rotations, strict=True):
+        for layer, (packing, mask), rotation in zip(self.layers, layer_masks, rotations, strict=True):
             hidden_states = layer(hidden_states, mask, rotation, packing=packing, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
@@ -396,12 +398,12 @@ class MetaphraseDecoder(Stack):
             source_segments = packed_segments(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
             hidden_states, rotations = self.enter(embeddings, segments.positions, segments.longest)
             sources = source_segments if self.config.merged_attention else None
-            sights = self._packed_sights(segments, hidden_states, sources)
-            source_sight: Sight = (None, None)
+            layer_masks = self._packed_layer_masks(segments, hidden_states, sources)
+            source_mask: LayerMask = (None, None)
             if sources is None:
                 cross = Packing(segments, source_segments, False, self._choose_kernel(hidden_states, is_plain=True))
-                source_sight = cross, packed_mask(cross, None, hidden_states)
-            return self._decode(hidden_states, encoder_hidden_states, sights, source_sight, rotations, **kwargs)
+                source_mask = cross, packed_mask(cross, None, hidden_states)
+            return self._decode(hidden_states, encoder_hidden_states, layer_masks, source_mask, rotations, **kwargs)
         length = key_length = embeddings.shape[1]
         offset, cache = 0, None
         if use_cache and past_key_values is None:
@@ -434,29 +436,32 @@ class MetaphraseDecoder(Stack):
         # Torch's kernel can do without a mask. The reference cannot, and a merged attention has one mask for both parts.
         arguments["allow_is_causal_skip"] = self.config.attn_logit_softcapping is None and not is_merged
         positions = query_positions, key_positions, offset
-        sights = self._sights(create_causal_mask, *positions, hidden_states, **arguments)
+        layer_masks = self._layer_masks(create_causal_mask, *positions, hidden_states, **arguments)
         if is_merged:
             # (sources, 1, copies * query, source) -> (batch, 1, query, source)
             of_source = encoder_mask.unflatten(2, (rows // sources, length)).flatten(0, 2)[:, None]
             merged = {
-                mask: torch.cat((mask.expand(rows, -1, -1, -1), of_source), dim=-1) for _, mask in dict.fromkeys(sights)
+                mask: torch.cat((mask.expand(rows, -1, -1, -1), of_source), dim=-1)
+                for _, mask in dict.fromkeys(layer_masks)
             }
-            sights = [(None, merged[mask]) for _, mask in sights]
+            layer_masks = [(None, merged[mask]) for _, mask in layer_masks]
         # Gradient checkpointing drops the cache by this name.
         kwargs[CACHE_NAME] = past_key_values
-        return self._decode(hidden_states, encoder_hidden_states, sights, (None, encoder_mask), rotations, **kwargs)
+        return self._decode(
+            hidden_states, encoder_hidden_states, layer_masks, (None, encoder_mask), rotations, **kwargs
+        )
 
     def _decode(
         self,
         hidden_states: torch.Tensor,
         encoder_output: torch.Tensor,
-        sights: list[Sight],
-        source_sight: Sight,
+        layer_masks: list[LayerMask],
+        source_mask: LayerMask,
         rotations: list[Rotation],
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        cross_packing, encoder_mask = source_sight
-        for layer, (packing, mask), rotation in zip(self.layers, sights, rotations, strict=True):
+        cross_packing, encoder_mask = source_mask
+        for layer, (packing, mask), rotation in zip(self.layers, layer_masks, rotations, strict=True):
             packings = {"packing": packing, "cross_packing": cross_packing}
             hidden_states = layer(hidden_states, encoder_output, mask, encoder_mask, rotation, **packings, **kwargs)
         cache = {CACHE_NAME: kwargs.get(CACHE_NAME)}

@@ -106,15 +106,15 @@ class T5Gemma(Family):
                 raise ValueError(
                     f"`{name}` must be the same in both stacks of a {self.name}, got {values[0]} and {values[1]}."
                 )
-        encoder_window, decoder_window = self.windows(encoder.sliding_window)
+        encoder_window, decoder_window = self.windows(encoder.sliding_window or 0)
         return {ours: getattr(encoder, name) for ours, name in shared.items()} | {
             "decoder_hidden_size": decoder.hidden_size,
             "num_key_value_heads": encoder.num_key_value_heads,
             "decoder_num_key_value_heads": decoder.num_key_value_heads,
             "encoder_layer_types": list(encoder.layer_types),
             "decoder_layer_types": list(decoder.layer_types),
-            "encoder_window": encoder_window,
-            "decoder_window": decoder_window,
+            "encoder_window": encoder_window if SLIDING in encoder.layer_types else None,
+            "decoder_window": decoder_window if SLIDING in decoder.layer_types else None,
             "attention_scale": encoder.query_pre_attn_scalar**-0.5,
             "activation_dropout": theirs.dropout_rate,
             "decoder_start_token_id": decoder.bos_token_id,
@@ -164,7 +164,8 @@ class T5Gemma(Family):
                 "num_key_value_heads": sizes.key_value_heads,
                 "head_dim": sizes.head_dim,
                 "layer_types": list(sizes.layer_types),
-                "sliding_window": self.their_window(ours),
+                # Their class makes a mask of the window in any case.
+                "sliding_window": self.their_window(ours) or ours.max_position_embeddings,
                 "query_pre_attn_scalar": _scalar(ours),
                 "attn_logit_softcapping": ours.attn_logit_softcapping,
                 "rope_parameters": self.write_rotation(ours),

@@ -185,6 +185,10 @@ REFUSED = {
     "'linear'": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "odd": {"head_dim": 6, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "'relu2'": {"activation_function": "relu2"},
+    "`norm_position` 'both'": {"norm_position": "both"},
+    "`encoder_layer_types`": {"encoder_layer_types": ["sliding_attention"] * 2, "encoder_window": [1, 1]},
+    **{f"`{name}`": {name: 2.0} for name in ("attn_logit_softcapping", "final_logit_softcapping")},
+    **{f"`{name}`": {name: True} for name in ("norm_plus_one", "merged_attention", "embedding_norm_before_positions")},
 }
 
 

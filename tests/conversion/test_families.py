@@ -6,6 +6,7 @@ import pytest
 import torch
 from converted_models import VARIANTS, bart_like, check_conversion, draw, fill_randomly
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
@@ -189,3 +190,45 @@ def test_decoder_that_starts_with_padding_is_refused(family, tmp_path):
         path.write_text(json.dumps(config | {"decoder_start_token_id": 1}), encoding="utf-8")
         with pytest.raises(ValueError, match=r"`decoder_start_token_id` must not be `pad_token_id`.*got 1 for both"):
             convert(tmp_path / name, tmp_path / "output", to=None if name == "theirs" else family)
+
+
+def write_config(family, **fields):
+    """Return the configuration of a family for a model of its design."""
+    stacks = {
+        "norm_position": "both",
+        "norm_plus_one": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    stacks |= {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "train_padding_embedding": False,
+        "activation_function": "silu",
+    }
+    stacks |= {"decoder_start_token_id": 1, "share_embeddings": family == "t5gemma2"}
+    stacks |= {"qk_norm": True, "merged_attention": True} if family == "t5gemma2" else {}
+    return FAMILIES[family].write_config(tiny_config(**stacks | fields))
+
+
+def test_a_rotation_that_their_class_lacks_is_refused():
+    rotation = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match="`rope_parameters` must be without `partial_rotary_factor`"):
+        write_config("t5gemma", rope_parameters=rotation)
+
+
+def test_full_and_sliding_layers_have_the_same_rotation_without_a_base_of_their_own():
+    rotation = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    written = write_config("t5gemma2", rope_parameters=rotation)["decoder"]["rope_parameters"]
+    assert written["sliding_attention"] == written["full_attention"]
+    written = write_config("t5gemma2", rope_parameters=rotation, sliding_rope_theta=50.0)["decoder"]["rope_parameters"]
+    assert written["sliding_attention"] == {"rope_type": "default", "rope_theta": 50.0}
+
+
+def test_a_text_of_a_t5gemma2_has_no_end_of_an_image():
+    assert write_config("t5gemma2")["encoder"]["eoi_token_index"] == -1
+
+
+@pytest.mark.parametrize("family", ["t5gemma", "t5gemma2"])
+def test_a_model_without_windows_gets_one_that_all_texts_fit_into(family):
+    written = write_config(family)
+    assert written["decoder"]["sliding_window"] == tiny_config().max_position_embeddings

@@ -6,13 +6,14 @@ from packed_rows import SOURCES, assert_close, gradients, packed, ragged_pairs
 from tiny_models import random_sources, tiny_model
 from transformers import GenerationMixin
 
+from metaphrase.modeling import stacks
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING
 
 LEFT, RIGHT, TARGETS = 1, 3, 4
 WINDOWS = {"encoder_window": [LEFT, RIGHT], "decoder_window": TARGETS}
 ALTERNATING = WINDOWS | {f"{stack}_layer_types": [SLIDING, FULL] for stack in ("encoder", "decoder")}
 POSITIONS = ["rotary", "relative", "alibi"]
-# As T5Gemma 2.
+# The design of T5Gemma 2.
 MERGED = ALTERNATING | {"merged_attention": True, "sliding_rope_theta": 50.0, "qk_norm": True}
 
 
@@ -44,7 +45,7 @@ def test_a_token_sees_the_tokens_of_its_window(kind, kernel):
 
 @torch.no_grad()
 def test_a_merged_attention_is_one_softmax_over_target_and_source():
-    model = tiny_model(**MERGED | {"decoder_layers": 1, "decoder_layer_types": [FULL]})
+    model = tiny_model(**MERGED | {"decoder_layers": 1, "decoder_layer_types": [FULL], "decoder_window": None})
     attention, states = model.get_decoder().layers[0].self_attn, torch.randn(2, 5, 32)
     source, mask = torch.randn(2, 3, 32), torch.ones(2, 1, 5, 8).tril().bool()
     mask[..., 5:] = True
@@ -113,3 +114,16 @@ def test_kernels_without_such_windows_are_refused():
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match=r"must be eager or sdpa for windows.*got 'flex_attention'"):
         model(**random_sources(model.config, batch=2, source=5), decoder_input_ids=torch.tensor([[2, 5]] * 2))
+
+
+@torch.no_grad()
+def test_a_traced_graph_keeps_windows_that_the_traced_text_fits_into(monkeypatch):
+    encoder = tiny_model(attn_implementation="eager", **ALTERNATING).get_encoder()
+    states, mask = torch.randn(1, 2, 32), torch.ones(1, 2, dtype=torch.long)
+    narrowed, narrow = [], stacks.narrow
+    monkeypatch.setattr(stacks, "narrow", lambda *arguments: narrowed.append(1) or narrow(*arguments))
+    encoder(inputs_embeds=states, attention_mask=mask)
+    assert narrowed == []
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    encoder(inputs_embeds=states, attention_mask=mask)
+    assert narrowed == [1]

@@ -29,6 +29,8 @@ DESIGNS = {
     "no final norm": {"final_norm": False, "gated_mlp": False},
     "two vocabularies": {"share_embeddings": False, "decoder_vocab_size": 77, "logits_bias": True},
     "wide": {"encoder_ffn_dim": 512, "decoder_ffn_dim": 384, "head_dim": 32},
+    "narrow decoder": {"decoder_hidden_size": 32, "share_embeddings": False, "norm_position": "both"},
+    "merged, with capped logits": {"merged_attention": True, "final_logit_softcapping": 5.0},
 }
 
 

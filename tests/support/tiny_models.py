@@ -66,7 +66,7 @@ DESIGNS: dict[str, dict] = {
     | {"encoder_attention_heads": 2, "head_dim": 6, "num_key_value_heads": 1},
     # Without a final norm the output of a stack is large.
     "none": _PRE_LAYERNORM | _DEEP_DECODER | {"final_norm": False, "logits_scale": 0.01},
-    # As T5Gemma, in two parts.
+    # The design of T5Gemma, in two parts.
     "windows": _NORMS_AROUND
     | _TWO_VOCABULARIES
     | _DEEP_ENCODER
