@@ -237,8 +237,10 @@ class MetaphraseAttention(nn.Module):
         if copies > 1:
             query = fold_copies(query, copies)
         implementation = self.config._attn_implementation
-        if "softcap" in self.options and (implementation == "sdpa" or packing is not None):
-            # Torch's kernel has no largest score, and a mask of packed rows is not for other kernels.
+        if (implementation == "sdpa" and "softcap" in self.options) or (
+            packing is not None and "flash" in implementation
+        ):
+            # Torch's kernel has no largest score, and flash attention reads no mask of packed rows.
             implementation = "eager"
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = kernel(

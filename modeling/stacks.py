@@ -499,15 +499,14 @@ def packed_segments(
 def narrow(mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int) -> torch.Tensor:
     """Hide the keys outside of a window from a mask of the kernels `eager` and `sdpa`, `(batch, 1, query, key)`, or None for all.
 
-    The distances from queries to keys are `(1 or batch, query, key)`. A query of padding that would see no key sees all.
+    The distances from queries to keys are `(1 or batch, query, key)`.
     """
     is_near = ((distances >= -left) & (distances <= right))[:, None]
     if mask is None:
         return is_near
     if mask.dtype != torch.bool:
         return torch.where(is_near, mask, torch.finfo(mask.dtype).min)
-    is_seen = mask & is_near
-    return is_seen | ~is_seen.any(dim=-1, keepdim=True)
+    return mask & is_near
 
 
 def indices(length: int, like: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:

@@ -1,13 +1,18 @@
 """Windows and merged attention: what a token sees, in padded and packed rows, with and without a cache."""
 
+import copy
+
 import pytest
 import torch
 from packed_rows import SOURCES, assert_close, gradients, packed, ragged_pairs
 from tiny_models import random_sources, tiny_model
 from transformers import GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metaphrase.modeling import stacks
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING
+from metaphrase.modeling.layers import eager_attention_forward
+from metaphrase.modeling.operators import acceleration
 
 LEFT, RIGHT, TARGETS = 1, 3, 4
 WINDOWS = {"encoder_window": [LEFT, RIGHT], "decoder_window": TARGETS}
@@ -109,10 +114,14 @@ def test_caches_change_no_token(fields, obstacle, beams):
     assert model.search_obstacle is None
 
 
-def test_kernels_without_such_windows_are_refused():
-    model = tiny_model(**ALTERNATING)
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("fields", "reason"), [(ALTERNATING, "windows.*"), ({"merged_attention": True}, "`merged_attention`, ")]
+)
+def test_kernels_without_such_masks_are_refused(fields, reason):
+    model = tiny_model(**fields)
     model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match=r"must be eager or sdpa for windows.*got 'flex_attention'"):
+    with pytest.raises(ValueError, match=rf"must be eager or sdpa for {reason}.*got 'flex_attention'"):
         model(**random_sources(model.config, batch=2, source=5), decoder_input_ids=torch.tensor([[2, 5]] * 2))
 
 
@@ -127,3 +136,49 @@ def test_a_traced_graph_keeps_windows_that_the_traced_text_fits_into(monkeypatch
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
     encoder(inputs_embeds=states, attention_mask=mask)
     assert narrowed == [1]
+
+
+def test_kernels_read_window_and_largest_score_by_name():
+    options = []
+
+    def recorded(*arguments, softcap=None, sliding_window=None, **kwargs):
+        options.append((softcap, sliding_window))
+        return eager_attention_forward(*arguments, **kwargs)
+
+    model = tiny_model(**ALTERNATING | {"attn_logit_softcapping": 2.0})
+    ALL_ATTENTION_FUNCTIONS.register("recorded", recorded)
+    for layer in (model.get_encoder().layers[0], model.get_decoder().layers[0]):
+        layer.self_attn.config = copy.copy(model.config)
+        layer.self_attn.config._attn_implementation = "recorded"
+        layer.self_attn(torch.randn(1, 4, 32))
+    assert options == [(2.0, 1 + RIGHT), (2.0, TARGETS)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, {"attn_logit_softcapping": 2.0}], ids=["plain", "capped"])
+def test_packed_rows_without_a_grid_do_without_flash_attention(fields, monkeypatch):
+    model = tiny_model(**fields)
+    expected = model(**packed(model.config)).logits
+    monkeypatch.setattr(acceleration, "grid", None)
+    model.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(model(**packed(model.config)).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_one_block_for_all_sequences_has_a_largest_score(monkeypatch):
+    """Accelerators have such a block."""
+    model = tiny_model(attn_logit_softcapping=2.0)
+    expected = model(**packed(model.config)).logits
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(model(**packed(model.config)).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_padding_that_sees_no_token_stays_finite(kernel):
+    model = tiny_model(attn_implementation=kernel, **ALTERNATING)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :8] = 0
+    ids = torch.randint(3, 30, (2, 12))
+    logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids, decoder_attention_mask=mask).logits
+    assert logits.isfinite().all()
