@@ -128,6 +128,12 @@ def test_removed_tokens_are_removed_from_all(options, lists, monkeypatch):
     check_greedy_search(tiny_model(**DESIGNS["learned"] | FIELDS), lists, monkeypatch, **options)
 
 
+def test_capped_logits_have_no_lists(lists):
+    """A list has logits without the cap, to which a penalty does not do the same."""
+    greedy(tiny_model(**FIELDS, final_logit_softcapping=3.0), repetition_penalty=1.3)
+    assert lists == []
+
+
 def test_the_best_that_is_left_may_not_be_on_the_list(lists, monkeypatch):
     """Every token that any list holds is suppressed: the first choice of what is left is no list's."""
     model = tiny_model(**FIELDS)

@@ -138,6 +138,22 @@ def test_a_traced_graph_keeps_windows_that_the_traced_text_fits_into(monkeypatch
     assert narrowed == [1]
 
 
+@torch.no_grad()
+def test_training_has_the_loss_of_capped_logits():
+    model = tiny_model(final_logit_softcapping=2.0)
+    inputs = packed(model.config)
+    expected = model(**inputs).loss
+    torch.testing.assert_close(model.train()(**inputs).loss, expected)
+
+
+def test_a_sliding_rotation_of_the_decoder_alone_stops_the_fast_loops():
+    windows = {"decoder_layer_types": [SLIDING, FULL], "decoder_window": 32, "sliding_rope_theta": 50.0}
+    model = tiny_model(**windows)
+    inputs = random_sources(model.config, batch=2, source=5)
+    model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert model.search_obstacle == "sliding_rope_theta"
+
+
 def test_kernels_read_window_and_largest_score_by_name():
     options = []
 
