@@ -1,7 +1,8 @@
 """Exact conversion of weights from and to other families. Nothing is ever unpickled."""
 
+from metaphrase.conversion.adaptation import adapt
 from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.folders import convert
 from metaphrase.conversion.torch_transformer import from_torch_transformer, to_torch_transformer
 
-__all__ = ["FAMILIES", "convert", "from_torch_transformer", "to_torch_transformer"]
+__all__ = ["FAMILIES", "adapt", "convert", "from_torch_transformer", "to_torch_transformer"]

@@ -96,12 +96,7 @@ def convert(
         ValueError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
         OSError: If the checkpoint cannot be read.
     """
-    output, folder = Path(output), Path(source)
-    max_shard_bytes = (
-        int(max_shard_size) if str(max_shard_size).isdecimal() else convert_file_size_to_int(max_shard_size)
-    )
-    if not folder.is_dir():
-        folder = _download(os.fspath(source), revision)
+    output, folder, max_shard_bytes = Path(output), find_folder(source, revision), shard_bytes(max_shard_size)
     check = functools.partial(check_output, output, [folder], overwrite, PROVENANCE_NAME, "converted")
     check()
     check_model_folder(folder)
@@ -130,7 +125,11 @@ def convert(
     return output
 
 
-def _download(name: str, revision: str | None) -> Path:
+def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, which is downloaded if it is a name on the Hub."""
+    name = os.fspath(source)
+    if os.path.isdir(name):
+        return Path(name)
     files = ["*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*"]
     try:
         # Folders hold a run's checkpoints or other formats. A star also matches a slash.
@@ -141,6 +140,11 @@ def _download(name: str, revision: str | None) -> Path:
         raise ValueError(
             f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
         ) from error
+
+
+def shard_bytes(size: int | str) -> int:
+    """Return a limit of a weight file in bytes, such as 500MB."""
+    return int(size) if str(size).isdecimal() else convert_file_size_to_int(size)
 
 
 def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_bytes: int) -> None:
@@ -192,12 +196,9 @@ def _read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
+    copy_licences(folder, output)
     for name in ("", TARGET_SUBFOLDER):
-        for path in sorted((folder / name).iterdir()) if (folder / name).is_dir() else ():
-            if path.is_file() and _matches_any(path.name, (*_TOKENIZER_FILES, *_LICENCES)):
-                refuse_outer_links(folder, [path], "source")
-                (output / name).mkdir(exist_ok=True)
-                shutil.copyfile(path, output / name / path.name)
+        _copy_files(folder, output, _TOKENIZER_FILES, name)
     settings = output / _TOKENIZER_CONFIG
     content = read_json(settings) if settings.is_file() else {}
     named_class = content.get("tokenizer_class") or read_json(folder / CONFIG_NAME).get("tokenizer_class")
@@ -206,6 +207,19 @@ def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
     if has_tokenizer and tokenizer_class is not None:
         # Without a name transformers would choose by the model type, which has changed.
         write_json(settings, content | {"tokenizer_class": tokenizer_class})
+
+
+def copy_licences(folder: Path, output: Path) -> None:
+    """Copy licences and notices of a checkpoint."""
+    _copy_files(folder, output, _LICENCES)
+
+
+def _copy_files(folder: Path, output: Path, patterns: Sequence[str], name: str = "") -> None:
+    for path in sorted((folder / name).iterdir()) if (folder / name).is_dir() else ():
+        if path.is_file() and _matches_any(path.name, patterns):
+            refuse_outer_links(folder, [path], "source")
+            (output / name).mkdir(exist_ok=True)
+            shutil.copyfile(path, output / name / path.name)
 
 
 def _matches_any(name: str, patterns: Sequence[str]) -> bool:
@@ -244,7 +258,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
         else family.counterpart(name, config)
         for name in stored_names(ours)
     }
-    _refuse("are missing", [theirs.name for theirs in counterparts.values() if theirs.name not in weights])
+    refuse_weights("are missing", [theirs.name for theirs in counterparts.values() if theirs.name not in weights])
     known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
     known.update(*family.embedding_names.values())
     if left_over := [
@@ -257,7 +271,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
         kind = weights.kind(theirs.name)
         if not kind.is_floating_point:
             raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
-        _check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
+        check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
         make = functools.partial(lambda theirs: theirs.to_ours(weights.read(theirs.name)), theirs)
         planned[name] = PlannedTensor(kind.nbytes, make)
     return planned
@@ -270,10 +284,10 @@ def plan_theirs(
     config, stored = ours.config, stored_names(ours)
     our_shapes = _shapes(ours)
     their_shapes = {family.file_name(name): shape for name, shape in _shapes(theirs).items()}
-    _refuse("are missing", [name for name in stored if name not in weights.kinds])
-    _refuse("have no place in the model", [name for name in weights.kinds if name not in our_shapes])
+    refuse_weights("are missing", [name for name in stored if name not in weights.kinds])
+    refuse_weights("have no place in the model", [name for name in weights.kinds if name not in our_shapes])
     for name in stored:
-        _check_shape(name, weights.kinds[name].shape, our_shapes[name])
+        check_shape(name, weights.kinds[name].shape, our_shapes[name])
     # Their name to our name and the counterpart.
     sources = {name: (our_name, Counterpart(name)) for name, our_name in _embedding_sources(family, config).items()}
     counterparts = {name: family.counterpart(name, config) for name in stored if name not in _EMBEDDINGS}
@@ -317,11 +331,13 @@ def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, st
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
 
 
-def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Refuse a weight of another shape."""
     if shape != expected:
         raise ValueError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
 
 
-def _refuse(problem: str, names: list[str]) -> None:
+def refuse_weights(problem: str, names: list[str]) -> None:
+    """Refuse weights, if there are any."""
     if names:
         raise ValueError(f"Weights {problem}: {listed(names)}.")

@@ -1,4 +1,4 @@
-"""Denoising: blocks of plain text as training pairs, by span corruption (T5), text infilling (BART) or a mixture (UL2)."""
+"""Plain text as training pairs, by span corruption (T5), text infilling (BART), a mixture (UL2) or prefixes (prefix LM)."""
 
 import logging
 import math
@@ -237,15 +237,39 @@ class MixtureOfDenoisers:
         return source if self.mode_token_ids is None else np.insert(source, 0, self.mode_token_ids[mode]), target
 
 
-Objective = SpanCorruption | TextInfilling | MixtureOfDenoisers
+@dataclass(frozen=True)
+class PrefixLM:
+    """Objective that splits a block: the source is its beginning, the target is the rest. All splits are equally likely.
+
+    It needs no tokens of its own, so that an adapted decoder-only model keeps its vocabulary.
+
+    Source: Raffel et al. 2020, section 3.3.1 (arXiv 1910.10683); Zhang et al. 2025, section 3 (arXiv 2504.06225).
+    """
+
+    eos_token_id: int
+    lengths_are_exact: ClassVar[bool] = False
+
+    def lengths(self, block_length: int) -> tuple[int, int]:
+        return block_length, block_length
+
+    def num_sentinels(self, block_length: int) -> int:
+        return 0
+
+    def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        parts = np.split(np.asarray(block, dtype=np.int64), [generator.integers(1, len(block))])
+        source, target = (np.append(part, self.eos_token_id) for part in parts)
+        return source, target
+
+
+Objective = SpanCorruption | TextInfilling | MixtureOfDenoisers | PrefixLM
 
 # Tokens of a tokenizer
 
 
 def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple[str, ...]:
     """Return the special tokens that an objective of `make_objective` adds to a tokenizer."""
-    if name == "text_infilling":
-        return (MASK_TOKEN,)
+    if name in ("text_infilling", "prefix_lm"):
+        return (MASK_TOKEN,) if name == "text_infilling" else ()
     modes = tuple(MODE_TOKENS[0].values()) if name == "ul2" else ()
     return (*modes, *sentinel_tokens(num_sentinels))
 
@@ -256,13 +280,15 @@ def make_objective(
     noise_density: float | None = None,
     mean_span_length: float | None = None,
 ) -> Objective:
-    """Make an objective: `span_corruption` (T5), `ul2`, or `text_infilling` with sentence permutation (BART).
+    """Make an objective: `span_corruption` (T5), `ul2`, `prefix_lm`, or `text_infilling` with sentence permutation (BART).
 
     The tokenizer has the tokens of `objective_tokens(name)`, or of a published T5, UL2 or BART. None is the value of the paper.
     """
     options = {"noise_density": noise_density, "mean_span_length": mean_span_length}
     options = {option: value for option, value in options.items() if value is not None}
     eos, vocabulary = tokenizer.eos_token_id, tokenizer.get_vocab()
+    if name == "prefix_lm":
+        return PrefixLM(eos)
     if name == "text_infilling":
         mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else vocabulary.get(MASK_TOKEN)
         if mask is None:

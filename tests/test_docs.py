@@ -22,6 +22,8 @@ from tiny_languages import nllb_tokenizer
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
     M2M100Config,
     M2M100ForConditionalGeneration,
     MarianConfig,
@@ -31,7 +33,7 @@ from transformers import (
 )
 from verbs import execute
 
-from metaphrase.conversion import convert
+from metaphrase.conversion import adapt, convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.filtering.lexicon import make_vocabulary_map
@@ -72,6 +74,7 @@ def template(tmp_path_factory):
         "pairs_3_seeds/seed_42",
         "g2p_3_seeds/seed_42",
         "commands",
+        "smol-pairs",
     ]
     for name in [*names, *(f"multi30k/checkpoint-{step + 1}" for step in range(5))]:
         shutil.copytree(model, folder / "runs" / name)
@@ -104,6 +107,11 @@ def template(tmp_path_factory):
         (folder / name).write_text(text, encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")
+    sizes_of_llama = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes_of_llama, vocab_size=len(tiny_pair().source)))
+    llama.save_pretrained(folder / "models" / "SmolLM2-135M")
+    tiny_pair().source.save_pretrained(folder / "models" / "SmolLM2-135M")
+    adapt(folder / "models" / "SmolLM2-135M", folder / "runs" / "smol")
     convert(folder / "models" / "t5-small", folder / "runs" / "my-t5")
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64, "pad_token_id": 0}
     sizes |= {f"{side}_{size}": 2 for side in ("encoder", "decoder") for size in ("attention_heads", "ffn_dim")}
@@ -181,7 +189,7 @@ def test_command_runs(command, project, monkeypatch, capsys):
     if "--engine" in rest:
         # The pages make this folder with the command before.
         export_ctranslate2(project / rest[0].removesuffix("-ctranslate2"), project / rest[0])
-    if verb == "convert":
+    if verb in ("adapt", "convert"):
         # Code of a page that reads this folder needs it without the command.
         shutil.rmtree(project / rest[1], ignore_errors=True)
     if verb == "shortlist":

@@ -58,7 +58,7 @@ from metaphrase.training.model_setup import (
     longest_sequence,
     settle_decoding,
 )
-from metaphrase.training.optimizer import check_optimizer, freeze
+from metaphrase.training.optimizer import FrozenStart, check_optimizer, freeze
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
@@ -235,8 +235,10 @@ class Experiment:
             field = "tokenizer_name_or_path" if recipe.tokenizer_name_or_path is not None else "model_name_or_path"
             with naming(existing, field):
                 tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
-            if recipe.special_tokens:
-                tokenizers.add_special_tokens(recipe.special_tokens)
+            # A T5 has the tokens of its objective, an adapted model has not.
+            is_new = not {*self.corpus.special_tokens} & tokenizers.source.get_vocab().keys()
+            if special := [*(self.corpus.special_tokens if is_new else ()), *recipe.special_tokens]:
+                tokenizers.add_special_tokens(special)
             set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
             return tokenizers
         names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
@@ -283,7 +285,7 @@ class Experiment:
         settle_decoding(model, recipe, limit, languages)
         if recipe.r_drop_alpha:
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
-        if recipe.freeze:
+        if recipe.freeze and recipe.freeze_steps is None:
             freeze(model, recipe.freeze)
         if recipe.lora_rank is not None:
             targets = recipe.lora_target_modules or ALL_LINEAR
@@ -310,6 +312,8 @@ class Experiment:
             is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
             if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
                 sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
+        if recipe.freeze and recipe.freeze_steps is not None:
+            callbacks.append(FrozenStart(recipe.freeze, recipe.freeze_steps))
         callbacks.append(TrainingAlerts(self.scores.metrics))
         trainer = MetaphraseTrainer(
             model=model,

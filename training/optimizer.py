@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,26 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             logger.warning("%s is frozen, and with it, being the same weight: %s.", named, ", ".join(unnamed))
     count, total = (f"{sum(parameter.numel() for parameter in part):,}" for part in (frozen, names))
     logger.info("Frozen: %s of %s parameters (%s).", count, total, ", ".join(patterns))
+
+
+class FrozenStart(TrainerCallback):
+    """Callback that leaves parts of a model, see `check_parts`, as they are for the first updates.
+
+    Their gradients are removed, so that neither weights nor moments of the optimizer change.
+    """
+
+    def __init__(self, patterns: Sequence[str], steps: int):
+        self.patterns, self.steps = patterns, steps
+        self.frozen: set[nn.Parameter] = set()
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.frozen = check_parts(model, self.patterns)
+        logger.info("Frozen for %d updates: %s.", self.steps, ", ".join(self.patterns))
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step < self.steps:
+            for parameter in self.frozen:
+                parameter.grad = None
 
 
 def check_parts(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:

@@ -133,7 +133,7 @@ class Family(abc.ABC):
 
         # transformers does not tie two weights that differ, whatever the configuration says.
         def are_tied(first: str, second: str, may_tie: bool) -> bool:
-            return first == second or (may_tie and _are_equal(weights.read(first), weights.read(second)))
+            return first == second or (may_tie and are_equal(weights.read(first), weights.read(second)))
 
         may_share = theirs.tie_word_embeddings and getattr(theirs, "share_encoder_decoder_embeddings", True)
         may_share = may_share and self.fixed.get("share_embeddings", True)
@@ -201,5 +201,6 @@ class Family(abc.ABC):
         return None
 
 
-def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two weights have the same shape, type and values."""
     return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)

@@ -102,6 +102,14 @@ def _shard(word: str) -> tuple[int, int]:
     return number, num_shards
 
 
+def _layers(word: str) -> list[int]:
+    """Parse numbers and ranges of layers."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", word, re.ASCII):
+        raise _refuse("numbers of layers, such as 0-5,8", word)
+    ends = [[*map(int, part.split("-"))] for part in word.split(",")]
+    return [number for part in ends for number in range(part[0], part[-1] + 1)]
+
+
 _new_path = _matching("(?!-$).+", "a path")
 TYPES: dict[str, Callable[[str], Any]] = {
     "INT": int,
@@ -118,6 +126,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     # The number or the name of a column.
     "COLUMN": lambda word: int(word) if word.isascii() and word.isdecimal() else word,
     "K/N": _shard,
+    "LAYERS": _layers,
     "INT|mean": _matching(r"-?\d+|mean", "a whole number or mean", lambda word: None if word == "mean" else int(word)),
     "OWNER/NAME": _matching(".*/.*", "user/name or organization/name"),
 }
@@ -407,6 +416,21 @@ VERBS = {
             "marian, m2m_100, fsmt, t5gemma or t5gemma2",
             "--revision TEXT": "branch, tag or commit on the Hub",
             "--overwrite": "replace an existing conversion",
+            "--max_shard_size SIZE = 5GB": "maximum size of a file of weights, such as 500MB",
+        },
+    ),
+    "adapt": Verb(
+        "make an encoder-decoder, to be trained, of a decoder-only model such as Llama, Qwen or Gemma",
+        {
+            "base MODEL": "folder or Hub id of a Llama, Qwen 2 or 3, or Gemma 2 or 3, with weights in safetensors",
+            "output DIR": "folder to write",
+            "--encoder MODEL": "another model for the encoder, such as a smaller one [the same]",
+            "--encoder_layers LAYERS": "layers that the encoder takes, such as 0-5,8 [all]",
+            "--decoder_layers LAYERS": "layers that the decoder takes [all]",
+            "--cross_attention copied|new|merged": "copied from the self-attention; new, with an output of zero; or merged with "
+            "the self-attention [copied, or new for models of different widths]",
+            "--dropout FLOAT = 0.1": "dropout probability of the new model",
+            "--overwrite": "replace an existing output",
             "--max_shard_size SIZE = 5GB": "maximum size of a file of weights, such as 500MB",
         },
     ),

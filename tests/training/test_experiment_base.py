@@ -65,6 +65,26 @@ def test_frozen_parts_stay(base, data, tmp_path):
     assert not any("encoder.layers" in name or "decoder.layers.0" in name for name in changed)
 
 
+def test_parts_may_be_frozen_for_the_first_updates(base, data, tmp_path):
+    fields = SHORT | {"freeze": ["*", "!*.cross_attn*"], "freeze_steps": 2, "model_name_or_path": base}
+    fields |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "weight_decay": 0.1}
+    fields |= {"lr_scheduler_type": "constant"}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    before, middle, after = map(weights, (base, tmp_path / "run/checkpoint-2", tmp_path / "run"))
+    early, late = (
+        {name for name in before if not torch.equal(first[name], second[name])}
+        for first, second in ((before, middle), (middle, after))
+    )
+    assert early == {name for name in before if ".cross_attn" in name} and late == before.keys()
+    # Resumed between the updates, the run ends with the same weights.
+    recipe = make_recipe(data, tmp_path / "again", **fields | {"max_steps": 1, "save_steps": 1})
+    Experiment(recipe).train()
+    recipe = make_recipe(data, tmp_path / "again", **fields | {"resume_from_checkpoint": "true"})
+    Experiment(recipe).train()
+    resumed = weights(tmp_path / "again")
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
+
+
 def test_lora_trains_adapters_and_leaves_a_plain_model(base, data, tmp_path):
     pytest.importorskip("peft")
     fields = SHORT | {"model_name_or_path": base, "lora_rank": 4}

@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 from small_experiments import make_recipe, weights
+from tiny_generator import save_generator, tiny_generator
 
+from metaphrase.data.denoising import DEFAULT_SENTINELS
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
@@ -40,11 +42,12 @@ def test_a_changed_file_under_a_stream_is_refused_when_a_run_goes_on(data, tmp_p
         Experiment(recipe).train()
 
 
-@pytest.mark.parametrize("objective", ["span_corruption", "ul2", "text_infilling"])
+@pytest.mark.parametrize("objective", ["span_corruption", "ul2", "text_infilling", "prefix_lm"])
 def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
     fields |= dict.fromkeys(("train_file", "validation_file", "test_file"))
-    fields |= {"max_source_length": 48, "num_sentinels": None if objective == "text_infilling" else 60}
+    tokens = {"text_infilling": "<mask>", "prefix_lm": "</s>"}
+    fields |= {"max_source_length": 48, "num_sentinels": None if objective in tokens else 60}
     fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no", "invalid_utf8": "skip"}
     with open(data / "train.de", "ab") as file:
         file.write(b"\xff\n")
@@ -56,16 +59,19 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     account = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
     assert (account["train"]["documents"], account["train"]["invalid_documents"]) == (61, 1)
     tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
-    assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
+    assert tokens.get(objective, "<extra_id_0>") in tokenizers.source.get_vocab()
+    assert ("<extra_id_0>" in tokenizers.source.get_vocab()) == (objective not in tokens)
 
 
-def test_an_existing_tokenizer_gets_no_tokens_of_an_objective(data, tmp_path):
-    tokenizer = TokenizerPair.train(["one two"], ["one two"], kind="byte")
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+def test_an_existing_tokenizer_gets_the_tokens_of_an_objective(data, tmp_path):
+    base = save_generator(tiny_generator(kind="byte", layers=1), tmp_path / "base")
     fields = {"objective": "span_corruption", "train_text_file": "train.de", "tokenizer_kind": None, "vocab_size": None}
-    fields |= dict.fromkeys(("train_file", "validation_file", "test_file")) | {"eval_strategy": "no"}
-    experiment = Experiment(
-        make_recipe(data, tmp_path / "run", **fields, tokenizer_name_or_path=tmp_path / "tokenizer")
-    )
-    with pytest.raises(ValueError, match="must have <extra_id_0> and further ones for `objective` span_corruption"):
-        experiment.train()
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file", "preset")) | {"eval_strategy": "no"}
+    fields |= {"max_steps": 1, "save_strategy": "no", "num_sentinels": None, "max_source_length": 48}
+    Experiment(make_recipe(data, tmp_path / "run", **fields, model_name_or_path=base)).train()
+    before, after = (TokenizerPair.from_pretrained(folder).source for folder in (base, tmp_path / "run"))
+    assert len(after) == len(before) + DEFAULT_SENTINELS and "<extra_id_99>" in after.get_vocab()
+    # The second run finds them.
+    fields["max_source_length"] = 40
+    Experiment(make_recipe(data, tmp_path / "again", **fields, model_name_or_path=tmp_path / "run")).train()
+    assert len(TokenizerPair.from_pretrained(tmp_path / "again").source) == len(after)

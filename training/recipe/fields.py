@@ -90,8 +90,8 @@ class OwnFields(BaseModel):
     max_line_characters: int = _data("Maximum characters of a line.", MAX_LINE_CHARACTERS, ge=1)
     streaming: bool = _data("Read training pairs during training. Needs `max_steps`.", False)
     pairs_in_buffer: int = _data("Pairs that a stream shuffles and sorts together.", 20000, "streaming", ge=1)
-    objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _data(
-        "Train on pairs, or denoise plain text as T5, UL2 or BART.", "pairs"
+    objective: Literal["pairs", "span_corruption", "ul2", "text_infilling", "prefix_lm"] = _data(
+        "Train on pairs, denoise plain text as T5, UL2 or BART, or continue it.", "pairs"
     )
     train_text_file: str | None = _data("Plain text, one document per line, may be gzipped (.gz).", None, "objective")
     validation_text_file: str | None = _data("Plain text to denoise, for validation.", None, "objective")
@@ -147,6 +147,7 @@ class OwnFields(BaseModel):
     average_last: int | None = _technique("Save the mean of the last N checkpoints.", ge=2)
     average_best: int | None = _technique("Save the mean of the N best by `metric_for_best_model`.", ge=2)
     freeze: Names | None = _technique("Parts not to train: encoder, decoder.layers.0-3, ...; !part excepts a part.")
+    freeze_steps: int | None = _technique("Updates after which frozen parts are trained, too.", None, "freeze", ge=1)
     lora_rank: int | None = _technique("Rank of a LoRA adapter, which is trained instead of the weights.", ge=1)
     lora_alpha: float = _technique("Weight of the adapter before division by the rank.", 16.0, "lora_rank", gt=0)
     lora_dropout: float = _technique("Dropout probability of the adapter's input.", 0.0, "lora_rank", ge=0, lt=1)

@@ -1,0 +1,279 @@
+"""Adaptation: an encoder-decoder from the layers of a decoder-only model, to be trained on.
+
+Source: Zhang et al. 2025, section 3, arXiv 2504.06225; merged attention from Zhang et al. 2025, section 2.2, arXiv 2512.14856.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tokenizers import processors
+from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME
+
+from metaphrase.conversion.families import FAMILIES
+from metaphrase.conversion.families.family import HEAD, are_equal
+from metaphrase.conversion.folders import (
+    DEFAULT_SHARD_SIZE,
+    OURS,
+    PROVENANCE_NAME,
+    check_shape,
+    copy_licences,
+    find_folder,
+    refuse_weights,
+    shard_bytes,
+    skeleton,
+    stored_names,
+)
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING, STACKS
+from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_provenance
+from metaphrase.storage.loading import check_model_folder
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
+from metaphrase.tokenization import TokenizerPair
+
+CrossAttention = Literal["copied", "new", "merged"]
+_GEMMA = {"norm_position": "both", "norm_plus_one": True, "scale_embedding": True}
+# The decoder-only models, and what their configurations do not say.
+BASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    # Queries, keys and values have a bias. The output gets a bias of zeros.
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA | {"qk_norm": True},
+}
+_NORMS = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_AROUND = {
+    "self_attn_norm": "input_layernorm",
+    "self_attn_output_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class _Base(NamedTuple):
+    """A decoder-only model, and its layers that one stack takes."""
+
+    folder: Path
+    config: PreTrainedConfig
+    weights: WeightFiles
+    layers: Sequence[int]
+
+    @property
+    def family(self) -> Any:
+        """The T5Gemma with such layers, whose rotation and windows hold here, too."""
+        return FAMILIES["t5gemma2" if FULL in self.config.rope_parameters else "t5gemma"]
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the fields that must be the same in both stacks."""
+        theirs = self.config
+        scale = getattr(theirs, "query_pre_attn_scalar", None)
+        return {
+            "position_embedding_type": "rotary",
+            "activation_function": getattr(theirs, "hidden_activation", None) or theirs.hidden_act,
+            "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+            "norm_eps": theirs.rms_norm_eps,
+            "scale_embedding": False,
+            "attention_scale": None if scale is None else scale**-0.5,
+            "attn_logit_softcapping": getattr(theirs, "attn_logit_softcapping", None),
+            "attention_bias": getattr(theirs, "attention_bias", False),
+            "mlp_bias": getattr(theirs, "mlp_bias", False),
+            **self.family.read_rotation(theirs.rope_parameters),
+            **BASES[theirs.model_type],
+        }
+
+    def stack_fields(self, stack: str) -> dict[str, Any]:
+        """Return the fields of one stack."""
+        theirs = self.config
+        types = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
+        types = [types[index] for index in self.layers]
+        windows = dict(zip(STACKS, self.family.windows(theirs.sliding_window), strict=True)) if SLIDING in types else {}
+        prefix = "" if stack == "encoder" else "decoder_"
+        return {
+            f"{prefix}hidden_size": theirs.hidden_size,
+            f"{prefix}vocab_size": theirs.vocab_size,
+            f"{prefix}num_key_value_heads": theirs.num_key_value_heads,
+            f"{stack}_layers": len(self.layers),
+            f"{stack}_attention_heads": theirs.num_attention_heads,
+            f"{stack}_ffn_dim": theirs.intermediate_size,
+            f"{stack}_layer_types": types,
+            f"{stack}_window": windows.get(stack),
+        }
+
+
+def adapt(
+    base: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    encoder: str | os.PathLike | None = None,
+    encoder_layers: Sequence[int] | None = None,
+    decoder_layers: Sequence[int] | None = None,
+    cross_attention: CrossAttention | None = None,
+    dropout: float = 0.1,
+    overwrite: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+) -> Path:
+    """Make an encoder-decoder of the layers of decoder-only models. It needs training: its cross-attention knows nothing.
+
+    Embeddings, layers and final norm go into both stacks. In the encoder, attention is no longer causal. Vocabulary and special
+    ids stay. Texts end with the end of sequence, and have no beginning, since the decoder starts with it.
+
+    Args:
+        base: Folder or Hub id of the model for the decoder, and for the encoder by default.
+        output: The folder to write.
+        encoder: Folder or Hub id of another model for the encoder. Source and target then have embeddings of their own.
+        encoder_layers: Numbers of the layers that the encoder takes, from 0. None takes all.
+        decoder_layers: The same for the decoder.
+        cross_attention: `copied` from the self-attention of the same layer; `new`, with random keys and values and an output of
+            zero, so that the decoder computes the same as its base; or `merged` with the self-attention. None is `copied` if
+            both stacks have the same width, and else `new`.
+        dropout: Probability for embeddings and sublayers, which most decoder-only models lack.
+        overwrite: True to replace an `output` that this package wrote.
+        max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ValueError: If the models cannot be adapted, or do not fit each other.
+        OSError: If a model cannot be read.
+    """
+    output, max_shard_bytes = Path(output), shard_bytes(max_shard_size)
+    folders = {"decoder": find_folder(base), "encoder": find_folder(encoder or base)}
+    layers = {"decoder": decoder_layers, "encoder": encoder_layers}
+    check = functools.partial(check_output, output, [*folders.values()], overwrite, PROVENANCE_NAME, "adapted")
+    check()
+    with contextlib.ExitStack() as files:
+        bases = {stack: _read_base(folders[stack], layers[stack], f"{stack}_layers", files) for stack in STACKS}
+        tokenizers = _adapt_tokenizers(bases)
+        widths = {base.config.hidden_size for base in bases.values()}
+        cross_attention = cross_attention or ("copied" if len(widths) == 1 else "new")
+        config = _make_config(bases, tokenizers, cross_attention, dropout)
+        with folder_in_one_step(output, check) as partial:
+            model = skeleton(MetaphraseForConditionalGeneration, config)
+            custom_object_save(model, partial, config=config)
+            config.save_pretrained(partial)
+            GenerationConfig.from_model_config(config).save_pretrained(partial)
+            write_weights(partial, _plan(model, bases, is_new=cross_attention == "new"), max_shard_bytes)
+            tokenizers.save_pretrained(partial)
+            copy_licences(folders["decoder"], partial)
+            write_provenance(
+                partial / PROVENANCE_NAME, base, **{"from": bases["decoder"].config.model_type, "to": OURS}
+            )
+    return output
+
+
+def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: contextlib.ExitStack) -> _Base:
+    check_model_folder(folder)
+    model_type = read_json(folder / CONFIG_NAME).get("model_type")
+    if model_type not in BASES:
+        raise ValueError(f"`model_type` must be one of {', '.join(BASES)}, got {model_type!r} for {folder}.")
+    config = CONFIG_MAPPING[model_type].from_pretrained(folder)
+    layers = range(config.num_hidden_layers) if layers is None else layers
+    if not layers or not {*layers} <= {*range(config.num_hidden_layers)}:
+        raise ValueError(
+            f"`{field}` must be numbers of layers of {folder}, from 0 to {config.num_hidden_layers - 1}, got {[*layers]}."
+        )
+    return _Base(folder, config, WeightFiles(folder, files), layers)
+
+
+def _adapt_tokenizers(bases: dict[str, _Base]) -> TokenizerPair:
+    """Return tokenizers that end a text with the end of sequence, and put nothing in front. One serves both sides if it can."""
+    source, target = (_adapt_tokenizer(bases[stack].folder) for stack in STACKS)
+    return TokenizerPair(source, source if target.get_vocab() == source.get_vocab() else target)
+
+
+def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    end = theirs.eos_token
+    if end is None or not theirs.is_fast:
+        raise ValueError(f"A tokenizer must be fast and have an `eos_token`, got {type(theirs).__name__} in {folder}.")
+    backend = theirs.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(
+        single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, theirs.eos_token_id)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=theirs.bos_token,
+        eos_token=end,
+        unk_token=theirs.unk_token,
+        # Padding is masked, so that any token serves.
+        pad_token=theirs.pad_token or theirs.unk_token or end,
+        padding_side="right",
+        model_max_length=theirs.model_max_length,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _make_config(
+    bases: dict[str, _Base], tokenizers: TokenizerPair, cross_attention: CrossAttention, dropout: float
+) -> MetaphraseConfig:
+    encoder, decoder = (bases[stack] for stack in STACKS)
+    fields = decoder.shared_fields()
+    for name, value in encoder.shared_fields().items():
+        if value != fields[name]:
+            raise ValueError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
+    if cross_attention == "copied" and decoder.config.hidden_size != encoder.config.hidden_size:
+        sizes = decoder.config.hidden_size, encoder.config.hidden_size
+        raise ValueError(
+            f"`cross_attention` must be new for models of different widths, {sizes[0]} and {sizes[1]}, got copied."
+        )
+    ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
+    fields |= encoder.stack_fields("encoder") | decoder.stack_fields("decoder") | ids
+    weights = decoder.weights
+    return MetaphraseConfig(
+        **fields,
+        architectures=[MetaphraseForConditionalGeneration.__name__],
+        dtype=decoder.config.dtype,
+        dropout=dropout,
+        initializer_range=decoder.config.initializer_range,
+        max_position_embeddings=min(stack.config.max_position_embeddings for stack in bases.values()),
+        final_logit_softcapping=getattr(decoder.config, "final_logit_softcapping", None),
+        merged_attention=cross_attention == "merged",
+        share_embeddings=encoder.folder == decoder.folder,
+        tie_word_embeddings=_HEAD not in weights.kinds or are_equal(weights.read(_HEAD), weights.read(_EMBEDDING)),
+    )
+
+
+def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is_new: bool) -> dict[str, PlannedTensor]:
+    """Plan the weights of a skeleton."""
+    planned = {}
+    for number, name in enumerate(stored_names(model)):
+        base = bases["encoder" if name.startswith("model.encoder.") else "decoder"]
+        theirs, shape = _counterpart(name, base), model.get_parameter(name).shape
+        part = name.partition(".cross_attn.")[2] if is_new else ""
+        has_zeros = part.startswith("o_proj") or (name.endswith("o_proj.bias") and theirs not in base.weights.kinds)
+        is_drawn = part in ("k_proj.weight", "v_proj.weight")
+        if not has_zeros and not is_drawn:
+            refuse_weights("are missing", [theirs] if theirs not in base.weights.kinds else [])
+            check_shape(theirs, base.weights.kinds[theirs].shape, tuple(shape))
+
+        def make(base=base, theirs=theirs, shape=shape, number=number, has_zeros=has_zeros, is_drawn=is_drawn):
+            if not has_zeros and not is_drawn:
+                return base.weights.read(theirs)
+            weight = base.weights.read(_NORM).new_zeros(shape)
+            generator = torch.Generator().manual_seed(number)
+            return weight.normal_(std=model.config.initializer_range, generator=generator) if is_drawn else weight
+
+        planned[name] = PlannedTensor(shape.numel() * base.weights.read(_NORM).itemsize, make)
+    return planned
+
+
+def _counterpart(name: str, base: _Base) -> str:
+    """Return the weight of a decoder-only model for one of ours."""
+    if name == HEAD:
+        return _HEAD
+    _, _, *parts = name.split(".")
+    if parts[0] != "layers":
+        return f"model.{'.'.join(parts)}"
+    number, module = base.layers[int(parts[1])], parts[2].replace("cross_attn", "self_attn")
+    norms = _NORMS_AROUND if BASES[base.config.model_type].get("norm_position") == "both" else _NORMS
+    return ".".join(("model.layers", str(number), norms.get(module, module), *parts[3:]))
