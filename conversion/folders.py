@@ -248,7 +248,9 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
     known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
     known.update(*family.embedding_names.values())
     if left_over := [
-        name for name in weights.names if name not in known and not name.startswith(family.ignored_prefixes)
+        name
+        for name in weights.names
+        if family.original_name(name) not in known and not name.startswith(family.ignored_prefixes)
     ]:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
@@ -285,8 +287,8 @@ def plan_theirs(
     )
     planned = {}
     for name in needed:
-        if name in sources:
-            our_name, counterpart = sources[name]
+        if (source := sources.get(family.original_name(name))) is not None:
+            our_name, counterpart = source
             nbytes = weights.kinds[our_name].nbytes
             nbytes += counterpart.unused_rows * nbytes // our_shapes[our_name][0]
             make = functools.partial(

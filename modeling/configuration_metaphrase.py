@@ -14,7 +14,7 @@ _POSITIVE = (
     *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
     *("decoder_hidden_size", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads"),
     *("num_key_value_heads", "decoder_num_key_value_heads", "head_dim", "decoder_window", "sliding_rope_theta"),
-    *("max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
+    *("max_position_embeddings", "decoder_max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
     *("attention_scale", "logits_scale", "initializer_range"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
 )
@@ -50,6 +50,7 @@ class StackSizes(NamedTuple):
     ffn_dim: int
     layer_types: tuple[str, ...]
     window: tuple[int, int] | None
+    max_position_embeddings: int
 
     def window_of(self, layer: int) -> tuple[int, int] | None:
         """Return the window of a layer, or None for full attention."""
@@ -87,6 +88,7 @@ class MetaphraseConfig(PreTrainedConfig):
         max_position_embeddings: Longest sequence that texts may have, except for `relative`, which has no limit. Only the table
             of `learned` ends there: the network computes the other types for longer sequences, too, untrained as they are.
             The number also is the base of the scaled variants of `rotary`.
+        decoder_max_position_embeddings: The same for the decoder's table of `learned`. None means `max_position_embeddings`.
         position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
             the padding token plus 1. BART's table has unused rows at the start.
         encoder_layer_types, decoder_layer_types: `full_attention` or `sliding_attention` of each layer. None means the former.
@@ -160,6 +162,7 @@ class MetaphraseConfig(PreTrainedConfig):
     position_embedding_type: Literal["sinusoidal", "learned", "relative", "rotary", "alibi", "none"] = "rotary"
     sinusoidal_layout: Literal["interleaved", "half_split", "fairseq"] = "interleaved"
     max_position_embeddings: int = 1024
+    decoder_max_position_embeddings: int | None = None
     position_offset: int = 0
     encoder_layer_types: list[str] | None = None
     decoder_layer_types: list[str] | None = None
@@ -220,8 +223,9 @@ class MetaphraseConfig(PreTrainedConfig):
         # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
         self._check()
         # A value that changes nothing is None, as for most models.
-        if self.decoder_hidden_size == self.hidden_size:
-            self.decoder_hidden_size = None
+        for name in ("hidden_size", "max_position_embeddings"):
+            if getattr(self, f"decoder_{name}") == getattr(self, name):
+                setattr(self, f"decoder_{name}", None)
         for name in (f"{stack}_layer_types" for stack in STACKS):
             if {*(getattr(self, name) or ())} == {FULL}:
                 setattr(self, name, None)
@@ -291,6 +295,12 @@ class MetaphraseConfig(PreTrainedConfig):
         if self.merged_attention and self.position_embedding_type in ("relative", "alibi"):
             raise ValueError(
                 f"`position_embedding_type` must have no bias with `merged_attention`, got {self.position_embedding_type!r}."
+            )
+        positions = self.decoder_max_position_embeddings
+        if positions is not None and self.position_embedding_type != "learned":
+            raise ValueError(
+                "`decoder_max_position_embeddings` has no effect when `position_embedding_type` is "
+                f"{self.position_embedding_type}, got {positions}. Remove it."
             )
         if not self.train_padding_embedding and self.pad_token_id is None:
             raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
@@ -368,12 +378,10 @@ class MetaphraseConfig(PreTrainedConfig):
         layers, heads, ffn_dim, types = (
             getattr(self, f"{stack}_{name}") for name in ("layers", "attention_heads", "ffn_dim", "layer_types")
         )
-        width, key_value_heads = self.hidden_size, self.num_key_value_heads
-        if stack == "decoder":
-            width, key_value_heads = (
-                self.decoder_hidden_size or width,
-                self.decoder_num_key_value_heads or key_value_heads,
-            )
+        width, key_value_heads, positions = (
+            (stack == "decoder" and getattr(self, f"decoder_{name}")) or getattr(self, name)
+            for name in ("hidden_size", "num_key_value_heads", "max_position_embeddings")
+        )
         window = self.encoder_window if stack == "encoder" else self.decoder_window and (self.decoder_window - 1, 0)
         return StackSizes(
             hidden_size=width,
@@ -384,12 +392,21 @@ class MetaphraseConfig(PreTrainedConfig):
             ffn_dim=ffn_dim,
             layer_types=tuple(types or [FULL] * layers),
             window=window and tuple(window),
+            max_position_embeddings=positions,
         )
 
     @property
     def position_limit(self) -> int | None:
-        """The most tokens of a source or target, or None without a limit."""
-        return None if self.position_embedding_type == "relative" else self.max_position_embeddings
+        """The most tokens of a source, or None without a limit."""
+        return self._position_limit("encoder")
+
+    @property
+    def decoder_position_limit(self) -> int | None:
+        """The most tokens of a target, or None without a limit."""
+        return self._position_limit("decoder")
+
+    def _position_limit(self, stack: str) -> int | None:
+        return None if self.position_embedding_type == "relative" else self.stack_sizes(stack).max_position_embeddings
 
     @classmethod
     def presets(cls) -> list[str]:

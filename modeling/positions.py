@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .configuration_metaphrase import MetaphraseConfig
+from .configuration_metaphrase import MetaphraseConfig, StackSizes
 from .operators import clamp_float16
 
 _MAX_WAVELENGTH = 10_000.0
@@ -75,8 +75,8 @@ class LearnedPositionEmbedding(nn.Embedding):
 
     is_of_positions = True
 
-    def __init__(self, config: MetaphraseConfig, hidden_size: int):
-        super().__init__(config.max_position_embeddings + config.position_offset, hidden_size)
+    def __init__(self, config: MetaphraseConfig, sizes: StackSizes):
+        super().__init__(sizes.max_position_embeddings + config.position_offset, sizes.hidden_size)
         self.offset = config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.configuration_metaphrase import STACKS
+from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 from metaphrase.storage.weight_files import Kind, WeightFiles
 
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -29,7 +29,7 @@ RARE_FIELDS = {
     for name in (
         *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
         *("norm_plus_one", "attn_logit_softcapping", "final_logit_softcapping", "embedding_norm_before_positions"),
-        *("sliding_rope_theta", "merged_attention"),
+        *("sliding_rope_theta", "merged_attention", "decoder_max_position_embeddings"),
     )
 }
 
@@ -192,6 +192,10 @@ class Family(abc.ABC):
         """Return the name in a checkpoint of a weight of their class."""
         return name
 
+    def original_name(self, name: str) -> str:
+        """Return the weight of theirs that one of theirs is a copy of, or its name."""
+        return name
+
     def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
         """Return their weights that follow from our configuration."""
         return set(self.ignored)
@@ -199,6 +203,11 @@ class Family(abc.ABC):
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
         """Make a weight of theirs that has no counterpart of ours, or return None for any other weight."""
         return None
+
+
+def sliding_encoder(layers: int, radius: int) -> dict[str, Any]:
+    """Return our fields of an encoder whose tokens see `radius` tokens on each side in all layers."""
+    return {"encoder_layer_types": [SLIDING] * layers, "encoder_window": [radius, radius]}
 
 
 def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.families.family import HEAD
 from metaphrase.conversion.families.t5gemma import TOWER
+from metaphrase.modeling.configuration_metaphrase import SLIDING
 
 
 def t5_like(family, rng):
@@ -78,6 +79,19 @@ def m2m_100_fields(rng):
     return {"pad_token_id": rng.choice((0, 1, 3)), "bos_token_id": 0, "eos_token_id": 2}
 
 
+def led_fields(rng):
+    positions = {f"max_{stack}_position_embeddings": rng.randint(16, 40) for stack in ("encoder", "decoder")}
+    return positions | {"attention_window": rng.choice((2, 4, 6))}
+
+
+def copy_local_projections(theirs):
+    """Make the projections of an LED's global attention as they are written back."""
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "_global." in name:
+                parameter.copy_(theirs.get_parameter(FAMILIES["led"].original_name(name)))
+
+
 def mbart_fields(rng):
     return {"decoder_start_token_id": 5}
 
@@ -140,7 +154,7 @@ def t5gemma2_like(rng):
 FIELDS = {"bart": lambda rng: {}, "mbart": mbart_fields, "plbart": mbart_fields, "marian": marian_fields}
 FIELDS |= {"blenderbot": lambda rng: {}, "blenderbot-small": lambda rng: {}, "mvp": lambda rng: {}}
 GEMMAS = {"t5gemma": t5gemma_like, "t5gemma2": t5gemma2_like}
-FIELDS |= {"pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
+FIELDS |= {"led": led_fields, "pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
 
 
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5", "longt5", *GEMMAS, *FIELDS])
@@ -153,6 +167,8 @@ def test_converted_model_equals_its_own_class(family, variant, tmp_path):
         theirs = GEMMAS[family](rng) if family in GEMMAS else t5_like(family, rng)
     if family in ("bart", "mbart", "plbart", "m2m_100"):
         theirs.generation_config.forced_bos_token_id = rng.choice((None, 7))
+    if family == "led":
+        copy_local_projections(theirs)
     check_conversion(theirs, family, rng, tmp_path)
 
 
@@ -175,6 +191,42 @@ def test_fsmt_without_the_decoders_embedding_uses_its_projection(tmp_path):
         expected, logits = (model(input_ids=ids, decoder_input_ids=ids).logits for model in (whole, part))
     assert torch.equal(logits, expected)
     assert not torch.equal(whole.get_input_embeddings().weight, whole.get_decoder().get_input_embeddings().weight)
+
+
+def test_global_attention_of_an_led_is_left_behind_and_made_anew(tmp_path, caplog):
+    theirs = bart_like("led", rng := draw("led", 0), **led_fields(rng))
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert "projections of global attention are left behind" in caplog.text
+    assert "class does not have" not in caplog.text
+    convert(tmp_path / "ours", tmp_path / "again", to="led")
+    copy_local_projections(theirs)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in theirs.state_dict().items() if name in again)
+    ids = torch.arange(4, 12)[None]
+    inputs = {"input_ids": ids, "decoder_input_ids": ids, "global_attention_mask": torch.ones_like(ids)}
+    loaded = type(theirs).from_pretrained(tmp_path / "again").eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(**inputs).logits, theirs.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("windows", [[2, 4], [4, 2]])
+def test_different_windows_of_an_led_are_refused(windows, tmp_path):
+    rng = draw("led", 0)
+    theirs = bart_like("led", rng, **led_fields(rng) | {"attention_window": windows, "encoder_layers": 2})
+    theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(
+        ValueError, match=rf"`attention_window` .* must be the same .* got \[{windows[0]}, {windows[1]}\]"
+    ):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("window", [[0, 0], [1, 2], None])
+def test_windows_that_an_led_lacks_are_refused(window):
+    kinds = [SLIDING] * 2 if window else None
+    fields = {"encoder_window": window, "encoder_layer_types": kinds, "position_embedding_type": "learned"}
+    with pytest.raises(ValueError, match=r"is no led: .*`encoder_window` must be \[1, 1\]"):
+        FAMILIES["led"].write_config(tiny_config(**fields))
 
 
 @pytest.mark.parametrize("family", ["m2m_100", "fsmt"])

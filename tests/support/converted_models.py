@@ -196,8 +196,9 @@ def bart_like(family: str, rng: random.Random, **fields) -> PreTrainedModel:
     fill_randomly(theirs, rng.randrange(2**31), "embed_positions" if has_sinusoids else None)
     if hasattr(theirs, "final_logits_bias") and rng.random() < 0.5:
         theirs.final_logits_bias.normal_(generator=torch.Generator().manual_seed(rng.randrange(2**31)))
-    if not config.tie_word_embeddings and hasattr(theirs.model, "shared"):
+    base = theirs.base_model
+    if not config.tie_word_embeddings and hasattr(base, "shared"):
         # Nothing reads it where it is not tied: checkpoints keep a copy there.
         with torch.no_grad():
-            theirs.model.shared.weight.copy_(theirs.model.encoder.embed_tokens.weight)
+            base.shared.weight.copy_(base.encoder.embed_tokens.weight)
     return theirs
