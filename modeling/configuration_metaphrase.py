@@ -16,7 +16,7 @@ _POSITIVE = (
     *("num_key_value_heads", "decoder_num_key_value_heads", "head_dim", "decoder_window", "sliding_rope_theta"),
     *("max_position_embeddings", "decoder_max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
     *("attention_scale", "logits_scale", "initializer_range"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "type_vocab_size"),
 )
 STACKS = ("encoder", "decoder")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -91,6 +91,7 @@ class MetaphraseConfig(PreTrainedConfig):
         decoder_max_position_embeddings: The same for the decoder's table of `learned`. None means `max_position_embeddings`.
         position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
             the padding token plus 1. BART's table has unused rows at the start.
+        type_vocab_size: Rows of BERT's table of token types, the first of which is added to `learned`. None means no table.
         encoder_layer_types, decoder_layer_types: `full_attention` or `sliding_attention` of each layer. None means the former.
         encoder_window: In the encoder's sliding attention, a token sees so many tokens to the left and to the right of itself.
         decoder_window: In the decoder's sliding attention, a token sees so many tokens, itself and those before it.
@@ -115,6 +116,8 @@ class MetaphraseConfig(PreTrainedConfig):
         attn_logit_softcapping: Largest attention score c: scores s become c tanh(s / c). None means no limit.
         final_logit_softcapping: The same for logits.
         attention_bias, mlp_bias: Biases in the projections of attention, and in the feed-forward network.
+        head_transform: A linear layer, the activation and a norm before the output projection (BERT, Devlin et al. 2019, arXiv
+            1810.04805). `mlp_bias` decides on its bias.
         logits_bias: A bias in the output projection.
         logits_scale: Factor of the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
         tie_word_embeddings: The output projection and the target embeddings share a weight.
@@ -164,6 +167,7 @@ class MetaphraseConfig(PreTrainedConfig):
     max_position_embeddings: int = 1024
     decoder_max_position_embeddings: int | None = None
     position_offset: int = 0
+    type_vocab_size: int | None = None
     encoder_layer_types: list[str] | None = None
     decoder_layer_types: list[str] | None = None
     encoder_window: list[int] | None = None
@@ -188,6 +192,7 @@ class MetaphraseConfig(PreTrainedConfig):
     final_logit_softcapping: float | int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    head_transform: bool = False
     logits_bias: bool = False
     logits_scale: float | int = 1.0
     tie_word_embeddings: bool = True
@@ -296,12 +301,12 @@ class MetaphraseConfig(PreTrainedConfig):
             raise ValueError(
                 f"`position_embedding_type` must have no bias with `merged_attention`, got {self.position_embedding_type!r}."
             )
-        positions = self.decoder_max_position_embeddings
-        if positions is not None and self.position_embedding_type != "learned":
-            raise ValueError(
-                "`decoder_max_position_embeddings` has no effect when `position_embedding_type` is "
-                f"{self.position_embedding_type}, got {positions}. Remove it."
-            )
+        for field in ("decoder_max_position_embeddings", "type_vocab_size"):
+            if getattr(self, field) is not None and self.position_embedding_type != "learned":
+                raise ValueError(
+                    f"`{field}` has no effect when `position_embedding_type` is {self.position_embedding_type}, "
+                    f"got {getattr(self, field)}. Remove it."
+                )
         if not self.train_padding_embedding and self.pad_token_id is None:
             raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
         # The shift to the right writes both ids into the target.

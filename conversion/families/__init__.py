@@ -3,6 +3,7 @@
 from transformers import UMT5Config
 
 from metaphrase.conversion.families.bart import LED, Bart
+from metaphrase.conversion.families.encoder_decoder import EncoderDecoder
 from metaphrase.conversion.families.family import Family
 from metaphrase.conversion.families.t5 import T5, LongT5
 from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Family] = {
             has_logits_bias=False,
             has_two_vocabularies=True,
         ),
+        EncoderDecoder(),
         T5Gemma("t5gemma", qk_norm=False, share_embeddings=False),
         T5Gemma2(),
     )

@@ -22,6 +22,7 @@ from metaphrase.conversion.families.family import (
     Counterpart,
     Family,
     Weights,
+    computed_head_dims,
     sliding_encoder,
 )
 from metaphrase.modeling import MetaphraseConfig
@@ -118,12 +119,8 @@ class Bart(Family):
         return (config.pad_token_id or 0) + 1 if self.layout == "fairseq" else 0
 
     def _refuse_leading_padding(self, config: PreTrainedConfig | MetaphraseConfig) -> None:
-        start = config.decoder_start_token_id
-        if self.layout == "fairseq" and start is not None and start == config.pad_token_id:
-            raise ValueError(
-                f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in a {self.name}, "
-                f"got {start} for both."
-            )
+        if self.layout == "fairseq":
+            self.refuse_leading_padding(config.decoder_start_token_id, config.pad_token_id)
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         self._refuse_leading_padding(theirs)
@@ -147,9 +144,7 @@ class Bart(Family):
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
         self._refuse_leading_padding(ours)
-        # The width of a head that is given must be the one that their class computes.
-        heads = {ours.encoder_attention_heads, ours.decoder_attention_heads}
-        allowed: dict[str, tuple] = {"head_dim": (None, ours.hidden_size / heads.pop()) if len(heads) == 1 else (None,)}
+        allowed: dict[str, tuple] = {"head_dim": computed_head_dims(ours)}
         if not self.has_logits_bias:
             allowed["logits_bias"] = (False,)
         if not self.has_two_vocabularies:

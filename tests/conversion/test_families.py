@@ -6,14 +6,14 @@ import pytest
 import torch
 from converted_models import VARIANTS, bart_like, check_conversion, draw, fill_randomly
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_config
+from tiny_models import tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.families.family import HEAD
 from metaphrase.conversion.families.t5gemma import TOWER
-from metaphrase.modeling.configuration_metaphrase import SLIDING
+from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 
 
 def t5_like(family, rng):
@@ -151,9 +151,40 @@ def t5gemma2_like(rng):
     return theirs
 
 
+def encoder_decoder_like(kind, rng, **changes):
+    """Return a model of two stacks of one kind, with a head that is tied or not. Changes of a stack go by its name."""
+    heads, padding = rng.choice((2, 4)), rng.choice((0, 1, 3))
+    shared = {"hidden_size": heads * rng.randint(5, 9), "pad_token_id": padding, "eos_token_id": 2, "bos_token_id": 5}
+    shared |= {"hidden_act": "gelu" if kind == "roberta" else rng.choice(("gelu", "relu")), "layer_norm_eps": 1e-5}
+    shared |= {} if kind == "bert-generation" else {"type_vocab_size": rng.randint(1, 3)}
+    is_tied = rng.random() < 0.5
+
+    def stack(name):
+        sizes = {"vocab_size": rng.randint(29, 61), "num_hidden_layers": rng.randint(1, 3), "intermediate_size": 23}
+        sizes |= {"num_attention_heads": rng.choice((1, heads)), "max_position_embeddings": rng.randint(24, 40)}
+        fields = shared | sizes | {"tie_word_embeddings": is_tied, "model_type": kind} | changes.get(name, {})
+        return fields | dict.fromkeys(("is_decoder", "add_cross_attention"), name == "decoder")
+
+    fields = {name: stack(name) for name in STACKS} | changes.get("whole", {})
+    ids = {name: shared[name] for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    fields = ids | {"decoder_start_token_id": 5, "tie_word_embeddings": is_tied} | fields
+    config = AutoConfig.for_model("encoder-decoder", **fields)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    fill_randomly(theirs, rng.randrange(2**31))
+    for name, parameter in theirs.named_parameters():
+        if name.startswith("encoder.pooler."):
+            parameter.requires_grad_(False).zero_()
+    if not is_tied:
+        # Nothing reads this bias where it is not tied.
+        head = theirs.decoder.cls.predictions if kind == "bert" else theirs.decoder.lm_head
+        head.bias.requires_grad_(False).copy_(head.decoder.bias.detach())
+    return theirs
+
+
 FIELDS = {"bart": lambda rng: {}, "mbart": mbart_fields, "plbart": mbart_fields, "marian": marian_fields}
 FIELDS |= {"blenderbot": lambda rng: {}, "blenderbot-small": lambda rng: {}, "mvp": lambda rng: {}}
 GEMMAS = {"t5gemma": t5gemma_like, "t5gemma2": t5gemma2_like}
+KINDS = ("bert", "roberta", "bert-generation")
 FIELDS |= {"led": led_fields, "pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
 
 
@@ -191,6 +222,55 @@ def test_fsmt_without_the_decoders_embedding_uses_its_projection(tmp_path):
         expected, logits = (model(input_ids=ids, decoder_input_ids=ids).logits for model in (whole, part))
     assert torch.equal(logits, expected)
     assert not torch.equal(whole.get_input_embeddings().weight, whole.get_decoder().get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_converted_encoder_decoder_equals_its_own_class(kind, variant, tmp_path):
+    rng = draw(kind, variant)
+    check_conversion(encoder_decoder_like(kind, rng), "encoder-decoder", rng, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("bert", {"encoder": {"model_type": "roberta"}}, "`model_type` of both stacks .* got roberta and bert"),
+        ("bert", {"decoder": {"hidden_size": 16}}, "`hidden_size` must be the same in both stacks .* and 16"),
+        ("bert", {"decoder": {"layer_norm_eps": 1e-3}}, "`layer_norm_eps` must be the same in both stacks"),
+        ("bert", {"decoder": {"type_vocab_size": 9}}, "`type_vocab_size` must be the same in both stacks .* and 9"),
+        ("bert", {"whole": {"pad_token_id": 7}}, "`pad_token_id` must be the same inside and outside .* and 7"),
+        ("roberta", {stack: {"hidden_act": "relu"} for stack in STACKS}, "`hidden_act` .* got 'relu'"),
+        ("roberta", {"whole": {"decoder_start_token_id": 1, "pad_token_id": 1}}, "must not be `pad_token_id`"),
+    ],
+    ids=str,
+)
+def test_encoder_decoders_that_do_not_fit_are_refused(kind, changes, message, tmp_path):
+    changes = {"encoder": {}, "decoder": {}} | changes
+    for name in STACKS:
+        changes[name] = {"pad_token_id": 1, "num_attention_heads": 1} | changes[name]
+    changes["whole"] = {"pad_token_id": 1} | changes.get("whole", {})
+    encoder_decoder_like(kind, draw(kind, 0), **changes).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_offset": 3}, "`position_offset` must be 1, got 3"),
+        ({"position_offset": 1, "activation_function": "relu"}, "`activation_function` must be gelu, got relu"),
+        ({"type_vocab_size": None}, "`type_vocab_size` must be a number, got None"),
+        ({"head_transform": False}, "`type_vocab_size` must be None, got 2"),
+        ({"share_embeddings": True}, "`share_embeddings` must be False, got True"),
+    ],
+)
+def test_models_that_no_encoder_decoder_is_are_refused(fields, message, tmp_path):
+    design = {"position_embedding_type": "learned", "norm_type": "layernorm", "norm_position": "post"}
+    design |= {"embedding_norm": True, "gated_mlp": False, "scale_embedding": False, "logits_bias": True}
+    design |= {"type_vocab_size": 2, "head_transform": True, "share_embeddings": False, "activation_function": "gelu"}
+    tiny_model(**design | fields).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=rf"The model is no encoder-decoder: {message}\.$"):
+        convert(tmp_path / "ours", tmp_path / "theirs", to="encoder-decoder")
 
 
 def test_global_attention_of_an_led_is_left_behind_and_made_anew(tmp_path, caplog):
