@@ -4,7 +4,14 @@ import json
 
 import pytest
 import torch
-from converted_models import VARIANTS, bart_like, check_conversion, draw, fill_randomly
+from converted_models import (
+    VARIANTS,
+    bart_like,
+    check_conversion,
+    draw,
+    encoder_decoder_like,
+    fill_randomly,
+)
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_config, tiny_model
 from torch import nn
@@ -151,36 +158,6 @@ def t5gemma2_like(rng):
     return theirs
 
 
-def encoder_decoder_like(kind, rng, **changes):
-    """Return a model of two stacks of one kind, with a head that is tied or not. Changes of a stack go by its name."""
-    heads, padding = rng.choice((2, 4)), rng.choice((0, 1, 3))
-    shared = {"hidden_size": heads * rng.randint(5, 9), "pad_token_id": padding, "eos_token_id": 2, "bos_token_id": 5}
-    shared |= {"hidden_act": "gelu" if kind == "roberta" else rng.choice(("gelu", "relu")), "layer_norm_eps": 1e-5}
-    shared |= {} if kind == "bert-generation" else {"type_vocab_size": rng.randint(1, 3)}
-    is_tied = rng.random() < 0.5
-
-    def stack(name):
-        sizes = {"vocab_size": rng.randint(29, 61), "num_hidden_layers": rng.randint(1, 3), "intermediate_size": 23}
-        sizes |= {"num_attention_heads": rng.choice((1, heads)), "max_position_embeddings": rng.randint(24, 40)}
-        fields = shared | sizes | {"tie_word_embeddings": is_tied, "model_type": kind} | changes.get(name, {})
-        return fields | dict.fromkeys(("is_decoder", "add_cross_attention"), name == "decoder")
-
-    fields = {name: stack(name) for name in STACKS} | changes.get("whole", {})
-    ids = {name: shared[name] for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
-    fields = ids | {"decoder_start_token_id": 5, "tie_word_embeddings": is_tied} | fields
-    config = AutoConfig.for_model("encoder-decoder", **fields)
-    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
-    fill_randomly(theirs, rng.randrange(2**31))
-    for name, parameter in theirs.named_parameters():
-        if name.startswith("encoder.pooler."):
-            parameter.requires_grad_(False).zero_()
-    if not is_tied:
-        # Nothing reads this bias where it is not tied.
-        head = theirs.decoder.cls.predictions if kind == "bert" else theirs.decoder.lm_head
-        head.bias.requires_grad_(False).copy_(head.decoder.bias.detach())
-    return theirs
-
-
 FIELDS = {"bart": lambda rng: {}, "mbart": mbart_fields, "plbart": mbart_fields, "marian": marian_fields}
 FIELDS |= {"blenderbot": lambda rng: {}, "blenderbot-small": lambda rng: {}, "mvp": lambda rng: {}}
 GEMMAS = {"t5gemma": t5gemma_like, "t5gemma2": t5gemma2_like}
@@ -271,6 +248,23 @@ def test_models_that_no_encoder_decoder_is_are_refused(fields, message, tmp_path
     tiny_model(**design | fields).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=rf"The model is no encoder-decoder: {message}\.$"):
         convert(tmp_path / "ours", tmp_path / "theirs", to="encoder-decoder")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untied_head_may_have_one_bias(kind, tmp_path):
+    """transformers 4 wrote such checkpoints."""
+    whole = {"tie_word_embeddings": False}
+    theirs = encoder_decoder_like(kind, draw(kind, 0), whole=whole, encoder=whole, decoder=whole)
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "two")
+    path = tmp_path / "theirs" / "model.safetensors"
+    weights = load_file(path)
+    [name] = [name for name in weights if name.endswith(".decoder.bias")]
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    convert(tmp_path / "theirs", tmp_path / "one")
+    two, one = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+    assert two.keys() == one.keys() and all(torch.equal(two[name], value) for name, value in one.items())
 
 
 def test_global_attention_of_an_led_is_left_behind_and_made_anew(tmp_path, caplog):

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.families.family import HEAD_BIAS, Counterpart, Family
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import STACKS
 
 TOLERANCE = 1e-5
 VARIANTS = range(3)
@@ -203,4 +204,34 @@ def bart_like(family: str, rng: random.Random, **fields) -> PreTrainedModel:
         # Nothing reads it where it is not tied: checkpoints keep a copy there.
         with torch.no_grad():
             base.shared.weight.copy_(base.encoder.embed_tokens.weight)
+    return theirs
+
+
+def encoder_decoder_like(kind, rng, **changes):
+    """Return a model of two stacks of one kind, with a head that is tied or not. Changes of a stack go by its name."""
+    heads, padding = rng.choice((2, 4)), rng.choice((0, 1, 3))
+    shared = {"hidden_size": heads * rng.randint(5, 9), "pad_token_id": padding, "eos_token_id": 2, "bos_token_id": 5}
+    shared |= {"hidden_act": "gelu" if kind == "roberta" else rng.choice(("gelu", "relu")), "layer_norm_eps": 1e-5}
+    shared |= {} if kind == "bert-generation" else {"type_vocab_size": rng.randint(1, 3)}
+    is_tied = rng.random() < 0.5
+
+    def stack(name):
+        sizes = {"vocab_size": rng.randint(29, 61), "num_hidden_layers": rng.randint(1, 3), "intermediate_size": 23}
+        sizes |= {"num_attention_heads": rng.choice((1, heads)), "max_position_embeddings": rng.randint(24, 40)}
+        fields = shared | sizes | {"tie_word_embeddings": is_tied, "model_type": kind} | changes.get(name, {})
+        return fields | dict.fromkeys(("is_decoder", "add_cross_attention"), name == "decoder")
+
+    fields = {name: stack(name) for name in STACKS} | changes.get("whole", {})
+    ids = {name: shared[name] for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    fields = ids | {"decoder_start_token_id": 5, "tie_word_embeddings": is_tied} | fields
+    config = AutoConfig.for_model("encoder-decoder", **fields)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    fill_randomly(theirs, rng.randrange(2**31))
+    for name, parameter in theirs.named_parameters():
+        if name.startswith("encoder.pooler."):
+            parameter.requires_grad_(False).zero_()
+    if not config.decoder.tie_word_embeddings:
+        # Nothing reads this bias where it is not tied.
+        head = theirs.decoder.cls.predictions if kind == "bert" else theirs.decoder.lm_head
+        head.bias.requires_grad_(False).copy_(head.decoder.bias.detach())
     return theirs
