@@ -54,7 +54,7 @@ def export_folder(
 
 def position_table(positions: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
     """Return the positions to add to the embeddings, (positions, H)."""
-    if config.position_embedding_type == "learned":
-        return positions.weight.detach()[positions.offset :]
     length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
-    return positions(torch.arange(length)[None], None)[0]
+    if config.position_embedding_type == "learned":
+        length = positions.num_embeddings - positions.offset
+    return positions(torch.arange(length)[None], None)[0].detach()

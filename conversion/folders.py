@@ -30,6 +30,7 @@ from metaphrase.conversion.families.family import (
     DECODER_EMBEDDING,
     ENCODER_EMBEDDING,
     HEAD,
+    HEAD_BIAS,
     Counterpart,
     Family,
     Weights,
@@ -64,7 +65,6 @@ _TASK_FIELDS = ("prefix", "task_specific_params")
 _NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
 # For these transformers reads tokenizer.json as it is, whatever class a folder names.
 _GENERIC_TOKENIZERS = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
-_EMBEDDINGS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 
 
 def convert(
@@ -110,6 +110,7 @@ def convert(
     if family is None:
         field, value = ("to", to) if model_type == OURS else ("model_type", model_type)
         raise ValueError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {value!r} for {folder}.")
+    family = family.of_model(config)
     if config.get("quantization_config"):
         raise ValueError(
             f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
@@ -199,9 +200,11 @@ def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
     copy_licences(folder, output)
     for name in ("", TARGET_SUBFOLDER):
         _copy_files(folder, output, _TOKENIZER_FILES, name)
-    settings = output / _TOKENIZER_CONFIG
+    settings, config = output / _TOKENIZER_CONFIG, read_json(folder / CONFIG_NAME)
     content = read_json(settings) if settings.is_file() else {}
-    named_class = content.get("tokenizer_class") or read_json(folder / CONFIG_NAME).get("tokenizer_class")
+    if model_type == "encoder-decoder":
+        model_type = config["encoder"]["model_type"]
+    named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
     tokenizer_class = _tokenizer_class(model_type, named_class)
     has_tokenizer = any(_matches_any(path.name, _TOKENIZER_FILES) for path in output.iterdir())
     if has_tokenizer and tokenizer_class is not None:
@@ -254,7 +257,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
     config, shapes = ours.config, _shapes(ours)
     counterparts = {
         name: Counterpart(family.embedding_name(name, weights))
-        if name in _EMBEDDINGS
+        if name in family.embedding_names
         else family.counterpart(name, config)
         for name in stored_names(ours)
     }
@@ -262,7 +265,9 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
     known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
     known.update(*family.embedding_names.values())
     if left_over := [
-        name for name in weights.names if name not in known and not name.startswith(family.ignored_prefixes)
+        name
+        for name in weights.names
+        if family.original_name(name) not in known and not name.startswith(family.ignored_prefixes)
     ]:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
@@ -290,7 +295,7 @@ def plan_theirs(
         check_shape(name, weights.kinds[name].shape, our_shapes[name])
     # Their name to our name and the counterpart.
     sources = {name: (our_name, Counterpart(name)) for name, our_name in _embedding_sources(family, config).items()}
-    counterparts = {name: family.counterpart(name, config) for name in stored if name not in _EMBEDDINGS}
+    counterparts = {name: family.counterpart(name, config) for name in stored if name not in family.embedding_names}
     sources |= {counterpart.name: (name, counterpart) for name, counterpart in counterparts.items()}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
@@ -299,8 +304,8 @@ def plan_theirs(
     )
     planned = {}
     for name in needed:
-        if name in sources:
-            our_name, counterpart = sources[name]
+        if (source := sources.get(family.original_name(name))) is not None:
+            our_name, counterpart = source
             nbytes = weights.kinds[our_name].nbytes
             nbytes += counterpart.unused_rows * nbytes // our_shapes[our_name][0]
             make = functools.partial(
@@ -319,15 +324,19 @@ def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, str]:
-    """Return our stored weight for each of the family's names of an embedding."""
+    """Return our stored weight for each of the family's `embedding_names`."""
     decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
     stored = {
         ENCODER_EMBEDDING: ENCODER_EMBEDDING,
         DECODER_EMBEDDING: decoder,
         HEAD: decoder if config.tie_word_embeddings else HEAD,
+        HEAD_BIAS: HEAD_BIAS,
     }
-    # The second name of each is the shared weight.
-    shared = {names[1]: ENCODER_EMBEDDING for names in family.embedding_names.values()}
+    # The second name of an embedding is the shared weight.
+    shared = {
+        names[1]: HEAD_BIAS if ours == HEAD_BIAS else ENCODER_EMBEDDING
+        for ours, names in family.embedding_names.items()
+    }
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
 
 

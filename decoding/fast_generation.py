@@ -161,7 +161,7 @@ def prepared_projections(
     is_plain = _is_of_package(type(model).project) and model.config.final_logit_softcapping is None
     if shortlist is None or not is_plain:
         return project, None
-    return project, lambda hidden_states: shortlist(model.scale(hidden_states))
+    return project, lambda hidden_states: shortlist(model.transform(hidden_states))
 
 
 def find_obstacle(

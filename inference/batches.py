@@ -115,20 +115,20 @@ def check_source_length(length: int, encode: Callable[[list[str]], list[list[int
 
 def longest_source(model: Any) -> int | None:
     """Return the most tokens of a source, with the end of sequence, or None if the model has no limit."""
-    return _num_positions(model, "get_encoder")
+    return _num_positions(model, "get_encoder", "position_limit")
 
 
 def longest_target(model: Any) -> int | None:
     """Return the most tokens of the decoder's input, with the start token, or None if the model has no limit."""
-    return _num_positions(model, "get_decoder")
+    return _num_positions(model, "get_decoder", "decoder_position_limit")
 
 
-def _num_positions(model: Any, method: str) -> int | None:
+def _num_positions(model: Any, method: str, name: str) -> int | None:
     if not hasattr(model, method):
         return None
     # FSMT's stacks have no configuration of their own.
     config = getattr(getattr(model, method)(), "config", model.config)
-    return getattr(config, "position_limit" if config.model_type == "metaphrase" else "max_position_embeddings", None)
+    return getattr(config, name if config.model_type == "metaphrase" else "max_position_embeddings", None)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ _POSITIVE = (
     *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
     *("decoder_hidden_size", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads"),
     *("num_key_value_heads", "decoder_num_key_value_heads", "head_dim", "decoder_window", "sliding_rope_theta"),
-    *("max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
+    *("max_position_embeddings", "decoder_max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
     *("attention_scale", "logits_scale", "initializer_range"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "type_vocab_size"),
 )
 STACKS = ("encoder", "decoder")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -50,6 +50,7 @@ class StackSizes(NamedTuple):
     ffn_dim: int
     layer_types: tuple[str, ...]
     window: tuple[int, int] | None
+    max_position_embeddings: int
 
     def window_of(self, layer: int) -> tuple[int, int] | None:
         """Return the window of a layer, or None for full attention."""
@@ -87,8 +88,10 @@ class MetaphraseConfig(PreTrainedConfig):
         max_position_embeddings: Longest sequence that texts may have, except for `relative`, which has no limit. Only the table
             of `learned` ends there: the network computes the other types for longer sequences, too, untrained as they are.
             The number also is the base of the scaled variants of `rotary`.
+        decoder_max_position_embeddings: The same for the decoder's table of `learned`. None means `max_position_embeddings`.
         position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
             the padding token plus 1. BART's table has unused rows at the start.
+        type_vocab_size: Rows of BERT's table of token types, the first of which is added to `learned`. None means no table.
         encoder_layer_types, decoder_layer_types: `full_attention` or `sliding_attention` of each layer. None means the former.
         encoder_window: In the encoder's sliding attention, a token sees so many tokens to the left and to the right of itself.
         decoder_window: In the decoder's sliding attention, a token sees so many tokens, itself and those before it.
@@ -113,6 +116,8 @@ class MetaphraseConfig(PreTrainedConfig):
         attn_logit_softcapping: Largest attention score c: scores s become c tanh(s / c). None means no limit.
         final_logit_softcapping: The same for logits.
         attention_bias, mlp_bias: Biases in the projections of attention, and in the feed-forward network.
+        head_transform: A linear layer, the activation and a norm before the output projection (BERT, Devlin et al. 2019, arXiv
+            1810.04805). `mlp_bias` decides on its bias.
         logits_bias: A bias in the output projection.
         logits_scale: Factor of the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
         tie_word_embeddings: The output projection and the target embeddings share a weight.
@@ -160,7 +165,9 @@ class MetaphraseConfig(PreTrainedConfig):
     position_embedding_type: Literal["sinusoidal", "learned", "relative", "rotary", "alibi", "none"] = "rotary"
     sinusoidal_layout: Literal["interleaved", "half_split", "fairseq"] = "interleaved"
     max_position_embeddings: int = 1024
+    decoder_max_position_embeddings: int | None = None
     position_offset: int = 0
+    type_vocab_size: int | None = None
     encoder_layer_types: list[str] | None = None
     decoder_layer_types: list[str] | None = None
     encoder_window: list[int] | None = None
@@ -185,6 +192,7 @@ class MetaphraseConfig(PreTrainedConfig):
     final_logit_softcapping: float | int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    head_transform: bool = False
     logits_bias: bool = False
     logits_scale: float | int = 1.0
     tie_word_embeddings: bool = True
@@ -220,8 +228,9 @@ class MetaphraseConfig(PreTrainedConfig):
         # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
         self._check()
         # A value that changes nothing is None, as for most models.
-        if self.decoder_hidden_size == self.hidden_size:
-            self.decoder_hidden_size = None
+        for name in ("hidden_size", "max_position_embeddings"):
+            if getattr(self, f"decoder_{name}") == getattr(self, name):
+                setattr(self, f"decoder_{name}", None)
         for name in (f"{stack}_layer_types" for stack in STACKS):
             if {*(getattr(self, name) or ())} == {FULL}:
                 setattr(self, name, None)
@@ -292,6 +301,12 @@ class MetaphraseConfig(PreTrainedConfig):
             raise ValueError(
                 f"`position_embedding_type` must have no bias with `merged_attention`, got {self.position_embedding_type!r}."
             )
+        for field in ("decoder_max_position_embeddings", "type_vocab_size"):
+            if getattr(self, field) is not None and self.position_embedding_type != "learned":
+                raise ValueError(
+                    f"`{field}` has no effect when `position_embedding_type` is {self.position_embedding_type}, "
+                    f"got {getattr(self, field)}. Remove it."
+                )
         if not self.train_padding_embedding and self.pad_token_id is None:
             raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
         # The shift to the right writes both ids into the target.
@@ -368,12 +383,10 @@ class MetaphraseConfig(PreTrainedConfig):
         layers, heads, ffn_dim, types = (
             getattr(self, f"{stack}_{name}") for name in ("layers", "attention_heads", "ffn_dim", "layer_types")
         )
-        width, key_value_heads = self.hidden_size, self.num_key_value_heads
-        if stack == "decoder":
-            width, key_value_heads = (
-                self.decoder_hidden_size or width,
-                self.decoder_num_key_value_heads or key_value_heads,
-            )
+        width, key_value_heads, positions = (
+            (stack == "decoder" and getattr(self, f"decoder_{name}")) or getattr(self, name)
+            for name in ("hidden_size", "num_key_value_heads", "max_position_embeddings")
+        )
         window = self.encoder_window if stack == "encoder" else self.decoder_window and (self.decoder_window - 1, 0)
         return StackSizes(
             hidden_size=width,
@@ -384,12 +397,21 @@ class MetaphraseConfig(PreTrainedConfig):
             ffn_dim=ffn_dim,
             layer_types=tuple(types or [FULL] * layers),
             window=window and tuple(window),
+            max_position_embeddings=positions,
         )
 
     @property
     def position_limit(self) -> int | None:
-        """The most tokens of a source or target, or None without a limit."""
-        return None if self.position_embedding_type == "relative" else self.max_position_embeddings
+        """The most tokens of a source, or None without a limit."""
+        return self._position_limit("encoder")
+
+    @property
+    def decoder_position_limit(self) -> int | None:
+        """The most tokens of a target, or None without a limit."""
+        return self._position_limit("decoder")
+
+    def _position_limit(self, stack: str) -> int | None:
+        return None if self.position_embedding_type == "relative" else self.stack_sizes(stack).max_position_embeddings
 
     @classmethod
     def presets(cls) -> list[str]:

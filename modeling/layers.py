@@ -281,6 +281,24 @@ class MetaphraseMLP(nn.Module):
         return acceleration.linear(self.down_proj, inner)
 
 
+class MetaphraseHeadTransform(nn.Module):
+    """Linear layer, activation and norm between decoder and output projection: `(..., hidden) -> (..., hidden)`.
+
+    Source: the head of BERT's code, Devlin et al. 2019, arXiv 1810.04805.
+    """
+
+    def __init__(self, config: MetaphraseConfig, width: int):
+        super().__init__()
+        self.dense = nn.Linear(width, width, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.activation_function]
+        self.norm = make_norm(config, width)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            hidden_states = cast_for_autocast(hidden_states)
+        return self.norm(acceleration.linear(self.dense, hidden_states, self.activation))
+
+
 class _ResidualLayer(GradientCheckpointingLayer):
     """Sublayers with residual connections. Norms are before (`pre`) or after (`post`) the sum, or around a sublayer (`both`).
 

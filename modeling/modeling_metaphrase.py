@@ -12,6 +12,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
+from .layers import MetaphraseHeadTransform
 from .loss import divergence_of_halves, num_items, sequence_loss, shift_right
 from .operators import acceleration, clamp_float16, soft_cap
 from .positions import positions_from_mask
@@ -181,6 +182,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         self.loss_type = None
         self.model = MetaphraseModel(config)
         width = config.stack_sizes("decoder").hidden_size
+        self.head_transform = MetaphraseHeadTransform(config, width) if config.head_transform else nn.Identity()
         self.lm_head = nn.Linear(width, config.decoder_vocab_size, bias=config.logits_bias)
         if not config.tie_word_embeddings:
             self._tied_weights_keys = {}
@@ -200,11 +202,12 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Return logits of the decoder's output: `(..., hidden) -> (..., vocab)`. `head` replaces `lm_head`."""
-        logits = (self.lm_head if head is None else head)(self.scale(hidden_states))
+        logits = (self.lm_head if head is None else head)(self.transform(hidden_states))
         return soft_cap(clamp_float16(logits), self.config.final_logit_softcapping)
 
-    def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Multiply the decoder's output by `logits_scale`."""
+    def transform(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the input of `lm_head`: the decoder's output after `head_transform`, times `logits_scale`."""
+        hidden_states = self.head_transform(hidden_states)
         return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args, **kwargs) -> dict:
@@ -284,7 +287,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         logits = loss = None
         if labels is not None and not return_logits and self.config.final_logit_softcapping is None:
             divisor = num_items(labels, num_items_in_batch, hidden_states.device)
-            states = self.scale(hidden_states)
+            states = self.transform(hidden_states)
             loss = acceleration.projected_loss(self.lm_head, states, labels, smoothing, r_drop_alpha, divisor)
         if return_logits or loss is None:
             logits = self.project(hidden_states)
@@ -300,7 +303,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
 class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
     """The encoder alone, for embeddings of text."""
 
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"head_transform\.", r"lm_head\."]
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .configuration_metaphrase import MetaphraseConfig
+from .configuration_metaphrase import MetaphraseConfig, StackSizes
 from .operators import clamp_float16
 
 _MAX_WAVELENGTH = 10_000.0
@@ -71,13 +71,16 @@ class SinusoidalPositionEmbedding(nn.Module):
 
 
 class LearnedPositionEmbedding(nn.Embedding):
-    """Learned vectors for `max_position_embeddings` positions."""
+    """Learned vectors for `max_position_embeddings` positions, plus the vector of the first token type."""
 
     is_of_positions = True
 
-    def __init__(self, config: MetaphraseConfig, hidden_size: int):
-        super().__init__(config.max_position_embeddings + config.position_offset, hidden_size)
-        self.offset = config.position_offset
+    def __init__(self, config: MetaphraseConfig, sizes: StackSizes):
+        super().__init__(sizes.max_position_embeddings + config.position_offset, sizes.hidden_size)
+        self.offset, self.token_types = config.position_offset, None
+        if config.type_vocab_size is not None:
+            self.token_types = nn.Embedding(config.type_vocab_size, sizes.hidden_size)
+            self.token_types.is_of_positions = True
 
     def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
         """Look up positions, as `SinusoidalPositionEmbedding` does."""
@@ -92,7 +95,8 @@ class LearnedPositionEmbedding(nn.Embedding):
                 f"A sequence must not be longer than `max_position_embeddings` with learned positions, "
                 f"got {length} tokens and {count} positions."
             )
-        return super().forward(position_ids + self.offset)
+        embeddings = super().forward(position_ids + self.offset)
+        return embeddings if self.token_types is None else embeddings + self.token_types(torch.zeros_like(position_ids))
 
 
 class RotaryPositionEmbedding(nn.Module):

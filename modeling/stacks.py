@@ -126,7 +126,7 @@ class Stack(MetaphrasePreTrainedModel):
         if kind == "sinusoidal":
             self.embed_positions = SinusoidalPositionEmbedding(config, width)
         elif kind == "learned":
-            self.embed_positions = LearnedPositionEmbedding(config, width)
+            self.embed_positions = LearnedPositionEmbedding(config, self.sizes)
         elif kind == "rotary":
             self.rotary_emb = RotaryPositionEmbedding(config, self.sizes.head_dim, config.rope_parameters)
             if config.sliding_rope_theta is not None and SLIDING in self.sizes.layer_types:

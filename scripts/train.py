@@ -206,7 +206,7 @@ def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: fl
         return
     (folder / ENSEMBLE_NAME).write_text(json.dumps({"models": list(scores)}) + "\n", encoding="utf-8")
     sizes = {"batch_size": experiment.arguments.per_device_eval_batch_size}
-    ensemble = Generator.from_pretrained(folder, max_source_length=experiment.corpus.longest, **sizes)
+    ensemble = Generator.from_pretrained(folder, max_source_length=experiment.corpus.longest[0], **sizes)
     result = experiment.evaluate(ensemble, folder)
     if result:
         write_metrics(folder, result | {"models": scores})

@@ -35,6 +35,7 @@ from verbs import execute
 
 from metaphrase.conversion import adapt, convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.conversion.families import FAMILIES, REFUSED
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.filtering.lexicon import make_vocabulary_map
 from metaphrase.inference import Generator
@@ -286,6 +287,14 @@ def test_messages_of_troubleshooting_are_in_the_code():
 def test_every_text_made_from_the_code_has_a_page(name):
     assert sum(f"<!-- {name} -->" in page for page in PAGES.values()) == 1
     assert REFERENCE["TEXTS"][name]().strip()
+
+
+def test_the_table_of_families_is_that_of_the_code():
+    section = PAGES["docs/conversion.md"].split("## Families")[1].split("## ")[0]
+    rows = dict(re.findall(r"^\|.*\| `([\w-]+)` \| (.*) \|$", section, flags=re.MULTILINE))
+    assert rows.pop("model_type") == "conversion" and rows.keys() == FAMILIES.keys() | REFUSED.keys()
+    for name, text in rows.items():
+        assert text.startswith("both ways") if name in FAMILIES else text == f"refused: {REFUSED[name]}"
 
 
 def test_reference_has_all_fields_verbs_and_presets():

@@ -62,7 +62,12 @@ class PairCorpus:
     special_tokens: tuple[str, ...] = ()
     label = ""
 
-    def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        arguments: Seq2SeqTrainingArguments,
+        longest: tuple[int | None, int | None] = (None, None),
+    ):
         """Check that there is training data; `load` reads it. Default length limits above `longest` are lowered.
 
         Raises:
@@ -158,7 +163,7 @@ class PairCorpus:
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         recipe, is_train = self.recipe, split == "train"
-        limits = self.limits if is_train else (self.longest, self.longest)
+        limits = self.limits if is_train else self.longest
         encoded, self.reports[split] = encode_pairs(
             self.splits[split],
             tokenizers,
@@ -172,8 +177,9 @@ class PairCorpus:
         logger.info("%s%s: %s", self.label, split, self.reports[split])
         report = self.reports[split]
         if not is_train and recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
+            most = " and ".join(map(str, dict.fromkeys(self.longest)))
             raise ValueError(
-                f"The {split} pairs must be within the {self.longest} tokens of `max_position_embeddings`, since all are scored, "
+                f"The {split} pairs must be within the {most} tokens of `max_position_embeddings`, since all are scored, "
                 f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
                 "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
             )
@@ -284,18 +290,17 @@ class TextCorpus(PairCorpus):
         return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
 
 
-def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
+def _fit_limits(recipe: Recipe, longest: tuple[int | None, int | None]) -> Recipe:
     """Return the recipe with default length limits lowered to what the model can read."""
-    if longest is None:
-        return recipe
     # A decoded sequence has a start token, which labels lack, and its last token is never read.
-    limits = {**dict.fromkeys(_TRAINING_LIMITS, longest), "generation_max_length": longest + 1}
-    lowered = {name: limit for name, limit in limits.items() if (getattr(recipe, name) or 0) > limit}
+    limits = zip((*_TRAINING_LIMITS, "generation_max_length"), (*longest, longest[1] and longest[1] + 1), strict=True)
+    lowered = {name: limit for name, limit in limits if limit is not None and (getattr(recipe, name) or 0) > limit}
     for name, limit in lowered.items():
         value = getattr(recipe, name)
         if recipe.is_set(name):
+            positions = longest[name != _TRAINING_LIMITS[0]]
             raise ValueError(
-                f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {longest}, got {value}."
+                f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {positions}, got {value}."
             )
         logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
     return recipe.choose("the model reads no more", **lowered)
@@ -416,7 +421,9 @@ class StagedCorpus(_PartedCorpus):
         return {"train": datasets.concatenate_datasets(list(train.values()))} | scored
 
 
-def open_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None) -> PairCorpus:
+def open_corpus(
+    recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: tuple[int | None, int | None]
+) -> PairCorpus:
     """Return the corpus of a recipe (see `PairCorpus`)."""
     if recipe.tasks or recipe.stages:
         kind = TaskCorpus if recipe.tasks else StagedCorpus

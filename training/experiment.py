@@ -55,7 +55,7 @@ from metaphrase.training.model_setup import (
     check_special_ids,
     fit_vocabulary,
     load_base,
-    longest_sequence,
+    longest_sequences,
     settle_decoding,
 )
 from metaphrase.training.optimizer import FrozenStart, check_optimizer, freeze
@@ -121,7 +121,7 @@ class Experiment:
                 refuse_missing_folder(getattr(recipe, name), name)
         if recipe.lora_rank is not None:
             import_peft()
-        self.corpus = open_corpus(recipe, self.arguments, longest_sequence(recipe))
+        self.corpus = open_corpus(recipe, self.arguments, longest_sequences(recipe))
         # Its length limits are those that the model can read.
         self._set_recipe(self.corpus.recipe)
         self.interrupt = EndOnInterrupt()
@@ -336,7 +336,7 @@ class Experiment:
         return with_plain_lines(trainer, self.deadline)
 
     def _generator(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> Generator:
-        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest}
+        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest[0]}
         return Generator(model.eval(), tokenizers, **sizes)
 
     def _write_provenance(self) -> None:

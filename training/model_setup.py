@@ -21,13 +21,13 @@ _TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small",
 _TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
 
 
-def longest_sequence(recipe: Recipe) -> int | None:
-    """Return the maximum tokens per side for the model of a recipe; None if its positions have no end."""
+def longest_sequences(recipe: Recipe) -> tuple[int | None, int | None]:
+    """Return the maximum tokens of a source and of a target for the model of a recipe; None if positions have no end."""
     config = _load_config(recipe)
     if config.model_type == "metaphrase":
-        return config.position_limit
+        return config.position_limit, config.decoder_position_limit
     rows = getattr(config, "max_position_embeddings", None)
-    return rows if config.model_type in _TABLED_FAMILIES and isinstance(rows, int) else None
+    return (rows if config.model_type in _TABLED_FAMILIES and isinstance(rows, int) else None,) * 2
 
 
 def _load_config(recipe: Recipe) -> PreTrainedConfig:

@@ -2,7 +2,8 @@
 
 from transformers import UMT5Config
 
-from metaphrase.conversion.families.bart import Bart
+from metaphrase.conversion.families.bart import LED, Bart
+from metaphrase.conversion.families.encoder_decoder import EncoderDecoder
 from metaphrase.conversion.families.family import Family
 from metaphrase.conversion.families.t5 import T5, LongT5
 from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
         Bart("blenderbot", offset=0, fixed=_PRE_NORM | {"embedding_norm": False}),
         Bart("blenderbot-small", offset=0, fixed={"embedding_norm_before_positions": True}),
         Bart("mvp"),
+        LED(),
         Bart("pegasus", "half_split", fixed=_PRE_NORM),
         Bart(
             "marian",
@@ -46,6 +48,7 @@ FAMILIES: dict[str, Family] = {
             has_logits_bias=False,
             has_two_vocabularies=True,
         ),
+        EncoderDecoder(),
         T5Gemma("t5gemma", qk_norm=False, share_embeddings=False),
         T5Gemma2(),
     )

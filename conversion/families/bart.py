@@ -3,9 +3,10 @@
 Source: BART, Lewis et al. 2020, arXiv 1910.13461; mBART, Liu et al. 2020, arXiv 2001.08210; PLBart, Ahmad et al. 2021, arXiv
 2103.06333; Marian, Junczys-Dowmunt et al. 2018, arXiv 1804.00344; Pegasus, Zhang et al. 2020, arXiv 1912.08777; FSMT, Ng et al.
 2019, arXiv 1907.06616; M2M100, Fan et al. 2021, arXiv 2010.11125; NLLB Team 2022, arXiv 2207.04672; Blenderbot, Roller et al.
-2021, arXiv 2004.13637; MVP, Tang et al. 2023, arXiv 2206.12131.
+2021, arXiv 2004.13637; MVP, Tang et al. 2023, arXiv 2206.12131; LED, Beltagy et al. 2020, arXiv 2004.05150.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,14 @@ from metaphrase.conversion.families.family import (
     Counterpart,
     Family,
     Weights,
+    computed_head_dims,
+    sliding_encoder,
 )
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.modeling.positions import sinusoids
+
+logger = logging.getLogger(__name__)
 
 _FSMT_HEAD = "model.decoder.output_projection.weight"
 _TABLES = tuple(f"model.{stack}.embed_positions.weight" for stack in STACKS)
@@ -114,12 +119,8 @@ class Bart(Family):
         return (config.pad_token_id or 0) + 1 if self.layout == "fairseq" else 0
 
     def _refuse_leading_padding(self, config: PreTrainedConfig | MetaphraseConfig) -> None:
-        start = config.decoder_start_token_id
-        if self.layout == "fairseq" and start is not None and start == config.pad_token_id:
-            raise ValueError(
-                f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in a {self.name}, "
-                f"got {start} for both."
-            )
+        if self.layout == "fairseq":
+            self.refuse_leading_padding(config.decoder_start_token_id, config.pad_token_id)
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         self._refuse_leading_padding(theirs)
@@ -143,9 +144,7 @@ class Bart(Family):
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
         self._refuse_leading_padding(ours)
-        # The width of a head that is given must be the one that their class computes.
-        heads = {ours.encoder_attention_heads, ours.decoder_attention_heads}
-        allowed: dict[str, tuple] = {"head_dim": (None, ours.hidden_size / heads.pop()) if len(heads) == 1 else (None,)}
+        allowed: dict[str, tuple] = {"head_dim": computed_head_dims(ours)}
         if not self.has_logits_bias:
             allowed["logits_bias"] = (False,)
         if not self.has_two_vocabularies:
@@ -189,3 +188,54 @@ class Bart(Family):
             # fairseq's row for padding.
             table[config.pad_token_id] = 0
         return table
+
+
+_LOCAL = {f"self_attn.{name[0]}_proj": f"self_attn.longformer_self_attn.{name}" for name in ("query", "key", "value")}
+_LED_PARTS = _LOCAL | {"self_attn.out_proj": "self_attn.output"}
+
+
+class LED(Bart):
+    """LED without global attention: BART with windows in the encoder, and a number of positions for each stack."""
+
+    prefix = "led."
+
+    def __init__(self):
+        positions = {"max_position_embeddings": "max_encoder_position_embeddings"}
+        super().__init__("led", offset=0, fixed={"scale_embedding": False}, field_names=positions)
+        del self.field_names["scale_embedding"]
+        for field in ("encoder_layer_types", "decoder_max_position_embeddings"):
+            del self.fixed[field]
+
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        windows = theirs.attention_window
+        window, *rest = {*windows} if isinstance(windows, list) else (windows,)
+        if rest:
+            raise ValueError(f"`attention_window` of a led must be the same in all layers, got {windows}.")
+        logger.warning("The projections of global attention are left behind: Metaphrase has windows alone.")
+        return super().read_extra_fields(theirs, weights) | {
+            "decoder_max_position_embeddings": theirs.max_decoder_position_embeddings,
+            **sliding_encoder(theirs.encoder_layers, window // 2),
+        }
+
+    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
+        radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
+        fields = sliding_encoder(ours.encoder_layers, radius)
+        return super().allowed_values(ours) | {name: (value,) for name, value in fields.items()}
+
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        return super().write_extra_fields(ours) | {
+            "attention_window": 2 * ours.encoder_window[0],
+            "max_decoder_position_embeddings": ours.stack_sizes("decoder").max_position_embeddings,
+        }
+
+    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
+        counterpart = super().counterpart(name, config)
+        theirs = counterpart.name.replace("model.", self.prefix, 1)
+        if theirs.startswith("led.encoder."):
+            for part, replacement in _LED_PARTS.items():
+                theirs = theirs.replace(part, replacement)
+        return counterpart._replace(name=theirs)
+
+    def original_name(self, name: str) -> str:
+        # The paper (section 3.1) also initializes the projections of global attention as copies.
+        return name.replace("_global.", ".")

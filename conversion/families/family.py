@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.configuration_metaphrase import STACKS
+from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 from metaphrase.storage.weight_files import Kind, WeightFiles
 
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -29,7 +29,8 @@ RARE_FIELDS = {
     for name in (
         *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
         *("norm_plus_one", "attn_logit_softcapping", "final_logit_softcapping", "embedding_norm_before_positions"),
-        *("sliding_rope_theta", "merged_attention"),
+        *("sliding_rope_theta", "merged_attention", "decoder_max_position_embeddings", "type_vocab_size"),
+        "head_transform",
     )
 }
 
@@ -85,10 +86,10 @@ class Family(abc.ABC):
         field_names: Our field to the family's field of the same meaning. `encoder.hidden_size` is a field of a part.
         fixed: Our field to its only value in this family.
         free: Our fields that do not change what a trained model computes.
-        ignored_prefixes: Prefixes of weights that nothing here reads, because they are of no text.
+        ignored_prefixes: Prefixes of weights that nothing here reads, because they are of no text or of whole sequences.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
-            next.
+            next. Also for the bias of the output projection, if the family has two names for it.
     """
 
     prefix = ""
@@ -112,6 +113,10 @@ class Family(abc.ABC):
             HEAD: (HEAD, decoder, shared, encoder),
         }
 
+    def of_model(self, config: Mapping[str, Any]) -> "Family":
+        """Return the family for a model by its configuration file, theirs or ours."""
+        return self
+
     def read_config(self, theirs: PreTrainedConfig, weights: Weights) -> MetaphraseConfig:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
         fields = {ours: operator.attrgetter(name)(theirs) for ours, name in self.field_names.items()}
@@ -122,7 +127,7 @@ class Family(abc.ABC):
         return MetaphraseConfig(dtype=theirs.dtype, **(fields | self.read_extra_fields(theirs, weights)))
 
     def embedding_name(self, ours: str, weights: Weights) -> str:
-        """Return the first existing name of one of our three embeddings."""
+        """Return the first existing name of a weight in `embedding_names`."""
         names = self.embedding_names[ours]
         return next((name for name in names if name in weights), names[0])
 
@@ -172,6 +177,14 @@ class Family(abc.ABC):
             part[inner] = value
         return nested
 
+    def refuse_leading_padding(self, start: int | None, padding: int | None) -> None:
+        """Refuse a decoder that starts with padding, where padding has no position."""
+        if start is not None and start == padding:
+            raise ValueError(
+                f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in {self.name}, "
+                f"got {start} for both."
+            )
+
     @abc.abstractmethod
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         """Return our fields that no single field of theirs holds."""
@@ -192,6 +205,10 @@ class Family(abc.ABC):
         """Return the name in a checkpoint of a weight of their class."""
         return name
 
+    def original_name(self, name: str) -> str:
+        """Return the weight of theirs that one of theirs is a copy of, or its name."""
+        return name
+
     def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
         """Return their weights that follow from our configuration."""
         return set(self.ignored)
@@ -199,6 +216,17 @@ class Family(abc.ABC):
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
         """Make a weight of theirs that has no counterpart of ours, or return None for any other weight."""
         return None
+
+
+def computed_head_dims(ours: MetaphraseConfig) -> tuple:
+    """Return the values of `head_dim` that mean what a class computes from the width and the number of heads."""
+    heads = {ours.encoder_attention_heads, ours.decoder_attention_heads}
+    return (None, ours.hidden_size / heads.pop()) if len(heads) == 1 else (None,)
+
+
+def sliding_encoder(layers: int, radius: int) -> dict[str, Any]:
+    """Return our fields of an encoder whose tokens see `radius` tokens on each side in all layers."""
+    return {"encoder_layer_types": [SLIDING] * layers, "encoder_window": [radius, radius]}
 
 
 def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -8,9 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
+from metaphrase.conversion.families.family import (
+    ENCODER_EMBEDDING,
+    HEAD,
+    Counterpart,
+    Family,
+    Weights,
+    sliding_encoder,
+)
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.configuration_metaphrase import SLIDING
 
 _T5_FIELDS = {
     "vocab_size": "vocab_size",
@@ -132,16 +138,12 @@ class LongT5(T5):
                 f"`encoder_attention_type` of a longt5 must be local, got {theirs.encoder_attention_type!r}: Metaphrase has no "
                 "global tokens."
             )
-        return super().read_extra_fields(theirs, weights) | {
-            "encoder_layer_types": [SLIDING] * theirs.num_layers,
-            "encoder_window": [theirs.local_radius] * 2,
-        }
+        return super().read_extra_fields(theirs, weights) | sliding_encoder(theirs.num_layers, theirs.local_radius)
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        allowed: dict[str, tuple] = {"encoder_layer_types": ([SLIDING] * ours.encoder_layers,)}
-        if ours.encoder_window is not None:
-            allowed["encoder_window"] = (ours.encoder_window[:1] * 2,)
-        return super().allowed_values(ours) | allowed
+        radius = ours.encoder_window[0] if ours.encoder_window else 1
+        fields = sliding_encoder(ours.encoder_layers, radius)
+        return super().allowed_values(ours) | {name: (value,) for name, value in fields.items()}
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         radius = {"local_radius": ours.encoder_window[0], "encoder_attention_type": "local"}

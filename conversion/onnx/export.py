@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.conversion.exports import export_folder, position_table
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.modeling.positions import has_changing_rotation
 from metaphrase.tokenization import TokenizerPair
 
@@ -75,10 +76,13 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     config = model.config
-    longest = config.max_position_embeddings if config.position_embedding_type == "learned" else sys.maxsize
+    has_table = config.position_embedding_type == "learned"
+    most_source, most_target = (
+        config.stack_sizes(stack).max_position_embeddings if has_table else sys.maxsize for stack in STACKS
+    )
     for rows, source, first, steps in _SIZES:
-        source, first = min(source, longest), min(first, longest)
-        steps = min(steps, longest - first)
+        source, first = min(source, most_source), min(first, most_target)
+        steps = min(steps, most_target - first)
         ids = torch.randint(config.vocab_size, (rows, source), generator=generator)
         targets = torch.randint(config.decoder_vocab_size, (rows, first + steps), generator=generator)
         # Each row is two tokens shorter than the row before; every other row is padded on the left.

@@ -4,15 +4,23 @@ import json
 
 import pytest
 import torch
-from converted_models import VARIANTS, bart_like, check_conversion, draw, fill_randomly
+from converted_models import (
+    VARIANTS,
+    bart_like,
+    check_conversion,
+    draw,
+    encoder_decoder_like,
+    fill_randomly,
+)
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_config
+from tiny_models import tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.families.family import HEAD
 from metaphrase.conversion.families.t5gemma import TOWER
+from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 
 
 def t5_like(family, rng):
@@ -78,6 +86,19 @@ def m2m_100_fields(rng):
     return {"pad_token_id": rng.choice((0, 1, 3)), "bos_token_id": 0, "eos_token_id": 2}
 
 
+def led_fields(rng):
+    positions = {f"max_{stack}_position_embeddings": rng.randint(16, 40) for stack in ("encoder", "decoder")}
+    return positions | {"attention_window": rng.choice((2, 4, 6))}
+
+
+def copy_local_projections(theirs):
+    """Make the projections of an LED's global attention as they are written back."""
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "_global." in name:
+                parameter.copy_(theirs.get_parameter(FAMILIES["led"].original_name(name)))
+
+
 def mbart_fields(rng):
     return {"decoder_start_token_id": 5}
 
@@ -140,7 +161,8 @@ def t5gemma2_like(rng):
 FIELDS = {"bart": lambda rng: {}, "mbart": mbart_fields, "plbart": mbart_fields, "marian": marian_fields}
 FIELDS |= {"blenderbot": lambda rng: {}, "blenderbot-small": lambda rng: {}, "mvp": lambda rng: {}}
 GEMMAS = {"t5gemma": t5gemma_like, "t5gemma2": t5gemma2_like}
-FIELDS |= {"pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
+KINDS = ("bert", "roberta", "bert-generation")
+FIELDS |= {"led": led_fields, "pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
 
 
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5", "longt5", *GEMMAS, *FIELDS])
@@ -153,6 +175,8 @@ def test_converted_model_equals_its_own_class(family, variant, tmp_path):
         theirs = GEMMAS[family](rng) if family in GEMMAS else t5_like(family, rng)
     if family in ("bart", "mbart", "plbart", "m2m_100"):
         theirs.generation_config.forced_bos_token_id = rng.choice((None, 7))
+    if family == "led":
+        copy_local_projections(theirs)
     check_conversion(theirs, family, rng, tmp_path)
 
 
@@ -175,6 +199,108 @@ def test_fsmt_without_the_decoders_embedding_uses_its_projection(tmp_path):
         expected, logits = (model(input_ids=ids, decoder_input_ids=ids).logits for model in (whole, part))
     assert torch.equal(logits, expected)
     assert not torch.equal(whole.get_input_embeddings().weight, whole.get_decoder().get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_converted_encoder_decoder_equals_its_own_class(kind, variant, tmp_path):
+    rng = draw(kind, variant)
+    check_conversion(encoder_decoder_like(kind, rng), "encoder-decoder", rng, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("bert", {"encoder": {"model_type": "roberta"}}, "`model_type` of both stacks .* got roberta and bert"),
+        ("bert", {"decoder": {"hidden_size": 16}}, "`hidden_size` must be the same in both stacks .* and 16"),
+        ("bert", {"decoder": {"layer_norm_eps": 1e-3}}, "`layer_norm_eps` must be the same in both stacks"),
+        ("bert", {"decoder": {"type_vocab_size": 9}}, "`type_vocab_size` must be the same in both stacks .* and 9"),
+        ("bert", {"whole": {"pad_token_id": 7}}, "`pad_token_id` must be the same inside and outside .* and 7"),
+        ("roberta", {stack: {"hidden_act": "relu"} for stack in STACKS}, "`hidden_act` .* got 'relu'"),
+        ("roberta", {"whole": {"decoder_start_token_id": 1, "pad_token_id": 1}}, "must not be `pad_token_id`"),
+    ],
+    ids=str,
+)
+def test_encoder_decoders_that_do_not_fit_are_refused(kind, changes, message, tmp_path):
+    changes = {"encoder": {}, "decoder": {}} | changes
+    for name in STACKS:
+        changes[name] = {"pad_token_id": 1, "num_attention_heads": 1} | changes[name]
+    changes["whole"] = {"pad_token_id": 1} | changes.get("whole", {})
+    encoder_decoder_like(kind, draw(kind, 0), **changes).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_offset": 3}, "`position_offset` must be 1, got 3"),
+        ({"position_offset": 1, "activation_function": "relu"}, "`activation_function` must be gelu, got relu"),
+        ({"type_vocab_size": None}, "`type_vocab_size` must be a number, got None"),
+        ({"head_transform": False}, "`type_vocab_size` must be None, got 2"),
+        ({"share_embeddings": True}, "`share_embeddings` must be False, got True"),
+    ],
+)
+def test_models_that_no_encoder_decoder_is_are_refused(fields, message, tmp_path):
+    design = {"position_embedding_type": "learned", "norm_type": "layernorm", "norm_position": "post"}
+    design |= {"embedding_norm": True, "gated_mlp": False, "scale_embedding": False, "logits_bias": True}
+    design |= {"type_vocab_size": 2, "head_transform": True, "share_embeddings": False, "activation_function": "gelu"}
+    tiny_model(**design | fields).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=rf"The model is no encoder-decoder: {message}\.$"):
+        convert(tmp_path / "ours", tmp_path / "theirs", to="encoder-decoder")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untied_head_may_have_one_bias(kind, tmp_path):
+    """transformers 4 wrote such checkpoints."""
+    whole = {"tie_word_embeddings": False}
+    theirs = encoder_decoder_like(kind, draw(kind, 0), whole=whole, encoder=whole, decoder=whole)
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "two")
+    path = tmp_path / "theirs" / "model.safetensors"
+    weights = load_file(path)
+    [name] = [name for name in weights if name.endswith(".decoder.bias")]
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    convert(tmp_path / "theirs", tmp_path / "one")
+    two, one = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+    assert two.keys() == one.keys() and all(torch.equal(two[name], value) for name, value in one.items())
+
+
+def test_global_attention_of_an_led_is_left_behind_and_made_anew(tmp_path, caplog):
+    theirs = bart_like("led", rng := draw("led", 0), **led_fields(rng))
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert "projections of global attention are left behind" in caplog.text
+    assert "class does not have" not in caplog.text
+    convert(tmp_path / "ours", tmp_path / "again", to="led")
+    copy_local_projections(theirs)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in theirs.state_dict().items() if name in again)
+    ids = torch.arange(4, 12)[None]
+    inputs = {"input_ids": ids, "decoder_input_ids": ids, "global_attention_mask": torch.ones_like(ids)}
+    loaded = type(theirs).from_pretrained(tmp_path / "again").eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(**inputs).logits, theirs.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("windows", [[2, 4], [4, 2]])
+def test_different_windows_of_an_led_are_refused(windows, tmp_path):
+    rng = draw("led", 0)
+    theirs = bart_like("led", rng, **led_fields(rng) | {"attention_window": windows, "encoder_layers": 2})
+    theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(
+        ValueError, match=rf"`attention_window` .* must be the same .* got \[{windows[0]}, {windows[1]}\]"
+    ):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("window", [[0, 0], [1, 2], None])
+def test_windows_that_an_led_lacks_are_refused(window):
+    kinds = [SLIDING] * 2 if window else None
+    fields = {"encoder_window": window, "encoder_layer_types": kinds, "position_embedding_type": "learned"}
+    with pytest.raises(ValueError, match=r"is no led: .*`encoder_window` must be \[1, 1\]"):
+        FAMILIES["led"].write_config(tiny_config(**fields))
 
 
 @pytest.mark.parametrize("family", ["m2m_100", "fsmt"])

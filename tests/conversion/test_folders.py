@@ -229,7 +229,10 @@ def test_every_field_is_mapped_fixed_or_free():
     own |= {"gated_mlp", "activation_function", "decoder_attention_heads", "decoder_ffn_dim"}
     own |= {name for name in declared if name.endswith("_token_id")}
     windows = {f"{stack}_layer_types" for stack in STACKS}
-    of_family = {"longt5": windows, "t5gemma": windows | {"decoder_hidden_size", "decoder_num_key_value_heads"}}
+    of_family = {"longt5": windows, "led": windows | {"decoder_max_position_embeddings"}}
+    of_family["encoder-decoder"] = {"type_vocab_size", "head_transform", "max_position_embeddings"}
+    of_family["encoder-decoder"] |= {"decoder_max_position_embeddings"}
+    of_family["t5gemma"] = windows | {"decoder_hidden_size", "decoder_num_key_value_heads"}
     of_family["t5gemma"] |= {
         "max_position_embeddings",
         "norm_eps",

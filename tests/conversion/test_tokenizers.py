@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from converted_models import draw, encoder_decoder_like
 from safetensors import SafetensorError
 from small_runs import read
 from tiny_generator import SOURCES, TARGETS, tiny_pair
@@ -50,6 +51,14 @@ def test_tokenizer_without_a_class_takes_that_of_the_configuration_or_family(nam
     expected = named or "RobertaTokenizer"
     assert read(tmp_path / "ours" / "tokenizer_config.json")["tokenizer_class"] == expected
     assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")).__name__ == expected
+
+
+def test_tokenizer_of_an_encoder_decoder_is_that_of_its_encoder(tmp_path):
+    encoder_decoder_like("roberta", draw("roberta", 0)).save_pretrained(tmp_path / "theirs")
+    tiny_pair().save_pretrained(tmp_path / "theirs")
+    change(tmp_path / "theirs" / "tokenizer_config.json", removed=["tokenizer_class"])
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert read(tmp_path / "ours" / "tokenizer_config.json")["tokenizer_class"] == "RobertaTokenizer"
 
 
 @pytest.mark.parametrize(

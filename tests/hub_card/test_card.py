@@ -142,8 +142,15 @@ def test_sections_of_a_full_folder(full_folder):
         "| `decoder_layers` | 3 |" in architecture and "auto_map" not in architecture and "token_id" not in architecture
     )
     assert "- Parameters: 804\n" in card.text
-    assert "inputs and outputs end at 512 tokens" in section(card, "Limits")
+    assert "inputs and outputs end at 512 tokens." in section(card, "Limits")
     assert f"]({FIGURE_NAME})" in card.text and (full_folder / FIGURE_NAME).is_file()
+
+
+def test_limits_of_inputs_and_outputs_may_differ(full_folder):
+    config = json.dumps(CONFIG | {"decoder_max_position_embeddings": 1024})
+    (full_folder / "config.json").write_text(config, encoding="utf-8")
+    card = ModelCard.load(write_model_card(full_folder))
+    assert "inputs end at 512 tokens, and outputs at 1,024." in section(card, "Limits")
 
 
 def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):

@@ -35,6 +35,9 @@ def test_limits_of_families(name, limit):
     for kind, expected in (("rotary", 64), ("relative", None)):
         model = tiny_model(position_embedding_type=kind, **tiny_pair().config_fields())
         assert longest_source(model) == longest_target(model) == expected
+    fields = {"position_embedding_type": "learned", "decoder_max_position_embeddings": 20}
+    model = tiny_model(**fields, **tiny_pair().config_fields())
+    assert (longest_source(model), longest_target(model)) == (64, 20)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)

@@ -176,6 +176,9 @@ def test_logits_to_keep(design):
     logits = run(model, **inputs).logits
     hidden_states = run(model.model, **inputs).last_hidden_state
     assert (model.lm_head.bias is not None) == model.config.logits_bias
+    if model.config.head_transform:
+        head = model.head_transform
+        hidden_states = head.norm(torch.nn.functional.silu(head.dense(hidden_states)))
     config, expected = model.config, model.lm_head(hidden_states * model.config.logits_scale)
     if config.final_logit_softcapping is not None:
         expected = config.final_logit_softcapping * torch.tanh(expected / config.final_logit_softcapping)

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from metaphrase.conversion import FAMILIES, convert
-from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
+from metaphrase.conversion.families.family import HEAD_BIAS, Counterpart, Family
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import STACKS
 
 TOLERANCE = 1e-5
 VARIANTS = range(3)
@@ -50,8 +51,9 @@ def random_inputs(theirs: PreTrainedModel, rng: random.Random, has_padding: bool
     """Sources and labels of two or three rows; special ids stand only where tokenizers put them."""
     config = theirs.config
     special = {config.pad_token_id, config.eos_token_id, getattr(config, "bos_token_id", None)}
-    sizes = [getattr(config, name, None) for name in ("src_vocab_size", "tgt_vocab_size", "decoder_vocab_size")]
-    source_size, target_size = sizes[0] or config.vocab_size, sizes[1] or sizes[2] or config.vocab_size
+    source_size, target_size = (
+        len(module.weight) for module in (theirs.get_input_embeddings(), theirs.get_output_embeddings())
+    )
 
     def rows(count: int, length: int, size: int, filler: int) -> torch.Tensor:
         allowed = [index for index in range(size) if index not in special]
@@ -76,7 +78,7 @@ def assert_close(given: torch.Tensor, expected: torch.Tensor, what: str) -> None
     assert difference <= bound, f"{what}: {difference} is more than {bound}"
 
 
-def assert_equal_training(ours: PreTrainedModel, theirs: PreTrainedModel, family: str, inputs: dict) -> None:
+def assert_equal_training(ours: PreTrainedModel, theirs: PreTrainedModel, family: Family, inputs: dict) -> None:
     """Logits, every hidden state, loss, and the gradient of every weight."""
     labels = inputs["labels"]
     shifted = shifted_by(theirs, labels)
@@ -96,9 +98,9 @@ def assert_equal_training(ours: PreTrainedModel, theirs: PreTrainedModel, family
     given.loss.backward()
     expected.loss.backward()
     for name, parameter in ours.named_parameters():
-        # The bias of the logits does not learn in their classes.
-        if name != HEAD_BIAS:
-            theirs_name, counterpart = their_weight(ours, theirs, FAMILIES[family], name)
+        # The bias of the logits does not learn in most classes.
+        if name != HEAD_BIAS or HEAD_BIAS in family.embedding_names:
+            theirs_name, counterpart = their_weight(ours, theirs, family, name)
             gradient = counterpart.to_ours(theirs.get_parameter(theirs_name).grad)
             assert_close(parameter.grad, gradient, f"gradient of {name}")
 
@@ -115,7 +117,7 @@ def shifted_by(theirs: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
 
 def their_weight(ours, theirs, family, name) -> tuple[str, Counterpart]:
     stored = {family.file_name(name): name for name in theirs.state_dict()}
-    if name not in (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD):
+    if name not in family.embedding_names:
         counterpart = family.counterpart(name, ours.config)
         return stored[counterpart.name], counterpart
     return next((stored[name], Counterpart(name)) for name in family.embedding_names[name] if name in stored)
@@ -159,11 +161,12 @@ def assert_same_weights(theirs: PreTrainedModel, folder: Path) -> None:
     assert all(written[name].dtype == expected[name].dtype for name in expected)
 
 
-def check_conversion(theirs: PreTrainedModel, family: str, rng: random.Random, folder: Path) -> None:
+def check_conversion(theirs: PreTrainedModel, name: str, rng: random.Random, folder: Path) -> None:
     """Assert all that must hold of a converted model, for inputs drawn by `rng`."""
     theirs.eval()
     ours = save_and_convert(theirs, folder)
-    for field, name in FAMILIES[family].field_names.items():
+    family = FAMILIES[name].of_model(theirs.config.to_dict())
+    for field, name in family.field_names.items():
         assert getattr(ours.config, field) == operator.attrgetter(name)(theirs.config)
     ours.set_attn_implementation(rng.choice(("eager", "sdpa")))
     for has_padding in (False, True):
@@ -196,8 +199,39 @@ def bart_like(family: str, rng: random.Random, **fields) -> PreTrainedModel:
     fill_randomly(theirs, rng.randrange(2**31), "embed_positions" if has_sinusoids else None)
     if hasattr(theirs, "final_logits_bias") and rng.random() < 0.5:
         theirs.final_logits_bias.normal_(generator=torch.Generator().manual_seed(rng.randrange(2**31)))
-    if not config.tie_word_embeddings and hasattr(theirs.model, "shared"):
+    base = theirs.base_model
+    if not config.tie_word_embeddings and hasattr(base, "shared"):
         # Nothing reads it where it is not tied: checkpoints keep a copy there.
         with torch.no_grad():
-            theirs.model.shared.weight.copy_(theirs.model.encoder.embed_tokens.weight)
+            base.shared.weight.copy_(base.encoder.embed_tokens.weight)
+    return theirs
+
+
+def encoder_decoder_like(kind, rng, **changes):
+    """Return a model of two stacks of one kind, with a head that is tied or not. Changes of a stack go by its name."""
+    heads, padding = rng.choice((2, 4)), rng.choice((0, 1, 3))
+    shared = {"hidden_size": heads * rng.randint(5, 9), "pad_token_id": padding, "eos_token_id": 2, "bos_token_id": 5}
+    shared |= {"hidden_act": "gelu" if kind == "roberta" else rng.choice(("gelu", "relu")), "layer_norm_eps": 1e-5}
+    shared |= {} if kind == "bert-generation" else {"type_vocab_size": rng.randint(1, 3)}
+    is_tied = rng.random() < 0.5
+
+    def stack(name):
+        sizes = {"vocab_size": rng.randint(29, 61), "num_hidden_layers": rng.randint(1, 3), "intermediate_size": 23}
+        sizes |= {"num_attention_heads": rng.choice((1, heads)), "max_position_embeddings": rng.randint(24, 40)}
+        fields = shared | sizes | {"tie_word_embeddings": is_tied, "model_type": kind} | changes.get(name, {})
+        return fields | dict.fromkeys(("is_decoder", "add_cross_attention"), name == "decoder")
+
+    fields = {name: stack(name) for name in STACKS} | changes.get("whole", {})
+    ids = {name: shared[name] for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    fields = ids | {"decoder_start_token_id": 5, "tie_word_embeddings": is_tied} | fields
+    config = AutoConfig.for_model("encoder-decoder", **fields)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    fill_randomly(theirs, rng.randrange(2**31))
+    for name, parameter in theirs.named_parameters():
+        if name.startswith("encoder.pooler."):
+            parameter.requires_grad_(False).zero_()
+    if not config.decoder.tie_word_embeddings:
+        # Nothing reads this bias where it is not tied.
+        head = theirs.decoder.cls.predictions if kind == "bert" else theirs.decoder.lm_head
+        head.bias.requires_grad_(False).copy_(head.decoder.bias.detach())
     return theirs

@@ -20,6 +20,7 @@ DESIGNS = {
     "without dropout": {"dropout": 0.0},
     "vaswani": {**_CLASSIC, "position_embedding_type": "sinusoidal", "activation_function": "relu"},
     "bart": {**_CLASSIC, "position_embedding_type": "learned", "activation_function": "gelu", "embedding_norm": True},
+    "ends of bert": {**_CLASSIC, "position_embedding_type": "learned", "type_vocab_size": 2, "head_transform": True},
     "t5": {"position_embedding_type": "relative", "gated_mlp": False, "activation_function": "relu"},
     "t5 v1.1": {"position_embedding_type": "relative", "activation_function": "gelu_new", "mlp_bias": False},
     "bias of each layer": {"position_embedding_type": "relative", "relative_attention_shared": False},

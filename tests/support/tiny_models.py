@@ -52,7 +52,9 @@ DESIGNS: dict[str, dict] = {
     "half_split": _PRE_RMSNORM | _GROUPED | _DEEP_ENCODER | {"embedding_norm": True},
     "learned": _POST_LAYERNORM
     | _DEEP_ENCODER
-    | {"embedding_norm": True, "scale_embedding": False, "logits_bias": True, "qk_norm": True},
+    | {"embedding_norm": True, "scale_embedding": False, "logits_bias": True, "qk_norm": True}
+    # The ends of BERT.
+    | {"decoder_max_position_embeddings": 70, "type_vocab_size": 2, "head_transform": True},
     "relative": _PRE_RMSNORM
     | _TWO_VOCABULARIES
     | _DEEP_DECODER

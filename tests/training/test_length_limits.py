@@ -9,7 +9,7 @@ from transformers import M2M100Config, MarianConfig
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.model_setup import longest_sequence
+from metaphrase.training.model_setup import longest_sequences
 from metaphrase.training.recipe.recipe import Recipe
 
 SHORT = [("a cat", "eine Katze"), ("the dog", "der Hund"), ("a dog", "ein Hund"), ("the cat", "die Katze")]
@@ -84,6 +84,14 @@ def test_limits_beyond_the_positions_are_refused_at_once(make, fields, message):
     make({"position_embedding_type": "relative", "max_position_embeddings": 20}, **fields, eval_strategy="no")
 
 
+def test_sources_and_targets_may_have_different_limits(make):
+    model, fields = LEARNED | {"decoder_max_position_embeddings": 10}, {"eval_strategy": "no"}
+    message = "`max_target_length` must be at most 10 .* `max_position_embeddings` 10, got 11"
+    with pytest.raises(ValueError, match=message):
+        make(model, max_target_length=11, **fields)
+    make(model, max_target_length=10, **fields)
+
+
 def test_limits_that_were_not_given_are_what_the_model_can_read(make):
     sources = "".join(f"{source}\t{target}\n" for source, target in [*SHORT, LONG])
     (make.folder / "train.tsv").write_text(sources, encoding="utf-8")
@@ -97,15 +105,16 @@ def test_limits_that_were_not_given_are_what_the_model_can_read(make):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (MetaphraseConfig(position_embedding_type="rotary", max_position_embeddings=30), 30),
-        (MetaphraseConfig(position_embedding_type="relative", max_position_embeddings=30), None),
-        (MarianConfig(max_position_embeddings=30), 30),
-        (M2M100Config(max_position_embeddings=30), None),
+        (MetaphraseConfig(position_embedding_type="rotary", max_position_embeddings=30), (30, 30)),
+        (MetaphraseConfig(**LEARNED, decoder_max_position_embeddings=30), (20, 30)),
+        (MetaphraseConfig(position_embedding_type="relative", max_position_embeddings=30), (None, None)),
+        (MarianConfig(max_position_embeddings=30), (30, 30)),
+        (M2M100Config(max_position_embeddings=30), (None, None)),
     ],
 )
 def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path):
     config.save_pretrained(tmp_path)
-    assert longest_sequence(Recipe(model_name_or_path=str(tmp_path))) == expected
+    assert longest_sequences(Recipe(model_name_or_path=str(tmp_path))) == expected
 
 
 def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make):

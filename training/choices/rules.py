@@ -374,16 +374,20 @@ def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], RareWords]
     return recipe.choose(reason, augmentation={"rare_words": _RARE_WORDS_SHARE})
 
 
-def choose_limits(recipe: Recipe, lengths: Mapping[str, Sequence[int]], longest: int | None = None) -> Recipe:
-    """Choose limits of length from the tokens of some texts of each side. The model reads the `longest`, if that has an end."""
-    most = min(_LONGEST, longest or _LONGEST)
+def choose_limits(
+    recipe: Recipe, lengths: Mapping[str, Sequence[int]], longest: tuple[int | None, int | None] = (None, None)
+) -> Recipe:
+    """Choose limits of length from the tokens of some texts of each side. The model reads the `longest`, if those have an end."""
+    most_source, most_target = (min(_LONGEST, most or _LONGEST) for most in longest)
     # A fifth and 8 tokens more than nearly all texts have, rounded up to a multiple of 16.
     source, target = (16 * math.ceil((1.2 * np.quantile(lengths[side], 0.999) + 8) / 16) for side in SIDES)
     reason = "nearly all texts are shorter (99.9 %)"
-    if max(source, target) > most:
-        reason = "the longest that is usual" if most == _LONGEST else "the model reads no more"
-    recipe = recipe.choose(reason, max_source_length=min(most, source), max_target_length=min(most, target))
-    if source > most >= target:
+    if source > most_source or target > most_target:
+        is_usual = most_source == most_target == _LONGEST
+        reason = "the longest that is usual" if is_usual else "the model reads no more"
+    limits = {"max_source_length": min(most_source, source), "max_target_length": min(most_target, target)}
+    recipe = recipe.choose(reason, **limits)
+    if source > most_source and target <= most_target:
         recipe = recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
     return recipe
 

@@ -155,6 +155,9 @@ def estimate_activations(
         vocabulary, tokens = config.decoder_vocab_size, shape.target_tokens
         weight_gradient = FLOAT32_BYTES * vocabulary * (widths[1] + config.logits_bias)
         loss = tokens * element * widths[1] + weight_gradient
+        if config.head_transform:
+            tensors = 1 + kept_by_activation(config.activation_function)
+            loss += tokens * (tensors * element * widths[1] + _norm(config, precision, widths[1]))
         # Logits and probabilities of a chunk; later a scaled copy of the gradients.
         if config.final_logit_softcapping is not None:
             # All logits, their caps and their probabilities.

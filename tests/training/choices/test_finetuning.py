@@ -21,7 +21,7 @@ from metaphrase.training.choices.rules import (
     describe_choices,
     finetuning_updates,
 )
-from metaphrase.training.model_setup import longest_sequence
+from metaphrase.training.model_setup import longest_sequences
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 PAIRS = [(f"{source} {noun}", target) for noun in ("dog", "cat", "house", "tree") * 10
@@ -99,7 +99,7 @@ def test_texts_beyond_the_positions_are_truncated(folder):
     lines = [f"{long}{source}\t{target} {number:04}\n" for number, (source, target) in enumerate(PAIRS)]
     (folder / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
     recipe, text = completed(folder, save_base("bart", folder / "base"))
-    assert recipe.max_source_length == longest_sequence(recipe) == 64 and recipe.too_long == "truncate"
+    assert recipe.max_source_length == 64 and longest_sequences(recipe) == (64, 64) and recipe.too_long == "truncate"
     assert recipe.metrics == ["rouge", "chrf"] and "their beginnings are read" in text
 
 

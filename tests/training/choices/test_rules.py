@@ -101,11 +101,13 @@ def test_given_fields_stay():
 @pytest.mark.parametrize(
     ("source", "target", "longest", "expected"),
     [
-        (50, 20, None, (80, 32, "skip")),
+        (50, 20, (None, None), (80, 32, "skip")),
         # A target that is cut would teach the model not to end.
-        (2000, 20, None, (1024, 32, "truncate")),
-        (2000, 2000, None, (1024, 1024, "skip")),
-        (200, 5, 64, (64, 16, "truncate")),
+        (2000, 20, (None, None), (1024, 32, "truncate")),
+        (2000, 2000, (None, None), (1024, 1024, "skip")),
+        (200, 5, (64, 64), (64, 16, "truncate")),
+        (200, 200, (128, 64), (128, 64, "skip")),
+        (50, 200, (None, 64), (80, 64, "skip")),
     ],
 )
 def test_limits_hold_nearly_all_texts(source, target, longest, expected):
