@@ -6,7 +6,8 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 - `reference`: the model's attention with a mask of the full row, quadratic in the length of the row. Tests compare the other
   kernels with `reference`.
 - `varlen`: torch's flash attention, for half precision on an Ampere GPU or newer, without bias and dropout.
-- `window`: blocks of the row with the keys around them, for windows. Linear in the length of the row.
+- `window`: blocks of the row with the keys around them, for windows. Linear in the length of the row. A padded batch is such a
+  row, too: its rows are one after the other, and padding belongs to no sequence.
 - `grid`: a padded grid with one row per sequence, for all other cases. Part of `metaphrase.ops`; `reference` replaces it.
 """
 
@@ -88,6 +89,16 @@ class Segments:
         return self.ids * self.width + self.positions[0]
 
 
+def rows_as_segments(embeddings: torch.Tensor, attention_mask: torch.Tensor | None) -> Segments:
+    """Return the rows of a padded batch `(batch, length, hidden)` as the sequences of one row. Padding has the id -1."""
+    rows, length, _ = embeddings.shape
+    lengths = torch.full((rows,), length, device=embeddings.device)
+    segments = Segments(lengths, rows * length, length)
+    if attention_mask is not None:
+        segments.ids = segments.ids.masked_fill(attention_mask.flatten() == 0, -1)
+    return segments
+
+
 class Packing:
     """The sequences between which a packed attention runs, and the name of a kernel.
 
@@ -137,7 +148,7 @@ class Packing:
     def is_seen_in_blocks(self) -> torch.Tensor:
         """Return True if a query of a block sees one of the keys around the block, `(blocks, 1, query, key)`."""
         (left, right), size = self.window, self.block_size
-        # Empty cells belong to no sequence.
+        # Padding and the cells beyond the row belong to no sequence.
         ids = self.queries.ids[None, None, :, None] + 1
         queries, keys = (split_blocks(ids, size, *sides)[:, :, :, 0] for sides in ((0, 0), (left, right)))
         indices = torch.arange(left + size + right, device=ids.device)
@@ -249,13 +260,15 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attend within each sequence of packed rows, by any kernel but `reference`. All but `varlen` may have a largest score.
 
-    Queries, keys and values are `(1, heads, tokens, head_dim)`, and the mask is that of `packed_mask`.
+    Queries, keys and values are `(1, heads, tokens, head_dim)`, or for `window` also the rows of a padded batch
+    `(batch, heads, length, head_dim)`. The mask is that of `packed_mask`.
 
     Returns:
         `(1, query tokens, heads, head_dim)`.
     """
     if packing.kernel == "window":
         (left, right), size = packing.window, packing.block_size
+        query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
         blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
         output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
         # (blocks, heads, size, head_dim) -> (1, query tokens, heads, head_dim)
