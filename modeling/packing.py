@@ -33,6 +33,11 @@ def grid_width(longest: int) -> int:
     return max(MIN_GRID_WIDTH, -(-longest // GRID_WIDTH_MULTIPLE) * GRID_WIDTH_MULTIPLE)
 
 
+def block_size(window: tuple[int, int]) -> int:
+    """Return the number of queries in a block of the kernel `window`, about half of its keys."""
+    return max(_LEAST_BLOCK, 1 + sum(window))
+
+
 class Segments:
     """The sequences of a packed row, with the tensors that attention kernels need.
 
@@ -140,14 +145,9 @@ class Packing:
             return (indices[:, None] >= indices[None, :])[None, None]
         return (indices < self.keys.lengths[:, None])[:, None, None, :]
 
-    @property
-    def block_size(self) -> int:
-        """Number of queries in a block of the kernel `window`, about half of its keys."""
-        return max(_LEAST_BLOCK, 1 + sum(self.window))
-
     def is_seen_in_blocks(self) -> torch.Tensor:
         """Return True if a query of a block sees one of the keys around the block, `(blocks, 1, query, key)`."""
-        (left, right), size = self.window, self.block_size
+        (left, right), size = self.window, block_size(self.window)
         # Padding and the cells beyond the row belong to no sequence.
         ids = self.queries.ids[None, None, :, None] + 1
         queries, keys = (split_blocks(ids, size, *sides)[:, :, :, 0] for sides in ((0, 0), (left, right)))
@@ -203,11 +203,8 @@ def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_p
 
     A plain attention has neither bias nor window nor dropout nor a largest score.
     """
-    device_type = states.device.type
-    is_autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if is_autocast else states.dtype
-    can_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    can_flash = can_flash and device_type == "cuda" and is_plain
+    can_flash = product_dtype(states) in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+    can_flash = can_flash and states.device.type == "cuda" and is_plain
     if implementation == "eager":
         return "reference"
     if implementation not in ("sdpa", "flex_attention") and "flash" not in implementation:
@@ -220,14 +217,21 @@ def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_p
     return "reference" if acceleration.grid is None else "grid"
 
 
+def product_dtype(states: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a product of states and a weight, by autocast."""
+    device_type = states.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
+
+
 def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask for the kernel of a packing, of the dtype of `like`, once for all layers that share a position bias."""
+    """Make the mask for the kernel of a packing and states `like`, once for all layers that share a position bias."""
     if packing.kernel == "reference":
         return additive_mask(packing.is_seen(), (packing.queries.positions,) * 2, bias, like)
     if packing.kernel == "window":
         left, right = packing.window
-        indices = torch.arange(left + packing.block_size + right, device=like.device)[None, :]
-        positions = indices[:, left : left + packing.block_size], indices
+        size = block_size(packing.window)
+        indices = torch.arange(left + size + right, device=like.device)[None, :]
+        positions = indices[:, left : left + size], indices
         return additive_mask(packing.is_seen_in_blocks(), positions, bias, like)
     if packing.kernel == "varlen" or (bias is None and not packing.is_causal):
         return None
@@ -243,7 +247,8 @@ def additive_mask(
 
     `is_seen` is `(sequences or 1, 1, query or 1, key)`. The positions are those of queries `(1, query)` and of keys `(1, key)`.
     """
-    zeros = torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device)
+    # Each layer would store a copy in another dtype.
+    zeros = torch.zeros(is_seen.shape, dtype=product_dtype(like), device=like.device)
     scores = zeros if bias is None else bias(*positions).float()
     return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
 
@@ -267,7 +272,7 @@ def packed_attention(
         `(1, query tokens, heads, head_dim)`.
     """
     if packing.kernel == "window":
-        (left, right), size = packing.window, packing.block_size
+        (left, right), size = packing.window, block_size(packing.window)
         query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
         blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
         output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
