@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.packing import Segments
 from metaphrase.modeling.stacks import MetaphraseEncoder, is_padding_mask
 
@@ -252,7 +251,7 @@ def encode_without_padding(
     if not is_padding_mask(is_token) or is_token.shape != embeddings.shape[:2]:
         return None
     is_token = is_token != 0
-    if not _gains_by_windows(encoder, embeddings) and not _gains_without_padding(encoder, embeddings, is_token):
+    if not _gains_without_padding(encoder, embeddings, is_token):
         return None
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
     starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
@@ -267,11 +266,6 @@ def encode_without_padding(
     tokens = packed.last_hidden_state[0]
     output = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, indices, tokens)
     return BaseModelOutput(last_hidden_state=output.view(rows, length, -1))
-
-
-def _gains_by_windows(encoder: MetaphraseEncoder, embeddings: torch.Tensor) -> bool:
-    """Return True if sources are longer than windows, which packed rows compute in time and memory proportional to the length."""
-    return SLIDING in encoder.sizes.layer_types and embeddings.shape[1] > 1 + min(encoder.sizes.window)
 
 
 def _gains_without_padding(encoder: MetaphraseEncoder, embeddings: torch.Tensor, is_token: torch.Tensor) -> bool:

@@ -437,7 +437,7 @@ class MetaphraseConfig(PreTrainedConfig):
         # A configuration itself takes any name. The types of most fields of the base class are not checked.
         if unknown := overrides.keys() - {*cls.__annotations__, "dtype"}:
             raise ValueError(f"`{min(unknown)}` is not a field of MetaphraseConfig.")
-        fields = PRESETS[name] | overrides
+        fields = copy.deepcopy(PRESETS[name]) | overrides
         if fields.get("logits_scale", 1.0) is None:
             is_tied = fields.get("tie_word_embeddings", True)
             fields["logits_scale"] = fields["hidden_size"] ** -0.5 if is_tied else 1.0

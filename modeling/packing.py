@@ -6,7 +6,8 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 - `reference`: the model's attention with a mask of the full row, quadratic in the length of the row. Tests compare the other
   kernels with `reference`.
 - `varlen`: torch's flash attention, for half precision on an Ampere GPU or newer, without bias and dropout.
-- `window`: blocks of the row with the keys around them, for windows. Linear in the length of the row.
+- `window`: blocks of the row with the keys around them, for windows. Linear in the length of the row. A padded batch is such a
+  row, too: its rows are one after the other, and padding belongs to no sequence.
 - `grid`: a padded grid with one row per sequence, for all other cases. Part of `metaphrase.ops`; `reference` replaces it.
 """
 
@@ -30,6 +31,11 @@ _LEAST_CAPABILITY = (8, 0)
 def grid_width(longest: int) -> int:
     """Return the number of columns of a grid whose longest row has `longest` tokens."""
     return max(MIN_GRID_WIDTH, -(-longest // GRID_WIDTH_MULTIPLE) * GRID_WIDTH_MULTIPLE)
+
+
+def block_size(window: tuple[int, int]) -> int:
+    """Return the number of queries in a block of the kernel `window`, about half of its keys."""
+    return max(_LEAST_BLOCK, 1 + sum(window))
 
 
 class Segments:
@@ -88,6 +94,16 @@ class Segments:
         return self.ids * self.width + self.positions[0]
 
 
+def rows_as_segments(embeddings: torch.Tensor, attention_mask: torch.Tensor | None) -> Segments:
+    """Return the rows of a padded batch `(batch, length, hidden)` as the sequences of one row. Padding has the id -1."""
+    rows, length, _ = embeddings.shape
+    lengths = torch.full((rows,), length, device=embeddings.device)
+    segments = Segments(lengths, rows * length, length)
+    if attention_mask is not None:
+        segments.ids = segments.ids.masked_fill(attention_mask.flatten() == 0, -1)
+    return segments
+
+
 class Packing:
     """The sequences between which a packed attention runs, and the name of a kernel.
 
@@ -129,15 +145,10 @@ class Packing:
             return (indices[:, None] >= indices[None, :])[None, None]
         return (indices < self.keys.lengths[:, None])[:, None, None, :]
 
-    @property
-    def block_size(self) -> int:
-        """Number of queries in a block of the kernel `window`, about half of its keys."""
-        return max(_LEAST_BLOCK, 1 + sum(self.window))
-
     def is_seen_in_blocks(self) -> torch.Tensor:
         """Return True if a query of a block sees one of the keys around the block, `(blocks, 1, query, key)`."""
-        (left, right), size = self.window, self.block_size
-        # Empty cells belong to no sequence.
+        (left, right), size = self.window, block_size(self.window)
+        # Padding and the cells beyond the row belong to no sequence.
         ids = self.queries.ids[None, None, :, None] + 1
         queries, keys = (split_blocks(ids, size, *sides)[:, :, :, 0] for sides in ((0, 0), (left, right)))
         indices = torch.arange(left + size + right, device=ids.device)
@@ -192,11 +203,8 @@ def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_p
 
     A plain attention has neither bias nor window nor dropout nor a largest score.
     """
-    device_type = states.device.type
-    is_autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if is_autocast else states.dtype
-    can_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    can_flash = can_flash and device_type == "cuda" and is_plain
+    can_flash = product_dtype(states) in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+    can_flash = can_flash and states.device.type == "cuda" and is_plain
     if implementation == "eager":
         return "reference"
     if implementation not in ("sdpa", "flex_attention") and "flash" not in implementation:
@@ -209,14 +217,21 @@ def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_p
     return "reference" if acceleration.grid is None else "grid"
 
 
+def product_dtype(states: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a product of states and a weight, by autocast."""
+    device_type = states.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
+
+
 def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask for the kernel of a packing, of the dtype of `like`, once for all layers that share a position bias."""
+    """Make the mask for the kernel of a packing and states `like`, once for all layers that share a position bias."""
     if packing.kernel == "reference":
         return additive_mask(packing.is_seen(), (packing.queries.positions,) * 2, bias, like)
     if packing.kernel == "window":
         left, right = packing.window
-        indices = torch.arange(left + packing.block_size + right, device=like.device)[None, :]
-        positions = indices[:, left : left + packing.block_size], indices
+        size = block_size(packing.window)
+        indices = torch.arange(left + size + right, device=like.device)[None, :]
+        positions = indices[:, left : left + size], indices
         return additive_mask(packing.is_seen_in_blocks(), positions, bias, like)
     if packing.kernel == "varlen" or (bias is None and not packing.is_causal):
         return None
@@ -232,7 +247,8 @@ def additive_mask(
 
     `is_seen` is `(sequences or 1, 1, query or 1, key)`. The positions are those of queries `(1, query)` and of keys `(1, key)`.
     """
-    zeros = torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device)
+    # Each layer would store a copy in another dtype.
+    zeros = torch.zeros(is_seen.shape, dtype=product_dtype(like), device=like.device)
     scores = zeros if bias is None else bias(*positions).float()
     return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
 
@@ -249,13 +265,15 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attend within each sequence of packed rows, by any kernel but `reference`. All but `varlen` may have a largest score.
 
-    Queries, keys and values are `(1, heads, tokens, head_dim)`, and the mask is that of `packed_mask`.
+    Queries, keys and values are `(1, heads, tokens, head_dim)`, or for `window` also the rows of a padded batch
+    `(batch, heads, length, head_dim)`. The mask is that of `packed_mask`.
 
     Returns:
         `(1, query tokens, heads, head_dim)`.
     """
     if packing.kernel == "window":
-        (left, right), size = packing.window, packing.block_size
+        (left, right), size = packing.window, block_size(packing.window)
+        query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
         blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
         output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
         # (blocks, heads, size, head_dim) -> (1, query tokens, heads, head_dim)

@@ -12,6 +12,7 @@ Source:
 - Metaphrase: a shallow decoder saves decoding time, and a deep encoder keeps the quality (Kasai et al. 2021, arXiv 2006.10369).
 - Students: the widths and depths of Bogoychev et al. 2020, Edinburgh's Submissions to the 2020 Machine Translation Efficiency
   Task, https://aclanthology.org/2020.ngt-1.26.
+- Metaphrase long: local attention with the radius of LongT5 (Guo et al. 2022, section 3.1, arXiv 2112.07916).
 """
 
 _ANY_T5 = {
@@ -61,6 +62,12 @@ _MARIAN = _VASWANI | {
     "pad_token_id": 58100,
     "decoder_start_token_id": 58100,
 }
+# The decoder reads all of the source in any case, so that no encoder layer needs full attention.
+_LONG = {
+    "max_position_embeddings": 16384,
+    "encoder_layer_types": ["sliding_attention"] * 6,
+    "encoder_window": [127, 127],
+}
 
 # Width, layers of the encoder, layers of the decoder, heads, width of the feed-forward network, and other fields.
 _SIZES: dict[str, tuple[int, int, int, int, int, dict]] = {
@@ -85,6 +92,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, dict]] = {
     "metaphrase-small": (512, 6, 3, 8, 1408, {}),
     "metaphrase-base": (768, 12, 6, 12, 2048, {}),
     "metaphrase-large": (1024, 24, 8, 16, 2816, {}),
+    "metaphrase-long": (256, 6, 3, 4, 704, _LONG),
     "student-tiny": (256, 6, 2, 4, 1024, {}),
     "student-base": (512, 6, 2, 8, 1408, {}),
 }

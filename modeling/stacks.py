@@ -19,7 +19,7 @@ from .compat import CACHE_NAME, CACHE_NAMES, is_loaded, takes_cache
 from .configuration_metaphrase import SLIDING, MetaphraseConfig
 from .layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseEncoderLayer, combine_bias
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm
-from .packing import MergedPacking, Packing, Segments, choose_kernel, packed_mask
+from .packing import MergedPacking, Packing, Segments, choose_kernel, packed_mask, rows_as_segments
 from .positions import (
     AlibiPositionBias,
     LearnedPositionEmbedding,
@@ -183,9 +183,13 @@ class Stack(MetaphrasePreTrainedModel):
         key_positions: torch.Tensor,
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
+        segments: Segments | None = None,
         **arguments,
     ) -> list[LayerMask]:
-        """Return what each layer's self-attention sees, by transformers' function for masks and its arguments."""
+        """Return what each layer's self-attention sees, by transformers' function for masks and its arguments.
+
+        With `segments`, the rows of a padded batch, windows are computed in blocks.
+        """
         implementation = self.config._attn_implementation
         has_bias = self.config.position_embedding_type in ("relative", "alibi")
         if has_bias and implementation not in ("eager", "sdpa"):
@@ -204,9 +208,15 @@ class Stack(MetaphrasePreTrainedModel):
             raise ValueError(
                 f"`attn_implementation` must be eager or sdpa for `merged_attention`, got {implementation!r}."
             )
-        full = make_mask(config=self.config, inputs_embeds=like, **arguments)
+        windows = self._windows(key_positions.shape[1])
+        full = None
+        if segments is None or None in windows:
+            full = make_mask(config=self.config, inputs_embeds=like, **arguments)
 
         def layer_mask_of(bias: nn.Module | None, window: tuple[int, int] | None) -> LayerMask:
+            if window is not None and segments is not None:
+                packing = Packing(segments, segments, False, "window", window)
+                return packing, packed_mask(packing, bias, like)
             mask = full
             if window is not None and not is_flash:
                 mask = narrow(full, key_positions[:, None, :] - query_positions[:, :, None], *window)
@@ -215,22 +225,25 @@ class Stack(MetaphrasePreTrainedModel):
             scores = bias(query_positions, key_positions).to(like.dtype)
             return None, combine_bias(scores, mask, self.is_causal, query_offset)
 
-        return self._for_each_layer(layer_mask_of, key_positions.shape[1])
+        return self._for_each_layer(layer_mask_of, windows)
 
-    def _for_each_layer(
-        self, make: Callable[[nn.Module | None, tuple[int, int] | None], LayerMask], longest: int
-    ) -> list[LayerMask]:
-        """Call a function with the position bias and the window of each layer, once for equal ones.
-
-        A window that all of the `longest` tokens fit into is None.
-        """
+    def _windows(self, longest: int) -> list[tuple[int, int] | None]:
+        """Return the window of each layer. A window that all of the `longest` tokens fit into is None."""
         windows = [self.sizes.window_of(index) for index in range(len(self.layers))]
         # A graph that is traced is for all lengths.
         is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
         if self.sizes.window and not is_traced:
             left, right = self.sizes.window
             if longest <= 1 + (left if self.is_causal else min(left, right)):
-                windows = [None] * len(windows)
+                return [None] * len(windows)
+        return windows
+
+    def _for_each_layer(
+        self,
+        make: Callable[[nn.Module | None, tuple[int, int] | None], LayerMask],
+        windows: list[tuple[int, int] | None],
+    ) -> list[LayerMask]:
+        """Call a function with the position bias and the window of each layer, once for equal ones."""
         keys = list(zip(self.position_biases(), windows, strict=True))
         made = {key: make(*key) for key in dict.fromkeys(keys)}
         return [made[key] for key in keys]
@@ -264,7 +277,7 @@ class Stack(MetaphrasePreTrainedModel):
                 packings[window] = Packing(segments, segments, self.is_causal, kernel, window)
             return packings[window], packed_mask(packings[window], bias, like)
 
-        return self._for_each_layer(layer_mask_of, segments.longest)
+        return self._for_each_layer(layer_mask_of, self._windows(segments.longest))
 
 
 class MetaphraseEncoder(Stack):
@@ -305,7 +318,12 @@ class MetaphraseEncoder(Stack):
                 output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
                 if output is not None:
                     return output
-            length = embeddings.shape[1]
+            length, segments = embeddings.shape[1], None
+            is_plain = position_ids is None and (attention_mask is None or is_padding_mask(attention_mask))
+            # A graph is for all lengths.
+            is_plain = is_plain and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+            if is_plain and SLIDING in self.sizes.layer_types and self.config._attn_implementation == "sdpa":
+                segments = rows_as_segments(embeddings, attention_mask)
             # Position biases depend on distances, which padding on the left does not change.
             bias_positions = indices(length, embeddings) if position_ids is None else position_ids
             position_ids, bound = locate(position_ids, attention_mask, bias_positions, length)
@@ -316,6 +334,7 @@ class MetaphraseEncoder(Stack):
                 bias_positions,
                 0,
                 hidden_states,
+                segments=segments,
                 attention_mask=attention_mask,
             )
             return self._encode(hidden_states, layer_masks, rotations, **kwargs)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import commands, corpora, inflection, normalization, semantic_parsing
+from . import commands, corpora, inflection, normalization, recall, semantic_parsing
 
 Splits = dict[str, list[tuple[str, str]]]
 
@@ -12,6 +12,7 @@ GENERATED: dict[str, Callable[[], Splits]] = {
     "commands": commands.make_splits,
     "inflection": inflection.make_splits,
     "normalization": normalization.make_splits,
+    "recall": recall.make_splits,
     "semantic": semantic_parsing.make_splits,
     "demo": partial(corpora.make_demo, 30_000),
     "demo_500": partial(corpora.make_demo, 500),

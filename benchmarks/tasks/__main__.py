@@ -1,6 +1,6 @@
 """Writes `TASK/{train,validation,test}.tsv` below a folder.
 
-    python -m benchmarks.tasks FOLDER commands inflection normalization semantic
+    python -m benchmarks.tasks FOLDER commands inflection normalization recall semantic
 
 `commands` and `semantic` get `test_systematic.tsv` too, with combinations that training never shows.
 """

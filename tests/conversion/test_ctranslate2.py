@@ -209,8 +209,9 @@ def test_all_options_in_the_way_are_named(tmp_path):
     assert all(f"`{name}`" in str(refusal.value) for name in fields) and not (tmp_path / "exported").exists()
 
 
-def test_every_preset_can_be_expressed():
-    assert not any(find_obstacles(MetaphraseConfig.from_preset(name)) for name in MetaphraseConfig.presets())
+def test_every_preset_without_windows_can_be_expressed():
+    presets = {name: MetaphraseConfig.from_preset(name) for name in MetaphraseConfig.presets()}
+    assert [name for name, config in presets.items() if find_obstacles(config)] == ["metaphrase-long"]
 
 
 @pytest.mark.parametrize("ends", [[2, 3], None])

@@ -173,9 +173,7 @@ def test_output_is_that_of_padded_rows(name, side, skipped):
     with torch.no_grad():
         output = encoder(ids, mask).last_hidden_state
     assert skipped == [LENGTHS]
-    # With gradients it computes the padding too, except with windows.
-    if name == "windows":
-        encoder.set_attn_implementation("eager")
+    # With gradients it computes the padding too.
     expected = encoder(ids, mask).last_hidden_state
     assert skipped == [LENGTHS]
     torch.testing.assert_close(output[mask == 1], expected[mask == 1], rtol=1e-4, atol=5e-5)
@@ -211,12 +209,3 @@ def test_padding_is_computed_where_positions_are_given_or_outputs_recorded(skipp
     recorded = encoder(ids, mask, output_hidden_states=True).hidden_states
     assert [states.shape for states in recorded] == [(*ids.shape, encoder.config.hidden_size)] * 3
     assert skipped == []
-
-
-def test_windows_are_computed_in_packed_rows_in_training_too(skipped):
-    encoder = tiny_model(**DESIGNS["windows"]).get_encoder().train()
-    ids, mask = make_batch(encoder.config)
-    encoder(ids, mask).last_hidden_state.sum().backward()
-    # A source that fits into the windows is not packed.
-    encoder(ids[:, :2])
-    assert skipped == [LENGTHS]

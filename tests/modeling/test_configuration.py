@@ -238,6 +238,7 @@ PRESETS = {
     "metaphrase-small": (48_442_880, (6, 3), (8, 8), "silu", 0.1),
     "metaphrase-base": (166_167_552, (12, 6), (12, 12), "silu", 0.1),
     "metaphrase-large": (477_440_000, (24, 8), (16, 16), "silu", 0.1),
+    "metaphrase-long": (16_209_664, (6, 3), (4, 4), "silu", 0.1),
     "student-tiny": (17_110_016, (6, 2), (4, 4), "silu", 0.1),
     "student-base": (44_181_504, (6, 2), (8, 8), "silu", 0.1),
 }
@@ -258,6 +259,12 @@ def test_presets_are_the_published_architectures(name):
     assert config.attention_scale == (1.0 if name.startswith("t5") else None)
     if name.startswith("metaphrase"):
         assert config.position_embedding_type == "rotary" and config.head_dim == 64
+
+
+def test_configurations_of_a_preset_share_no_list():
+    first, second = (MetaphraseConfig.from_preset("metaphrase-long") for _ in range(2))
+    first.encoder_window[0] = 1
+    assert second.encoder_window == [127, 127] and second.position_limit >= 16_000
 
 
 def test_from_preset_takes_overrides():

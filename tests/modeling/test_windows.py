@@ -189,6 +189,34 @@ def test_one_block_for_all_sequences_has_a_largest_score(monkeypatch):
     torch.testing.assert_close(model(**packed(model.config)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def refuse(*arguments, **options):
+    raise AssertionError("A mask of all queries and keys grows with the square of the length.")
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "hole", None])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_padded_batches_compute_windows_in_blocks(kind, padding, monkeypatch):
+    windows = {"encoder_layer_types": [SLIDING] * 2, "encoder_window": [LEFT, RIGHT]}
+    encoder = tiny_model(position_embedding_type=kind, attn_implementation="eager", **windows).get_encoder()
+    # More than a block for all rows.
+    states, mask = torch.randn(3, 50, 32), torch.ones(3, 50, dtype=torch.long)
+    hidden = {"left": slice(0, 20), "right": slice(30, 50), "hole": slice(20, 30), None: slice(0, 0)}
+    mask[1, hidden[padding]] = 0
+    expected = encoder(inputs_embeds=states, attention_mask=mask, output_hidden_states=True).hidden_states
+    encoder.set_attn_implementation("sdpa")
+    for name in ("narrow", "create_bidirectional_mask"):
+        monkeypatch.setattr(stacks, name, refuse)
+    handle = encoder.layers[0].register_forward_hook(lambda *_: None)
+    # The first call leaves the hooks of transformers behind.
+    for options in ({"output_hidden_states": True}, {}):
+        output = encoder(inputs_embeds=states, attention_mask=None if padding is None else mask, **options)
+        torch.testing.assert_close(output.last_hidden_state[mask == 1], expected[-1][mask == 1], rtol=1e-4, atol=1e-4)
+        for actual, layer in zip(output.hidden_states or (), expected, strict=False):
+            torch.testing.assert_close(actual[mask == 1], layer[mask == 1], rtol=1e-4, atol=1e-4)
+    handle.remove()
+    output.last_hidden_state.sum().backward()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_padding_that_sees_no_token_stays_finite(kernel):

@@ -5,6 +5,7 @@ from small_runs import QUIET
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING
 from metaphrase.training.planning.memory import BatchShape, Precision
 
 PAIRS, SOURCE, TARGET = 8, 32, 24
@@ -15,6 +16,9 @@ WIDTHS = {"vocab_size": 101, "hidden_size": 64, "encoder_layers": 2, "decoder_la
 WIDTHS |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 112, "initializer_range": None}
 _CLASSIC = {"norm_type": "layernorm", "norm_position": "post", "gated_mlp": False}
 _DROPOUTS = {"attention_dropout": 0.1, "activation_dropout": 0.1}
+# More than a block in a packed row, and also layers without windows.
+WINDOWS = {"encoder_window": [3, 4], "decoder_window": 6}
+WINDOWS |= {"encoder_layer_types": [SLIDING, FULL], "decoder_layer_types": [SLIDING, SLIDING, FULL]}
 DESIGNS = {
     "recommended": {},
     "without dropout": {"dropout": 0.0},
@@ -31,6 +35,10 @@ DESIGNS = {
     "two vocabularies": {"share_embeddings": False, "decoder_vocab_size": 77, "logits_bias": True},
     "wide": {"encoder_ffn_dim": 512, "decoder_ffn_dim": 384, "head_dim": 32},
     "narrow decoder": {"decoder_hidden_size": 32, "share_embeddings": False, "norm_position": "both"},
+    "windows": WINDOWS,
+    "windows with a bias": {**WINDOWS, "position_embedding_type": "relative", "relative_attention_shared": False},
+    "windows with alibi": {**WINDOWS, "position_embedding_type": "alibi"},
+    "windows with every dropout": {**WINDOWS, **_DROPOUTS},
     "merged, with capped logits": {"merged_attention": True, "final_logit_softcapping": 5.0},
 }
 

@@ -17,11 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.packing import grid_width
+from metaphrase.modeling.configuration_metaphrase import SLIDING
+from metaphrase.modeling.packing import block_size, grid_width
 from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
 from metaphrase.ops.projected_loss import chunk_rows
 
 FLOAT32_BYTES, MASK_BYTES, INDEX_BYTES = 4, 1, 8
+STACKS = {"source": "encoder", "target": "decoder"}
 
 
 @dataclass(frozen=True)
@@ -139,17 +141,16 @@ def estimate_activations(
     inputs = [precision.stream_bytes * width * tokens for width, tokens in zip(widths, tokens_of_sides, strict=True)]
     if config.model_type != MetaphraseConfig.model_type:
         heads, both = config.num_attention_heads, shape.longest_source + shape.longest_target
-        layers = (
-            element * shape.source_tokens * (34 * hidden + 5 * heads * shape.longest_source) // 2,
+        layers = [
+            [element * shape.source_tokens * (34 * hidden + 5 * heads * shape.longest_source) // 2],
             # The decoder has a second attention, to all of the source.
-            element * shape.target_tokens * (45 * hidden + 5 * heads * both) // 2,
-        )
-        depths = (config.num_hidden_layers,) * 2
+            [element * shape.target_tokens * (45 * hidden + 5 * heads * both) // 2],
+        ]
+        layers = [config.num_hidden_layers * sizes for sizes in layers]
         total, loss_workspace, workspace = 0, 0, 0
         loss = 3 * FLOAT32_BYTES * shape.target_tokens * getattr(config, "vocab_size", 0)
     else:
-        layers = _layer(config, shape, precision, "source"), _layer(config, shape, precision, "target")
-        depths = config.encoder_layers, config.decoder_layers
+        layers = [_layers(config, shape, precision, side) for side in STACKS]
         total = _outside_layers(config, shape, precision)
         # Logits exist in chunks alone, and their gradients are made in the forward pass.
         vocabulary, tokens = config.decoder_vocab_size, shape.target_tokens
@@ -164,9 +165,10 @@ def estimate_activations(
             loss += 3 * FLOAT32_BYTES * tokens * vocabulary
         loss_workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
         workspace = _backward_workspace(config, shape, precision)
-    stored = inputs if is_checkpointed else layers
-    total += loss + sum(depth * size for depth, size in zip(depths, stored, strict=True))
-    return ActivationEstimate(total, loss_workspace, workspace + max(layers) * is_checkpointed, is_checkpointed)
+    for size, sizes in zip(inputs, layers, strict=True):
+        total += len(sizes) * size if is_checkpointed else sum(sizes)
+    workspace += max(map(max, layers)) * is_checkpointed
+    return ActivationEstimate(total + loss, loss_workspace, workspace, is_checkpointed)
 
 
 def _norm(config: MetaphraseConfig, precision: Precision, width: int) -> int:
@@ -177,16 +179,38 @@ def _norm(config: MetaphraseConfig, precision: Precision, width: int) -> int:
     return FLOAT32_BYTES * (tensors * width + (1 if is_rms else 2))
 
 
-def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str) -> int:
-    """Return the bytes that a layer keeps, of the encoder (`source`) or of the decoder (`target`)."""
-    stack = "encoder" if side == "source" else "decoder"
-    sizes, element = config.stack_sizes(stack), precision.compute_bytes
+def _block_scores(config: MetaphraseConfig, shape: BatchShape, side: str) -> int:
+    """Return the scores of a head in layers whose windows are computed in blocks, or 0 without such layers."""
+    sizes, tokens = config.stack_sizes(STACKS[side]), getattr(shape, f"{side}_tokens")
+    is_in_blocks = side == "source" or (shape.is_packed and not config.merged_attention)
+    if SLIDING not in sizes.layer_types or not is_in_blocks:
+        return 0
+    left, right = sizes.window
+    if getattr(shape, f"longest_{side}") <= 1 + (left if side == "target" else min(left, right)):
+        return 0
+    size = block_size(sizes.window)
+    return -(-tokens // size) * size * (left + size + right)
+
+
+def _layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str) -> list[int]:
+    """Return the bytes that each layer keeps, of the encoder (`source`) or of the decoder (`target`)."""
+    sizes, block_scores = config.stack_sizes(STACKS[side]), _block_scores(config, shape, side)
+    of_kind = {
+        kind: _layer(config, shape, precision, side, block_scores if kind == SLIDING else 0)
+        for kind in {*sizes.layer_types}
+    }
+    return [of_kind[kind] for kind in sizes.layer_types]
+
+
+def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str, block_scores: int) -> int:
+    """Return the bytes that a layer keeps. `block_scores` are the scores of a head if the layer has blocks."""
+    sizes, element = config.stack_sizes(STACKS[side]), precision.compute_bytes
     heads, inner, hidden = sizes.attention_heads, sizes.ffn_dim, sizes.hidden_size
     tokens, head_dim, key_heads = getattr(shape, f"{side}_tokens"), sizes.head_dim, sizes.key_value_heads
     # Input of the projections, query, input of the output projection, and the logarithm of the sum of each softmax.
     query = element * (hidden + 2 * heads * head_dim) + FLOAT32_BYTES * heads
     # Only kernels for padded rows share keys among query heads.
-    key = element * 2 * (heads if shape.is_packed else key_heads) * head_dim
+    key = element * 2 * (heads if shape.is_packed or block_scores else key_heads) * head_dim
     if config.qk_norm:
         query += heads * (_norm(config, precision, head_dim) + element * head_dim * (not shape.is_packed))
         key += key_heads * _norm(config, precision, head_dim)
@@ -195,7 +219,8 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
     feed_forward = element * (hidden + tensors * inner) + MASK_BYTES * inner * (config.activation_dropout > 0)
     norms = 2 if config.norm_position == "both" else 1
     sublayer = norms * _norm(config, precision, hidden) + MASK_BYTES * hidden * (config.dropout > 0)
-    size = tokens * (2 * sublayer + query + key + feed_forward) + _scores(config, shape, precision, heads, side, side)
+    size = tokens * (2 * sublayer + query + key + feed_forward)
+    size += _scores(config, shape, precision, heads, side, side, block_scores)
     if side == "target":
         size += tokens * (sublayer + query) * (not config.merged_attention) + shape.source_tokens * key
         size += _scores(config, shape, precision, heads, "target", "source")
@@ -203,19 +228,25 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
 
 
 def _scores(
-    config: MetaphraseConfig, shape: BatchShape, precision: Precision, heads: int, queries: str, keys: str
+    config: MetaphraseConfig,
+    shape: BatchShape,
+    precision: Precision,
+    heads: int,
+    queries: str,
+    keys: str,
+    block_scores: int = 0,
 ) -> int:
     """Return the bytes of all attention scores between two sides. An accelerator's kernels keep none."""
     is_self, drops = queries == keys, config.attention_dropout > 0
     has_cap = config.attn_logit_softcapping is not None
-    scores = heads * (getattr(shape, f"{keys}_scores") if is_self else shape.cross_scores)
+    scores = heads * (block_scores or (getattr(shape, f"{keys}_scores") if is_self else shape.cross_scores))
     if precision.on_accelerator and not has_cap:
         return 0
-    if shape.is_packed and not precision.on_accelerator:
+    if shape.is_packed and not precision.on_accelerator and not block_scores:
         entry = precision.compute_bytes if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
         # Larger scores are computed again.
         return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
-    # A CPU's kernel for padded rows has no dropout and no trained bias: then plain products in float32 are used.
+    # A CPU's kernel for padded rows and blocks has no dropout and no trained bias: then plain products in float32 are used.
     is_plain = drops or has_cap or (is_self and config.position_embedding_type == "relative")
     return scores * FLOAT32_BYTES * (1 + 2 * drops) * is_plain
 
@@ -223,16 +254,22 @@ def _scores(
 def _outside_layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
     """Return the bytes that embeddings, position biases, final norms and the encoder output keep."""
     size = 0
-    for side, stack in (("source", "encoder"), ("target", "decoder")):
-        sizes = config.stack_sizes(stack)
-        heads, layers, norm = sizes.attention_heads, sizes.layers, _norm(config, precision, sizes.hidden_size)
+    for side, stack in STACKS.items():
+        sizes, block_scores = config.stack_sizes(stack), _block_scores(config, shape, side)
+        heads, norm = sizes.attention_heads, _norm(config, precision, sizes.hidden_size)
         token = INDEX_BYTES + MASK_BYTES * sizes.hidden_size * (config.dropout > 0)
         token += norm * (config.embedding_norm + config.final_norm)
         if config.position_embedding_type == "rotary":
             token += 2 * precision.stream_bytes * sizes.head_dim
         size += token * getattr(shape, f"{side}_tokens")
-        if config.position_embedding_type in ("relative", "alibi") and not precision.on_accelerator:
-            is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
+        kind, layers = config.position_embedding_type, sizes.layers
+        if block_scores:
+            layers -= sizes.layer_types.count(SLIDING)
+            # All layers share the mask of the blocks. Plain products, for a trained bias, do not keep the mask.
+            entry = {"relative": 0, "alibi": heads * FLOAT32_BYTES}.get(kind, precision.compute_bytes)
+            size += block_scores * entry
+        if kind in ("relative", "alibi") and layers and not precision.on_accelerator:
+            is_shared = kind == "alibi" or config.relative_attention_shared
             # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
             rows = shape.pairs if side == "source" and shape.is_packed else 1
             size += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES

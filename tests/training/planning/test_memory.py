@@ -68,7 +68,7 @@ def kept_bytes(model, batch, is_autocast=False, **options):
     return sum(sizes.values())
 
 
-NARROW = ("recommended", "vaswani", "alibi", "bart")
+NARROW = ("recommended", "vaswani", "alibi", "bart", "windows")
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
@@ -90,8 +90,8 @@ def test_activations_are_what_autograd_keeps(fields, precision, tolerance, is_pa
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, DESIGNS["vaswani"], {"vocab_size": 4000}, DESIGNS["wide"]],
-    ids=["recommended", "vaswani", "vocabulary", "wide"],
+    [{}, DESIGNS["vaswani"], {"vocab_size": 4000}, DESIGNS["wide"], DESIGNS["windows"]],
+    ids=["recommended", "vaswani", "vocabulary", "wide", "windows"],
 )
 def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpointed):
     model = training_model(**fields)
