@@ -3,7 +3,8 @@
     python benchmarks/adaptation.py --data_dir CORPORA --core 0
 
 All of it runs on one core with one thread: the Llama reads Spanish text, then both networks read the same pairs for the same
-time, with the fields that `metaphrase train` chooses. The Spanish of the test and validation pairs is left out.
+time, with the fields that `metaphrase train` chooses. The Spanish of the test and validation pairs is left out. A second call
+goes on with the Llama and the seeds that are in the folder and in the output file.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from seeds import RESULTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from metaphrase.conversion import adapt
+from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TokenizerPair
 
@@ -107,10 +109,10 @@ def run(words: list[str], log: Path, core: int | None) -> None:
         subprocess.run(command, stdout=stream, stderr=stream, env=environment, check=True)
 
 
-def train(kind: str, seed: int, minutes: float, folder: Path, core: int | None) -> dict:
+def train(kind: str, seed: str, minutes: float, folder: Path, core: int | None) -> dict:
     """Train the adapted network, or the same network from scratch, and return its scores."""
     output = folder / f"{kind}_{seed}"
-    words = ["train", str(folder / "train.tsv"), "--seed", str(seed), "--time_budget", f"{minutes:g}m"]
+    words = ["train", str(folder / "train.tsv"), "--seed", seed, "--time_budget", f"{minutes:g}m"]
     words += ["--output_dir", str(output), "--metrics", "bleu", "chrf"]
     words += [word for split in ("validation", "test") for word in (f"--{split}_file", str(folder / f"{split}.tsv"))]
     if kind == "adapted":
@@ -129,15 +131,15 @@ def train(kind: str, seed: int, minutes: float, folder: Path, core: int | None) 
     return {"kind": kind, "seed": seed, "fields": fields, "updates": state["global_step"], "scores": scores}
 
 
-def compare(seed: int, folder: Path, core: int | None) -> dict:
-    """Return the test of significance between both networks of a seed."""
+def compare(seed: str, folder: Path, core: int | None) -> dict:
+    """Return how the adapted network of a seed differs from the one from scratch, with tests of significance."""
     test = [line.split("\t")[1] for line in (folder / "test.tsv").read_text(encoding="utf-8").splitlines()]
     reference, output = folder / "reference.txt", folder / f"compare_{seed}.json"
     reference.write_text("".join(f"{text}\n" for text in test), encoding="utf-8")
     systems = [str(folder / f"{kind}_{seed}" / "test_predictions.txt") for kind in KINDS]
     words = ["compare", *systems, "--target", str(reference), "--metrics", "bleu", "--output", str(output)]
-    run(words, folder / f"compare_{seed}.log", core)
-    return json.loads(output.read_text(encoding="utf-8"))
+    run([*words, "--names", *KINDS], folder / f"compare_{seed}.log", core)
+    return json.loads(output.read_text(encoding="utf-8"))["scores"]["bleu"]["systems"][1]
 
 
 def main() -> None:
@@ -154,20 +156,25 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
-    folder = arguments.folder
+    folder, output = arguments.folder, arguments.output
     folder.mkdir(parents=True, exist_ok=True)
-    texts = split_pairs(arguments.data_dir, folder)
-    report = {"machine": describe_machine(1), "minutes": {"llama": arguments.llama_minutes, "each": arguments.minutes}}
-    report["llama"] = train_llama(texts, folder, arguments.llama_minutes)
+    if not (folder / "adapted").is_dir():
+        texts = split_pairs(arguments.data_dir, folder)
+        report = {"machine": describe_machine(1), "runs": [], "comparisons": {}}
+        report["minutes"] = {"llama": arguments.llama_minutes, "each": arguments.minutes}
+        report["llama"] = train_llama(texts, folder, arguments.llama_minutes)
+        adapt(folder / "llama", folder / "adapted")
+        write_metrics(output, report)
+    report = json.loads(output.read_text(encoding="utf-8"))
     print(report["llama"], flush=True)
-    adapt(folder / "llama", folder / "adapted", overwrite=True)
-    report["runs"], report["comparisons"] = [], {}
-    for seed in arguments.seeds:
+    for seed in map(str, arguments.seeds):
+        if seed in report["comparisons"]:
+            continue
         for kind in KINDS:
             report["runs"].append(train(kind, seed, arguments.minutes, folder, arguments.core))
             print(report["runs"][-1], flush=True)
         report["comparisons"][seed] = compare(seed, folder, arguments.core)
-        arguments.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_metrics(output, report)
 
 
 if __name__ == "__main__":
