@@ -248,23 +248,23 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
     planned = {}
     for number, name in enumerate(stored_names(model)):
         base = bases["encoder" if name.startswith("model.encoder.") else "decoder"]
-        theirs, shape = _counterpart(name, base), model.get_parameter(name).shape
-        part = name.partition(".cross_attn.")[2] if is_new else ""
-        has_zeros = part.startswith("o_proj") or (name.endswith("o_proj.bias") and theirs not in base.weights.kinds)
-        is_drawn = part in ("k_proj.weight", "v_proj.weight")
-        if not has_zeros and not is_drawn:
-            refuse_weights("are missing", [theirs] if theirs not in base.weights.kinds else [])
-            check_shape(theirs, base.weights.kinds[theirs].shape, tuple(shape))
-
-        def make(base=base, theirs=theirs, shape=shape, number=number, has_zeros=has_zeros, is_drawn=is_drawn):
-            if not has_zeros and not is_drawn:
-                return base.weights.read(theirs)
-            weight = base.weights.read(_NORM).new_zeros(shape)
-            generator = torch.Generator().manual_seed(number)
-            return weight.normal_(std=model.config.initializer_range, generator=generator) if is_drawn else weight
-
-        planned[name] = PlannedTensor(shape.numel() * base.weights.read(_NORM).itemsize, make)
+        theirs, shape, kinds = _counterpart(name, base), model.get_parameter(name).shape, base.weights.kinds
+        of_new_attention = name.partition(".cross_attn.")[2] if is_new else ""
+        like = base.weights.read(_NORM)
+        if of_new_attention.startswith("o_proj") or (name.endswith("o_proj.bias") and theirs not in kinds):
+            make = functools.partial(like.new_zeros, shape)
+        elif of_new_attention in ("k_proj.weight", "v_proj.weight"):
+            make = functools.partial(_draw, like, shape, model.config.initializer_range, number)
+        else:
+            refuse_weights("are missing", [theirs] if theirs not in kinds else [])
+            check_shape(theirs, kinds[theirs].shape, tuple(shape))
+            make = functools.partial(base.weights.read, theirs)
+        planned[name] = PlannedTensor(shape.numel() * like.itemsize, make)
     return planned
+
+
+def _draw(like: torch.Tensor, shape: torch.Size, std: float, seed: int) -> torch.Tensor:
+    return like.new_empty(shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))
 
 
 def _counterpart(name: str, base: _Base) -> str:

@@ -5,6 +5,7 @@ import torch
 from converted_models import fill_randomly
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -13,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from metaphrase.conversion import adapt
+from metaphrase.conversion import adapt, convert
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
@@ -106,6 +107,11 @@ def test_merged_attention_has_no_weights_of_its_own(tokenizer, tmp_path):
     ids, source = random_ids(1, 5), random_ids(1, 6, seed=1)
     given = ours(input_ids=source, decoder_input_ids=ids).logits
     assert (given - base(ids).logits).abs().max() > 0.1
+    # It is a T5Gemma 2.
+    convert(tmp_path / "ours", tmp_path / "theirs", to="t5gemma2")
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs").eval()
+    expected = theirs(input_ids=source, decoder_input_ids=ids).logits
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @torch.no_grad()
