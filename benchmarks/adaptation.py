@@ -35,7 +35,7 @@ SIZES = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6, "
 SIZES |= {"max_position_embeddings": 256, "tie_word_embeddings": True}
 VOCAB_SIZE = 8000
 PAIRS = {"test": 1000, "validation": 500, "train": 10_000}
-# Of the Llama: blocks in a batch, tokens in a block, share of warmup.
+# Training of the Llama: blocks in a batch, tokens in a block, learning rate, share of warmup.
 BLOCKS, BLOCK_TOKENS, RATE, WARMUP = 16, 128, 1e-3, 0.05
 KINDS = ("scratch", "adapted")
 # The fields in which the adapted network differs from the preset.

@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tokenizers import processors
@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTra
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
-from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.families.family import HEAD, are_equal
+from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
 from metaphrase.conversion.folders import (
     DEFAULT_SHARD_SIZE,
     OURS,
@@ -67,9 +67,9 @@ class _Base(NamedTuple):
     layers: Sequence[int]
 
     @property
-    def family(self) -> Any:
-        """The T5Gemma with such layers, whose rotation and windows hold here, too."""
-        return FAMILIES["t5gemma2" if FULL in self.config.rope_parameters else "t5gemma"]
+    def family(self) -> T5Gemma:
+        """The T5Gemma whose rotation and windows these layers have."""
+        return T5Gemma2() if FULL in self.config.rope_parameters else T5Gemma("t5gemma")
 
     def shared_fields(self) -> dict[str, Any]:
         """Return the fields that must be the same in both stacks."""
@@ -146,6 +146,10 @@ def adapt(
         OSError: If a model cannot be read.
     """
     output, max_shard_bytes = Path(output), shard_bytes(max_shard_size)
+    if cross_attention not in (None, *get_args(CrossAttention)):
+        raise ValueError(
+            f"`cross_attention` must be one of {', '.join(get_args(CrossAttention))}, got {cross_attention!r}."
+        )
     folders = {"decoder": find_folder(base), "encoder": find_folder(encoder or base)}
     layers = {"decoder": decoder_layers, "encoder": encoder_layers}
     check = functools.partial(check_output, output, [*folders.values()], overwrite, PROVENANCE_NAME, "adapted")
@@ -251,7 +255,8 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
         theirs, shape, kinds = _counterpart(name, base), model.get_parameter(name).shape, base.weights.kinds
         of_new_attention = name.partition(".cross_attn.")[2] if is_new else ""
         like = base.weights.read(_NORM)
-        if of_new_attention.startswith("o_proj") or (name.endswith("o_proj.bias") and theirs not in kinds):
+        is_bias_of_output = name.endswith("o_proj.bias") and base.config.model_type == "qwen2"
+        if of_new_attention.startswith("o_proj") or is_bias_of_output:
             make = functools.partial(like.new_zeros, shape)
         elif of_new_attention in ("k_proj.weight", "v_proj.weight"):
             make = functools.partial(_draw, like, shape, model.config.initializer_range, number)

@@ -1,11 +1,12 @@
 """`metaphrase VERB ...`: run a verb with the rest of the command line."""
 
+import argparse
 import contextlib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import metaphrase
 from metaphrase.scripts.parsers import parse
@@ -32,6 +33,12 @@ def main() -> int:
     hint = did_you_mean(verb, [*VERBS, "--help", "--version"])
     print(f"metaphrase: error: a verb must be one of {', '.join(VERBS)}, got {verb!r}.{hint}", file=sys.stderr)
     return 2
+
+
+def find_main(verb: str) -> Callable[[argparse.Namespace], None]:
+    """Return the function that runs a verb, from the file of the verb or of a like one."""
+    file, _, function = (VERBS[verb].main or f"{verb}.main").partition(".")
+    return getattr(importlib.import_module(f"metaphrase.scripts.{file}"), function)
 
 
 class LinesBetweenBars(logging.StreamHandler):
@@ -63,8 +70,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     try:
         # Help, and an error in the command line, do not wait for the imports of the verb.
         arguments = parse(verb, words)
-        module = importlib.import_module(f"metaphrase.scripts.{verb}")
-        module.main(arguments)
+        find_main(verb)(arguments)
     except BrokenPipeError:
         # The reader of standard output, such as `head`, has closed it.
         sys.stderr.close()

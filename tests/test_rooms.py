@@ -10,8 +10,6 @@ from pathlib import Path
 
 from source_files import ROOT, SOURCES, TREES
 
-from metaphrase.scripts.parsers.verbs import VERBS
-
 MAX_FILES_PER_FOLDER = 20
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
 # Rooms by the room that may import them, from the table of the page. A sub-room without a row belongs to its parent.
@@ -80,6 +78,5 @@ def test_modeling_is_flat_and_imports_three_libraries():
 
 
 def test_folders_are_small():
-    # A verb has a file in `scripts/`.
-    folders = Counter(Path(file).parent.as_posix() for file in SOURCES if Path(file).stem not in VERBS)
+    folders = Counter(Path(file).parent.as_posix() for file in SOURCES)
     assert {folder: count for folder, count in folders.items() if count > MAX_FILES_PER_FOLDER} == {}

@@ -40,12 +40,14 @@ class Verb(NamedTuple):
         options: Its most used options.
         groups: Other options, by the title of their group.
         usage: Usage line, if that of the required options does not say enough.
+        main: File and function in `scripts/`, if not the function `main` in the file of the verb's name.
     """
 
     summary: str
     options: Options
     groups: dict[str, Options] = {}
     usage: str | None = None
+    main: str | None = None
 
 
 # Values
@@ -433,6 +435,7 @@ VERBS = {
             "--overwrite": "replace an existing output",
             "--max_shard_size SIZE = 5GB": "maximum size of a file of weights, such as 500MB",
         },
+        main="convert.adapt",
     ),
     "shortlist": Verb(
         "learn the target tokens of each source token, for faster decoding by --use_vmap",

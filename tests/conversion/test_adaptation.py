@@ -3,6 +3,7 @@
 import pytest
 import torch
 from converted_models import fill_randomly
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -127,6 +128,11 @@ def test_another_encoder_may_be_smaller(tokenizer, tmp_path):
     # Keys and values of another width are drawn: training can change them as soon as the output is not zero.
     assert all(layer.cross_attn.k_proj.weight.std() > 0 for layer in ours.get_decoder().layers)
     assert TokenizerPair.from_pretrained(tmp_path / "ours").is_joint
+    other = train_tokenizer(["a b c"], kind="word", show_progress=False)
+    other.save_pretrained(tmp_path / "encoder")
+    adapt(tmp_path / "base", tmp_path / "two", encoder=tmp_path / "encoder")
+    two = TokenizerPair.from_pretrained(tmp_path / "two")
+    assert (two.source.get_vocab(), two.target.get_vocab()) == (other.get_vocab(), tokenizer.get_vocab())
     with pytest.raises(ValueError, match="`cross_attention` must be new for models of different widths, 32 and 16"):
         adapt(tmp_path / "base", tmp_path / "more", encoder=tmp_path / "encoder", cross_attention="copied")
 
@@ -146,13 +152,15 @@ def test_texts_end_and_padding_is_there(tokenizer, tmp_path):
 
 
 def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
+    # The end of sequence also pads.
     theirs = train_tokenizer(TEXTS, kind="char", show_progress=False)
-    theirs.pad_token = None
+    theirs.pad_token = theirs.unk_token = None
     save_base(tmp_path / "base", theirs, Qwen2Config(**SIZES | {"pad_token_id": None, "bos_token_id": None}), None)
     (tmp_path / "base/LICENSE.txt").write_text("Free", encoding="utf-8")
     folders = [str(tmp_path / "base"), str(tmp_path / "ours")]
     assert run("adapt", [*folders, "--encoder_layers", "0-1", "--dropout", "0"]) == 0
     assert (tmp_path / "ours/LICENSE.txt").read_text(encoding="utf-8") == "Free"
+    assert load(folders[1]).config.dropout == 0
     (tmp_path / "pairs.tsv").write_text("".join(f"{text}\t{text[::-1]}\n" for text in TEXTS), encoding="utf-8")
     words = [word for split in ("train", "test") for word in (f"--{split}_file", str(tmp_path / "pairs.tsv"))]
     words += [
@@ -170,11 +178,21 @@ def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
     assert predictions == [text[::-1] for text in TEXTS]
 
 
+def test_missing_weights_are_refused(tokenizer, tmp_path):
+    save_base(tmp_path / "base", tokenizer, LlamaConfig(**SIZES, attention_bias=True))
+    weights = load_file(tmp_path / "base/model.safetensors")
+    del weights["model.layers.1.self_attn.o_proj.bias"]
+    save_file(weights, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"Weights are missing: model\.layers\.1\.self_attn\.o_proj\.bias"):
+        adapt(tmp_path / "base", tmp_path / "ours")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"encoder_layers": [0, 4]}, r"`encoder_layers` must be numbers of layers of .*, from 0 to 3, got \[0, 4\]"),
         ({"decoder_layers": []}, r"`decoder_layers` must be numbers of layers .* got \[\]"),
+        ({"cross_attention": "copy"}, "`cross_attention` must be one of copied, new, merged, got 'copy'"),
         ({"encoder": "gpt2"}, r"`model_type` must be one of llama, .*, got 'gpt2' for .*gpt2"),
         ({"encoder": "other"}, r"`norm_eps` must be the same in both models, got 1e-06 and 0.1"),
     ],

@@ -8,7 +8,6 @@ import argparse
 import gc
 import gzip
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -45,6 +44,7 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tin
 
 from metaphrase.conversion import convert  # noqa: E402
 from metaphrase.modeling import MetaphraseConfig  # noqa: E402
+from metaphrase.scripts.__main__ import find_main  # noqa: E402
 from metaphrase.scripts.__main__ import main as run_command  # noqa: E402
 from metaphrase.scripts.parsers import make_parser  # noqa: E402
 from metaphrase.scripts.parsers.verbs import VERBS  # noqa: E402
@@ -381,7 +381,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in VERBS:
-        importlib.import_module(f"metaphrase.scripts.{name}")
+        find_main(name)
     gc.collect()
     gc.freeze()
     started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="fuzz_"))

@@ -1,5 +1,6 @@
 """A verb of the command line, carried out in this process."""
 
+from metaphrase.scripts.__main__ import find_main
 from metaphrase.scripts.parsers import parse
 
 
@@ -9,5 +10,6 @@ def name_of(verb):
 
 
 def execute(verb, words):
-    """Carry out a verb, given as its module, with the words of a command line. Errors are exceptions."""
-    verb.main(parse(name_of(verb), words))
+    """Carry out a verb, given as its module or its name, with the words of a command line. Errors are exceptions."""
+    name = verb if isinstance(verb, str) else name_of(verb)
+    find_main(name)(parse(name, words))
