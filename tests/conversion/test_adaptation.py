@@ -117,7 +117,8 @@ def test_merged_attention_has_no_weights_of_its_own(tokenizer, tmp_path):
 
 @torch.no_grad()
 def test_another_encoder_may_be_smaller(tokenizer, tmp_path):
-    small = LlamaConfig(**SIZES | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}, head_dim=8)
+    sizes = SIZES | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = LlamaConfig(**sizes | {"max_position_embeddings": 32}, head_dim=8)
     base = save_base(tmp_path / "base", tokenizer, LlamaConfig(**SIZES))
     encoder = save_base(tmp_path / "encoder", tokenizer, small, seed=1)
     adapt(tmp_path / "base", tmp_path / "ours", encoder=tmp_path / "encoder")
@@ -125,6 +126,7 @@ def test_another_encoder_may_be_smaller(tokenizer, tmp_path):
     assert torch.equal(ours.get_encoder().embed_tokens.weight, encoder.model.embed_tokens.weight)
     given = ours(input_ids=random_ids(2, 7, seed=1), decoder_input_ids=ids).logits
     torch.testing.assert_close(given, base(ids).logits, rtol=0, atol=1e-5 * given.abs().max().item())
+    assert ours.config.max_position_embeddings == 32
     # Keys and values of another width are drawn: training can change them as soon as the output is not zero.
     assert all(layer.cross_attn.k_proj.weight.std() > 0 for layer in ours.get_decoder().layers)
     assert TokenizerPair.from_pretrained(tmp_path / "ours").is_joint
