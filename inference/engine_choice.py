@@ -88,13 +88,18 @@ class EngineChoice:
         sources: Sequence[Sequence[int]],
         batch_size: int,
         return_scores: bool,
+        has_partners: bool = False,
     ) -> PreTrainedModel | Engine:
-        """Return the copy if it decodes these sources faster and writes the same tokens, else the model. Log the reason once."""
+        """Return the copy if it decodes these sources faster and writes the same tokens, else the model. Log the reason once.
+
+        Partners, of an ensemble or for drafts, decode with the model.
+        """
         self._num_sentences += len(sources)
         if self._dtype == "float32":
             # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.
             batch_size = min(batch_size, len(sources))
-        reason = self._obstacle or self._reason_for_torch(model, options, sources, batch_size, return_scores)
+        reason = "CTranslate2 takes one model at a time" if has_partners else self._obstacle
+        reason = reason or self._reason_for_torch(model, options, sources, batch_size, return_scores)
         if reason is None:
             with self._lock:
                 reason = self._obstacle = self._load(model)

@@ -214,8 +214,9 @@ class Plan:
         ids, *partner_ids = encoded.ids
         # A copy, because the search counts its drafts.
         joint_search, model = copy.copy(self.joint_search), generator.model
-        if generator.engine_choice is not None and ids and not partners:
-            model = generator.engine_choice.choose(model, self.options, ids, generator.batch_size, return_scores)
+        if generator.engine_choice is not None and ids:
+            sizes = generator.batch_size, return_scores, bool(partners)
+            model = generator.engine_choice.choose(model, self.options, ids, *sizes)
         hypotheses = decode(
             model,
             ids,

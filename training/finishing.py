@@ -1,5 +1,6 @@
 """Finish of a run: the mean of checkpoints, an adapter merged into its model, and the search that decodes best."""
 
+import collections
 import logging
 import math
 import shutil
@@ -24,6 +25,7 @@ from metaphrase.training.checkpointing.averaging import (
 from metaphrase.training.checkpointing.folders import step_of
 from metaphrase.training.checkpointing.sharding import load_whole_weights
 from metaphrase.training.model_setup import remove_ineffective_settings
+from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.trainer import MetaphraseTrainer
 
@@ -112,11 +114,13 @@ LENGTH_PENALTIES = (1.0, 0.6, 1.5)
 _TEXT_SCORES = ("bleu", "chrf", "chrf++", "ter", "rouge")
 # Duration of a search with beams, relative to greedy search.
 _BEAMS_COST = 2.0
+# Points that a setting must score more than an earlier one, which is faster or more usual.
+_NOTICEABLE = 0.1
 
 
 def is_choice_open(recipe: Recipe) -> bool:
-    """Return True if the recipe leaves beams and length penalty to `choose_decoding`."""
-    return recipe.choose_decoding and not (recipe.is_set("num_beams") or recipe.is_set("length_penalty"))
+    """Return True if the recipe leaves the settings of beams to `choose_decoding`."""
+    return recipe.choose_decoding and recipe.is_open(*DECODING)
 
 
 def final_share(recipe: Recipe, metrics: Sequence[str], num_scored: int, num_validation: int) -> float:
@@ -132,7 +136,7 @@ def final_share(recipe: Recipe, metrics: Sequence[str], num_scored: int, num_val
         return 1.0
     is_open = is_choice_open(recipe)
     beams = _BEAMS_COST if is_open or (recipe.num_beams or 1) > 1 else 1
-    choice = 1 + _BEAMS_COST * len(_penalties(metrics[0])) if is_open and metrics else 0
+    choice = 1 + _BEAMS_COST * (len(_penalties(metrics[0])) + 1) if is_open and metrics else 0
     # The mean of checkpoints is evaluated once.
     return beams * num_scored / num_decoded + choice + (recipe.average_best is not None)
 
@@ -140,7 +144,7 @@ def final_share(recipe: Recipe, metrics: Sequence[str], num_scored: int, num_val
 def fill_decoding(
     recipe: Recipe, generator: Generator, sample: ValidationSample, deadline: float, num_scored: int, folder: Path
 ) -> Recipe:
-    """Set the beams and the length penalty that the recipe leaves open, and return the recipe with them.
+    """Set the search that the recipe leaves open, and return the recipe with it.
 
     The generation configuration of the generator's model is changed, and saved in `folder`. Scoring `num_scored` pairs must end
     before the deadline, in seconds of `time.time()`.
@@ -161,32 +165,32 @@ def choose_decoding(
 ) -> tuple[dict[str, float], str]:
     """Compare greedy search with beams, and beams with several length penalties, by the first metric of the sample.
 
-    Of equal settings, the faster one is chosen.
+    Beams end early, as in fairseq, Marian and CTranslate2. The last comparison is with beams that do not.
 
     Returns:
-        `num_beams`, with beams `length_penalty` too, and the scores of all settings in one line.
+        `num_beams`, with beams `length_penalty` and `early_stopping` too, and the scores of all settings in one line.
     """
-    metric, duration, num_pairs = sample.scores.metrics[0], 0.0, len(sample.sources)
-    sign = -1 if is_better_lower(metric) else 1
-    beams = ({"num_beams": BEAMS, "length_penalty": penalty} for penalty in _penalties(metric))
-    settings = [{"num_beams": 1}, *beams]
-    tried: list[tuple[float, dict[str, float]]] = []
-    for setting in settings:
-        # The final scores come after this search, and take as long for each pair.
-        if time.time() + duration * (1 + num_scored / num_pairs) >= deadline:
-            break
-        start = time.perf_counter()
+    metric, num_pairs = sample.scores.metrics[0], len(sample.sources)
+    sign, duration, shown = -1 if is_better_lower(metric) else 1, 0.0, []
+    best: tuple[float, dict[str, float]] = -math.inf, {"num_beams": 1}
+    beams = [{"num_beams": BEAMS, "length_penalty": value, "early_stopping": True} for value in _penalties(metric)]
+    settings = collections.deque([best[1], *beams])
+    # The final scores come after this search, and take as long for each pair.
+    while settings and time.time() + duration * (1 + num_scored / num_pairs) < deadline:
+        setting, start = settings.popleft(), time.perf_counter()
         texts = generator.generate(list(sample.sources), show_progress=False, **setting)
-        tried.append((sign * sample.scores.compute(texts, sample.references)[metric]["score"], setting))
-        duration = (_BEAMS_COST if len(tried) == 1 else 1.0) * (time.perf_counter() - start)
-        if len(tried) == 2 and tried[1][0] <= tried[0][0]:
+        duration = (1.0 if shown else _BEAMS_COST) * (time.perf_counter() - start)
+        score = sign * sample.scores.compute(texts, sample.references)[metric]["score"]
+        shown.append(f"{sign * score:.2f} with {_shown(setting)}")
+        if score >= best[0] + _NOTICEABLE:
+            best = score, setting
+        if setting == beams[0] and best[1] != setting:
             break  # Beams bring nothing.
-    if not tried:
-        return settings[0], "there is no time to compare beams"
-    # The first of equals: it is the faster one.
-    best = max(tried, key=lambda pair: pair[0])[1]
-    shown = ", ".join(f"{sign * score:.2f} with {_shown(setting)}" for score, setting in tried)
-    return best, f"{metric} of {num_pairs} validation pairs: {shown}"
+        if setting == beams[-1]:
+            settings.append({**best[1], "early_stopping": False})
+    if not shown:
+        return best[1], "there is no time to compare beams"
+    return best[1], f"{metric} of {num_pairs} validation pairs: {', '.join(shown)}"
 
 
 def _penalties(metric: str) -> tuple[float, ...]:
@@ -194,6 +198,11 @@ def _penalties(metric: str) -> tuple[float, ...]:
 
 
 def _shown(options: dict[str, float]) -> str:
-    beams = "greedy search" if options["num_beams"] == 1 else f"{options['num_beams']} beams"
-    penalty = options.get("length_penalty", 1.0)
-    return beams if penalty == 1 else f"{beams} and length penalty {penalty}"
+    if options["num_beams"] == 1:
+        return "greedy search"
+    parts = [f"{options['num_beams']} beams"]
+    if options["length_penalty"] != 1:
+        parts.append(f"length penalty {options['length_penalty']}")
+    if not options["early_stopping"]:
+        parts.append("no early stopping")
+    return " and ".join(parts)

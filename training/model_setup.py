@@ -131,7 +131,7 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
         languages: Result of `set_languages`.
     """
     config = model.generation_config
-    names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")
+    names = ("num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "repetition_penalty")
     options = {name: value for name in names if (value := getattr(recipe, name)) is not None}
     if recipe.generation_max_length is not None:
         # `max_new_tokens` would replace `max_length`.

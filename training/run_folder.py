@@ -19,7 +19,7 @@ from metaphrase.training.checkpointing.folders import (
     last_whole_checkpoint,
 )
 from metaphrase.training.recipe.checks import check_conflicts
-from metaphrase.training.recipe.fields import OWN_FIELDS, group_of
+from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, group_of
 from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, saved_recipe
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,6 @@ _SETTLED_TRAINING += ("seed", "data_seed")
 # Pairs of fields of which a run has one.
 _ALTERNATIVES = (("max_tokens_per_batch", "per_device_train_batch_size"), ("max_steps", "num_train_epochs"))
 _ALTERNATIVES += (("average_last", "average_best"),)
-# Fields that a run chose for its last weights.
-_DECODING = ("num_beams", "length_penalty")
 # Fields that may become `skip` after a fault has ended a run.
 _FAULTS = ("malformed", "invalid_utf8")
 
@@ -102,7 +100,7 @@ def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:
     answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
     if before.choose_decoding and "num_beams" in reasons:
         # They are chosen again for the weights of the resumed run.
-        answered |= set(_DECODING)
+        answered |= set(DECODING)
     names = [name for name in before.set_names if name not in answered]
     taken = {name: getattr(before, name) for name in names if recipe.is_open(name)}
     reasons = {name: reason for name, reason in reasons.items() if name in taken} | recipe.reasons

@@ -224,6 +224,13 @@ def test_without_the_package_torch_runs(folder, lines, monkeypatch):
     assert lines() == ["Engine: torch (CTranslate2 is not installed: pip install metaphrase[ctranslate2])"]
 
 
+def test_an_ensemble_runs_in_torch(folder, lines):
+    generator = Generator.from_pretrained(folder, device="cpu")
+    generator.members = (Generator.from_pretrained(folder, device="cpu"),)
+    assert all(generator.generate(TEXTS))
+    assert lines() == ["Engine: torch (CTranslate2 takes one model at a time)"]
+
+
 def test_weights_that_change_after_loading_run_in_torch(folder, lines):
     generator = Generator.from_pretrained(folder, device="cpu")
     generator.generate(TEXTS)

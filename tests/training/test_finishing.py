@@ -100,8 +100,9 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
     assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
 
 
-GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
+GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0, "early_stopping": True}
 SHORT, LONG = {**BEAMS, "length_penalty": 0.6}, {**BEAMS, "length_penalty": 1.5}
+LATE = {**BEAMS, "early_stopping": False}
 
 
 class Writer:
@@ -126,14 +127,15 @@ def sample_of(metric):
 @pytest.mark.parametrize(
     ("metric", "right", "chosen", "tried"),
     [
-        ("bleu", [5, 6, 8, 7], SHORT, 4),
-        ("bleu", [5, 6, 6, 9], LONG, 4),
-        ("bleu", [5, 6, 6, 6], BEAMS, 4),
+        ("bleu", [5, 6, 8, 7, 8], SHORT, 5),
+        ("bleu", [5, 6, 6, 9, 8], LONG, 5),
+        ("bleu", [5, 6, 6, 6, 6], BEAMS, 5),
+        ("bleu", [5, 6, 6, 6, 7], LATE, 5),
         # Beams that bring nothing only cost time.
         ("bleu", [5, 5], GREEDY, 2),
-        ("exact_match", [5, 6], BEAMS, 2),
+        ("exact_match", [5, 6, 6], BEAMS, 3),
         ("wer", [6, 5], GREEDY, 2),
-        ("wer", [5, 6], BEAMS, 2),
+        ("wer", [5, 6, 7], LATE, 3),
     ],
 )
 def test_the_best_setting_is_chosen(metric, right, chosen, tried):
@@ -164,9 +166,9 @@ def test_the_finished_model_decodes_as_chosen_and_a_resumed_run_chooses_again(da
     [
         ({}, 2),
         ({"num_beams": 4}, 4),
-        # Greedy search and three with beams choose the decoding.
-        ({"choose_decoding": True}, 4 + 7),
-        ({"choose_decoding": True, "metrics": "exact_match"}, 4 + 3),
+        # Greedy search and four with beams choose the decoding.
+        ({"choose_decoding": True}, 4 + 9),
+        ({"choose_decoding": True, "metrics": "exact_match"}, 4 + 5),
         ({"choose_decoding": True, "num_beams": 4}, 4),
         ({"average_best": 2, "metric_for_best_model": "loss"}, 2 + 1),
     ],

@@ -18,6 +18,7 @@ from metaphrase.data.rare_words import RareWords
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
 from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes
+from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe
 
 # Its design is that of the networks which are chosen.
@@ -212,7 +213,7 @@ def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
 def choose_evaluation(recipe: Recipe, tokens: TokenProfile, updates: int) -> Recipe:
     """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
     if not any(getattr(recipe, name) for name in VALIDATION_FIELDS):
-        return recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
+        return recipe.choose("there are no validation pairs to compare beams on", num_beams=4, early_stopping=True)
     strategy = recipe.eval_strategy if recipe.is_set("eval_strategy") else "steps"
     # With fields of saving, the user decides when to evaluate, and which weights stay.
     if recipe.is_open("save_strategy", "save_steps") and strategy != "no":
@@ -230,7 +231,7 @@ def choose_evaluation(recipe: Recipe, tokens: TokenProfile, updates: int) -> Rec
             chosen["max_decoded_samples"] = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
         recipe = recipe.choose(reason, **chosen, logging_steps=max(1, usual // 5), per_device_eval_batch_size=64)
         recipe = choose_weights(recipe, num_evaluations)
-    if recipe.is_open("num_beams", "length_penalty"):
+    if recipe.is_open(*DECODING):
         recipe = recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
     return recipe
 

@@ -157,6 +157,7 @@ class OwnFields(BaseModel):
     bleu_tokenize: str | None = _evaluation("sacreBLEU's tokenizer, such as 13a; none for tokenized text.")
     num_beams: int | None = _evaluation("Beams of the finished model.", **_limits("num_beams"))
     length_penalty: float | None = _evaluation("Exponent of the length in beam scores.", **_limits("length_penalty"))
+    early_stopping: bool | None = _evaluation("End beams early: faster, and as CTranslate2 does.")
     choose_decoding: bool = _evaluation("Compare beams and length penalties on validation pairs at the end.", False)
     no_repeat_ngram_size: int | None = _evaluation("N-grams that may not repeat.", **_limits("no_repeat_ngram_size"))
     repetition_penalty: float | None = _evaluation("Penalty of earlier tokens.", **_limits("repetition_penalty"))
@@ -241,6 +242,8 @@ AllFields = create_model(
     },
 )
 OWN_FIELDS = OwnFields.model_fields
+# Fields that `choose_decoding` sets for the finished weights.
+DECODING = ("num_beams", "length_penalty", "early_stopping")
 
 
 def group_of(name: str, where: str = "a recipe") -> str:
