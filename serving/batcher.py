@@ -1,10 +1,10 @@
 """Batcher: threads that decode the sentences of all requests, in batches of similar length."""
 
+import bisect
 import copy
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -58,10 +58,18 @@ class _Search:
     # Sentences of a search that draws random numbers share batches with no others.
     is_random: bool
     lengths: list[int]
-    # Indices of the sentences that wait, longest first; hypotheses of the others.
+    # Indices of the sentences that wait, shortest first, and the number of their tokens; hypotheses of the others.
     waiting: list[int]
+    num_tokens: int
     results: dict[int, list[Hypothesis]] = field(default_factory=dict)
     future: Future = field(default_factory=Future)
+    arrival: float = field(default_factory=time.monotonic)
+
+    def near(self, length: int) -> slice:
+        """Return where the waiting sentences are that could share a batch with one of a length."""
+        middle = bisect.bisect_right(self.waiting, length, key=self.lengths.__getitem__)
+        size = self.plan.generators[0].batch_size
+        return slice(max(0, middle - size), middle + size)
 
 
 # A search, and the index of one of its sentences.
@@ -71,9 +79,10 @@ _Row = tuple[_Search, int]
 class Batcher:
     """Decodes the sentences of all requests in one or more threads.
 
-    Each thread decodes a batch of its own. Requests take turns, so that a long document does not hold up a short text. The
-    longest sentence of the request whose turn it is decides on the batch: sentences of similar length, of all requests with
-    equal options. A sentence has the same target in any batch.
+    Each thread decodes a batch of its own. The next one is of the request with the earliest sum of arrival and expected time,
+    so that a long document does not hold up a short text, and short texts hold up a document no longer than it takes. The
+    longest sentence of the request decides on the batch: sentences of similar length, of all requests with equal options. A
+    sentence has the same target in any batch. A request that cannot end in time gets a `TimeoutError` as soon as that is clear.
     """
 
     def __init__(self, num_threads: int = 1):
@@ -84,7 +93,7 @@ class Batcher:
         self._condition = threading.Condition()
         # torch has one stream of random numbers.
         self._random_lock = threading.Lock()
-        self._searches: deque[_Search] = deque()
+        self._searches: list[_Search] = []
         # Sentences of each batch that is decoded, and 0 for a call.
         self._running: list[int] = []
         self._num_calls, self._is_closed = 0, False
@@ -106,12 +115,6 @@ class Batcher:
         with self._condition:
             return sum(len(search.waiting) for search in self._searches)
 
-    def expected_seconds(self) -> float:
-        """Return the time that the waiting sentences will take, by the speed of the last batches."""
-        with self._condition:
-            tokens = sum(search.lengths[index] for search in self._searches for index in search.waiting)
-        return tokens * self._seconds_per_token / len(self._threads)
-
     def queue(self, generator: Generator, ticket: Ticket) -> Generator:
         """Return a generator for one request, which shares batches with others, and the model and its tokenizers."""
         queued = copy.copy(generator)
@@ -129,8 +132,8 @@ class Batcher:
             return [], {}
         is_random = bool(plan.options.get("do_sample", generator.model.generation_config.do_sample))
         key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), return_scores)
-        waiting = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-        search = _Search(ticket, plan, key, encoded.ids, return_scores, is_random, lengths, waiting)
+        waiting = sorted(range(len(lengths)), key=lengths.__getitem__)
+        search = _Search(ticket, plan, key, encoded.ids, return_scores, is_random, lengths, waiting, sum(lengths))
         with self._condition:
             if self._is_closed:
                 raise CancelledRequest("The server is shutting down.")
@@ -184,24 +187,32 @@ class Batcher:
                     self._condition.wait_for(self._has_share, _WAIT_SHARE * self._batch_seconds)
                     if not self._has_turn():
                         continue
-                for search in list(self._searches):
-                    try:
-                        search.ticket.check()
-                    except (CancelledRequest, TimeoutError) as error:
-                        self._fail(search, error)
+                self._order()
                 if self._searches:
                     break
                 if self._is_closed:
                     return []
             rows = self._choose(self._searches[0])
-            self._searches.rotate(-1)
-            for search in {search for search, _ in rows}:
-                taken = {index for other, index in rows if other is search}
-                search.waiting = [index for index in search.waiting if index not in taken]
-                if not search.waiting:
-                    self._searches.remove(search)
+            self._searches = [search for search in self._searches if search.waiting]
             self._running.append(len(rows))
             return rows
+
+    def _order(self) -> None:
+        """Sort the searches by their turn, and fail those that cannot end in time or have no client."""
+        seconds = 0.0
+        self._searches.sort(key=lambda search: search.arrival + self._expected_seconds(search))
+        for search in list(self._searches):
+            try:
+                if seconds + self._expected_seconds(search) > search.ticket.check():
+                    raise TimeoutError(
+                        "The request would take longer than the server allows. Send fewer texts at a time."
+                    )
+                seconds += self._expected_seconds(search)
+            except (CancelledRequest, TimeoutError) as error:
+                self._fail(search, error)
+
+    def _expected_seconds(self, search: _Search) -> float:
+        return search.num_tokens * self._seconds_per_token / len(self._threads)
 
     def _has_turn(self) -> bool:
         return not self._num_calls and bool(self._searches or self._is_closed)
@@ -215,16 +226,24 @@ class Batcher:
         return has_full_batch or waiting * len(self._threads) >= waiting + sum(self._running)
 
     def _choose(self, search: _Search) -> list[_Row]:
-        """Return the batch of the longest sentence of a search, with sentences of similar length of all searches."""
+        """Take the batch of the longest sentence of a search, with sentences of similar length of all searches."""
         if search.is_random:
             # The random numbers must not depend on other requests.
-            return [(search, index) for index in search.waiting]
-        generator = search.plan.generators[0]
-        rows = [(other, index) for other in self._searches if other.key == search.key for index in other.waiting]
-        lengths = [other.lengths[index] for other, index in rows]
-        first = rows.index((search, search.waiting[0]))
+            taken = [(search, index) for index in search.waiting]
+            search.waiting = []
+            return taken
+        generator, length = search.plan.generators[0], search.lengths[search.waiting[-1]]
+        windows = [(other, other.near(length)) for other in self._searches if other.key == search.key]
+        rows = [(other, index) for other, window in windows for index in other.waiting[window]]
+        lengths, first = [other.lengths[index] for other, index in rows], rows.index((search, search.waiting[-1]))
         batches = batches_by_length(lengths, generator.batch_size, generator.max_tokens_per_batch)
-        return [rows[row] for row in next(batch for batch in batches if first in batch)]
+        taken = [rows[row] for row in next(batch for batch in batches if first in batch)]
+        for other, window in windows:
+            gone = {index for owner, index in taken if owner is other}
+            other.waiting[window] = [index for index in other.waiting[window] if index not in gone]
+        for other, index in taken:
+            other.num_tokens -= other.lengths[index]
+        return taken
 
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))
@@ -266,11 +285,15 @@ class Batcher:
         encoded = EncodedTexts(ids, documents=[], counts={})
         hypotheses, _ = search.plan.search(encoded, search.return_scores)
         seconds = time.perf_counter() - started
-        num_source_tokens = sum(other.lengths[index] for other, index in rows)
+        lengths = [other.lengths[index] for other, index in rows]
+        num_source_tokens, longest = sum(lengths), max(lengths)
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
+        # A full batch takes no less time. So no request is refused that could end in time.
+        generator = search.plan.generators[0]
+        size = max(len(rows), min(generator.batch_size, generator.max_tokens_per_batch // longest))
         with self._condition:
             weight = _NEWEST if self._seconds_per_token else 1.0
-            self._seconds_per_token += weight * (seconds / num_source_tokens - self._seconds_per_token)
+            self._seconds_per_token += weight * (seconds / (longest * size) - self._seconds_per_token)
             self._batch_seconds = seconds
         self.observe(len(rows), num_source_tokens, num_target_tokens)
         return hypotheses

@@ -129,7 +129,7 @@ def handle_errors(app: FastAPI) -> None:
         path, headers = request.url.path, None
         api = find_api(path)
         if isinstance(error, OverloadError):
-            status, headers = api.overload, {"Retry-After": str(error.retry_after)}
+            status, headers = api.overload, {"Retry-After": "1"}
         elif isinstance(error, HTTPException):
             return error_response(path, error.status_code, str(error.detail), error.headers)
         elif isinstance(error, ValueError):

@@ -18,7 +18,7 @@ class Limits:
     max_new_tokens_per_text: int = _limit(1024, "maximum tokens of a target that a client may set")
     max_beams: int = _limit(16, "maximum beams, and targets of a source, that a client may set")
     max_requests: int = _limit(256, "maximum requests at once; further ones are refused with status 503")
-    timeout_seconds: float = _limit(60.0, "longest time of a request; one that would take longer is refused at once")
+    timeout_seconds: float = _limit(60.0, "longest time of a request; one that would take longer is refused")
 
     def __post_init__(self):
         for item in fields(self):

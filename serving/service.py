@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +24,6 @@ from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_opti
 Result = TypeVar("Result")
 # A client may not choose special tokens.
 CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
-# A refused client comes back after at most this time.
-_LONGEST_RETRY = 60
 _TAGS = re.compile(r"<[^<>]*>")
 
 
@@ -55,11 +52,7 @@ class Answer:
 
 
 class OverloadError(Exception):
-    """The server has no room for a request. The client may try again after some seconds."""
-
-    def __init__(self, message: str, retry_after: int):
-        super().__init__(message)
-        self.retry_after = retry_after
+    """The server has no room for a request. The client may try again."""
 
 
 class Service:
@@ -121,13 +114,11 @@ class Service:
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
         """Return a context for one request, which gives it a ticket. `OverloadError` if the server has no room."""
-        expected, limits = self.batcher.expected_seconds(), self.limits
-        if self.num_requests >= limits.max_requests or expected > limits.timeout_seconds:
-            retry_after = max(1, min(math.ceil(expected), _LONGEST_RETRY))
-            raise OverloadError("The server is overloaded. Try again later.", retry_after)
+        if self.num_requests >= self.limits.max_requests:
+            raise OverloadError("The server is overloaded. Try again later.")
         self.num_requests += 1
         try:
-            yield Ticket(time.monotonic() + limits.timeout_seconds, seed)
+            yield Ticket(time.monotonic() + self.limits.timeout_seconds, seed)
         finally:
             self.num_requests -= 1
 
@@ -136,7 +127,7 @@ class Service:
         try:
             return await anyio.to_thread.run_sync(function, limiter=self._threads)
         except TimeoutError as error:
-            raise OverloadError(str(error) or "The request took longer than the server allows.", 1) from error
+            raise OverloadError(str(error) or "The request took longer than the server allows.") from error
 
     async def run(self, request: Request, function: Callable[[Ticket], Result], seed: int | None = None) -> Result:
         """Run a function of a request's ticket in another thread. The ticket is cancelled when the client goes away."""
@@ -171,8 +162,12 @@ class Service:
         else:
             target, pairs = base_code(query.target_lang), self.targets_by_source
             sources = [source for source in pairs if target in pairs[source]]
-            texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
-            languages = await self.run_in_thread(lambda: identify_languages(texts, sources))
+
+            def identify() -> list[dict[str, float]]:
+                texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
+                return identify_languages(texts, sources)
+
+            languages = await self.run_in_thread(identify)
         best, targets, num_unfinished = [next(iter(row)) for row in languages], {}, 0
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]

@@ -11,6 +11,7 @@ import pytest
 from identity_engine import IdentityEngine, identity_generator
 from tiny_generator import SOURCES, tiny_generator
 
+from metaphrase.inference.batches import Hypothesis
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
 
 
@@ -219,19 +220,55 @@ def test_close_decodes_what_waits():
         batcher.queue(generator, ticket()).generate(["b"])
 
 
-def test_expected_time_follows_the_speed(batcher, queued):
-    class Slow(IdentityEngine):
-        def _target(self, ids):
-            time.sleep(0.01)
-            return list(ids)
+class SlowEngine(IdentityEngine):
+    def _target(self, ids):
+        time.sleep(0.005)
+        return list(ids)
 
-    generator = identity_generator()
-    generator.model = Slow()
-    queued(generator).generate(["a b", "c d"])
+
+def slow_generator(**fields):
+    generator = identity_generator(**fields)
+    generator.model = SlowEngine()
+    return generator
+
+
+def test_a_request_that_cannot_end_in_time_is_refused_alone_and_soon(batcher, queued):
+    """A thread decodes 200 sentences a second, and the monstrous request has 100,000."""
+    generator, durations = slow_generator(batch_size=8), []
     with ThreadPoolExecutor(1) as pool:
-        with busy(batcher) as (_, wait_for):
-            future = pool.submit(queued(generator).generate, ["a b"] * 50)
-            wait_for(50)
-            assert 0.3 < batcher.expected_seconds() * len(batcher._threads) < 3
-        future.result()
-    assert batcher.expected_seconds() == 0
+        started = time.monotonic()
+        future = pool.submit(queued(generator, seconds=20).generate, ["a b"] * 100_000)
+        while not future.done():
+            start = time.monotonic()
+            assert queued(generator).generate(["a"]) == ["a"]
+            durations.append(time.monotonic() - start)
+        with pytest.raises(TimeoutError, match="Send fewer texts"):
+            future.result()
+        assert time.monotonic() - started < 15
+    assert max(durations) < 1
+
+
+def test_one_slow_sentence_says_nothing_about_a_full_batch(queued):
+    generator = slow_generator()
+    generator.model.make_search = lambda *_: (
+        lambda sources: time.sleep(0.05) or [[Hypothesis(ids, 0, True)] for ids in sources]
+    )
+    # At the speed of this one, the others would take 25 seconds.
+    assert queued(generator).generate(["a"]) == ["a"]
+    assert queued(generator, seconds=5).generate(["a"] * 500) == ["a"] * 500
+
+
+def test_a_long_request_waits_no_longer_than_it_takes(batcher, queued):
+    generator, stop = slow_generator(batch_size=4), threading.Event()
+
+    def send():
+        while not stop.is_set():
+            queued(generator).generate(["a"])
+
+    with ThreadPoolExecutor(9) as pool:
+        for _ in range(8):
+            pool.submit(send)
+        try:
+            assert queued(generator, seconds=10).generate(["a b"] * 200) == ["a b"] * 200
+        finally:
+            stop.set()

@@ -136,13 +136,16 @@ def test_requests_beyond_the_queue_are_refused_at_once(slow):
         assert [answer.result().json()[0]["translation_text"] for answer in accepted] == ["A", "B"]
 
 
-def test_request_that_would_wait_too_long_is_refused_at_once(monkeypatch):
-    service = upper_service(limits=Limits(timeout_seconds=5))
-    with running(service) as address:
-        monkeypatch.setattr(service.batcher, "expected_seconds", lambda: 40.2)
-        refused = translate(address, "a")
-        assert refused.status_code == 503 and refused.headers["Retry-After"] == "41"
-        monkeypatch.setattr(service.batcher, "expected_seconds", lambda: 4.9)
+def test_a_request_that_would_take_too_long_is_refused():
+    def change(text):
+        time.sleep(0.01)
+        return text
+
+    with running(upper_service(identity_generator(change), limits=Limits(timeout_seconds=5))) as address:
+        started = time.monotonic()
+        refused = translate(address, "\n".join(["a"] * 10_000))
+        assert refused.status_code == 503 and "Send fewer texts" in refused.json()["error"]
+        assert refused.headers["Retry-After"] == "1" and time.monotonic() - started < 4
         assert translate(address, "a").ok
 
 
