@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ def main(arguments: argparse.Namespace) -> None:
     for model in models:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
         logger.info("Model %s: %s%s.", model.name, model.task, f", {languages}" if model.source_languages else "")
+    # Threads with long texts hand Python over to the thread that answers after this time, in seconds.
+    sys.setswitchinterval(0.001)
     uvicorn.run(
         make_app(service, arguments.cors_origins),
         host=arguments.host,

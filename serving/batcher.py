@@ -1,11 +1,12 @@
 """Batcher: threads that decode the sentences of all requests, in batches of similar length."""
 
 import bisect
+import contextlib
 import copy
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -34,6 +35,19 @@ class Ticket:
     deadline: float  # by `time.monotonic()`
     seed: int | None = None
     is_cancelled: bool = False  # True if the client has gone
+    text_lock: "threading.Lock | None" = None  # held by a long request, but not while it waits
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context in which other long requests may work on their texts."""
+        if self.text_lock is None:
+            yield
+            return
+        self.text_lock.release()
+        try:
+            yield
+        finally:
+            self.text_lock.acquire()
 
     def check(self) -> float:
         """Return the seconds that are left. Raises `CancelledRequest` or `TimeoutError` if the request has ended."""
@@ -140,7 +154,8 @@ class Batcher:
             self._searches.append(search)
             self._condition.notify_all()
         try:
-            search.future.result(ticket.check())
+            with ticket.waiting():
+                search.future.result(ticket.check())
         except TimeoutError:
             # Nobody needs the sentences that still wait.
             ticket.is_cancelled = True

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hmac
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import anyio
 from fastapi import Request
 
 from metaphrase.inference.generator import split_texts
+from metaphrase.inference.texts.documents import Document
 from metaphrase.inference.texts.plan import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.serving.batcher import Batcher, Ticket
@@ -25,6 +27,8 @@ Result = TypeVar("Result")
 # A client may not choose special tokens.
 CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
 _TAGS = re.compile(r"<[^<>]*>")
+# Characters of a request whose Python code would hold up other threads.
+_LONG_REQUEST = 5000
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Service:
         self.keys = [key.encode() for key in api_keys]
         self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
+        self._text_lock = threading.Lock()
 
     def accepts(self, key: str | None) -> bool:
         """Return True if a client with this key may use the server. The time does not tell how much of a key is right."""
@@ -122,6 +127,20 @@ class Service:
         finally:
             self.num_requests -= 1
 
+    @contextlib.contextmanager
+    def text_work(self, query: Query, ticket: Ticket) -> Iterator[None]:
+        """Return a context to split, encode and join the texts of a request. One long request at a time is in it."""
+        if sum(map(len, query.texts)) < _LONG_REQUEST:
+            yield
+            return
+        with self._text_lock:
+            ticket.check()
+            ticket.text_lock = self._text_lock
+            try:
+                yield
+            finally:
+                ticket.text_lock = None
+
     async def run_in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function that waits for the models in another thread."""
         try:
@@ -148,7 +167,12 @@ class Service:
     async def answer(self, request: Request, model: ServedModel, query: Query, seed: int | None = None) -> Answer:
         """Decode the texts of a request."""
         check_query(query, self.limits)
-        return await self.run(request, lambda ticket: answer(model, query, ticket), seed)
+
+        def work(ticket: Ticket) -> Answer:
+            with self.text_work(query, ticket):
+                return answer(model, query, ticket)
+
+        return await self.run(request, work, seed)
 
     async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
         """Translate texts, each by a model for its language, which is identified where the query has none.
@@ -282,8 +306,13 @@ class TextStream:
             generator, language_options = self._model.open(ticket, query.source_lang, query.target_lang)
             options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
             language = splitting_language(self._model, query)
-            split = functools.partial(split_texts, [generator], query.texts, language)
-            [document], _ = await service.run_in_thread(split)
+
+            def split() -> Document:
+                with service.text_work(query, ticket):
+                    [document], _ = split_texts([generator], query.texts, language)
+                return document
+
+            document = await service.run_in_thread(split)
             lead, *gaps = document.layout
             for sentence, gap in zip(document.sentences, gaps, strict=True):
                 decode = functools.partial(generator.generate, [sentence], **options)
