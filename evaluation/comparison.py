@@ -19,7 +19,8 @@ from metaphrase.evaluation.metrics import (
     NUM_RANDOMIZATION_TRIALS,
     Ratio,
     SegmentStatistics,
-    paired_test,
+    bootstrap,
+    randomization,
 )
 
 NUM_LENGTH_BUCKETS = 5
@@ -120,18 +121,18 @@ def compare(
 
 
 def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) -> dict[str, Any]:
-    """Return the scores with their intervals and probabilities, under sacreBLEU's names, and the seed."""
+    """Return the scores with their intervals and probabilities, and the seed."""
     scores, seed = {}, None
     for name, systems in segments.items():
-        bootstrap, seed = paired_test(systems, "bs", num_resamples)
-        randomization, _ = paired_test(systems, "ar", num_trials)
+        results, seed = bootstrap(systems, num_resamples)
         rows = [
-            {"system": system, "score": float(first.score), "mean": float(first.mean), "ci": float(first.ci)}
-            for system, first in zip(systems, bootstrap, strict=True)
+            {"system": system, "score": float(result.score), "mean": float(result.mean), "ci": float(result.ci)}
+            for system, result in zip(systems, results, strict=True)
         ]
-        for row, *results in list(zip(rows, bootstrap, randomization, strict=True))[1:]:
+        tests = zip(rows[1:], results[1:], randomization(systems, num_trials, seed), strict=True)
+        for row, result, p_randomization in tests:
             row["difference"] = row["score"] - rows[0]["score"]
-            row["p_bootstrap"], row["p_randomization"] = (float(result.p_value) for result in results)
+            row["p_bootstrap"], row["p_randomization"] = float(result.p_value), p_randomization
         scores[name] = {"signature": next(iter(systems.values())).signature, "systems": rows}
     return {"seed": seed, "scores": scores}
 

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
@@ -86,31 +86,64 @@ class SegmentStatistics:
         num_values = num_samples * len(self.rows) * (len(self.rows[0]) + 2)
         if num_samples < 2 or 4 * num_values > MAX_RESAMPLED_BYTES:
             return {}
-        [result], seed = paired_test({"": self}, "bs", num_samples)
+        [result], seed = bootstrap({"": self}, num_samples)
         facts = {"confidence_mean": float(result.mean), "confidence_var": float(result.ci)}
         return facts | {"bs": num_samples, "seed": seed}
 
 
-def paired_test(
-    systems: Mapping[str, SegmentStatistics], kind: Literal["bs", "ar"], num_samples: int
-) -> tuple[list[Result], str]:
-    """Test each system against the first one, by the paired bootstrap (`bs`), with intervals, or by approximate randomization.
+def bootstrap(systems: Mapping[str, SegmentStatistics], num_samples: int) -> tuple[list[Result], str]:
+    """Test each system against the first one by the paired bootstrap of sacreBLEU, and find the interval of each.
 
     Returns:
         A result for each system, and the seed: 12345, or the environment variable `SACREBLEU_SEED`.
     """
     first = next(iter(systems.values()))
-    bytes_per_sample = len(first.rows) * (4 * (len(first.rows[0]) + 2) if kind == "bs" else 8)
-    if num_samples * bytes_per_sample > MAX_TEST_BYTES:
-        raise ValueError(
-            f"`paired_{kind}_n` must be at most {MAX_TEST_BYTES // bytes_per_sample} for {len(first.rows)} segments, "
-            f"got {num_samples}: the test would need {num_samples * bytes_per_sample / 1e9:.0f} GB of memory."
-        )
-    # Products of floats are fast. The sums are the same: all counts are whole numbers below 2**53.
-    rows = [(name, np.asarray(segments.rows, dtype=np.float64)) for name, segments in systems.items()]
-    signatures, results = PairedTest(rows, {"score": _Known(first.scorer)}, None, kind, num_samples)()
+    _check_memory("paired_bs_n", num_samples, len(first.rows), 4 * (len(first.rows[0]) + 2))
+    rows = [(name, _as_array(segments)) for name, segments in systems.items()]
+    signatures, results = PairedTest(rows, {"score": _Known(first.scorer)}, None, "bs", num_samples)()
     [(name, signature)] = signatures.items()
     return results[name], signature.info["seed"]
+
+
+def randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, seed: str) -> list[float]:
+    """Test each system against the first one by approximate randomization. Return the probability of each but the first.
+
+    The trials are those of sacreBLEU, which does not count a trial that has exactly the observed difference. Where few sentences
+    differ, most trials have it.
+
+    Source: Riezler and Maxwell 2005 (W05-0908).
+    """
+    first, *others = systems.values()
+    _check_memory("paired_ar_n", num_trials, len(first.rows), 8)
+    generator = np.random.default_rng(int(seed) if seed.isnumeric() else None)
+    is_swapped = generator.integers(2, size=(num_trials, len(first.rows)), dtype=bool)
+
+    def compute(sums: np.ndarray) -> np.ndarray:
+        return np.array([first.scorer._aggregate_and_compute([row]).score for row in sums])
+
+    probabilities, baseline = [], _as_array(first)
+    for rows in map(_as_array, others):
+        swapped = is_swapped @ (rows - baseline)
+        differences = np.abs(compute(baseline.sum(0) + swapped) - compute(rows.sum(0) - swapped))
+        observed = np.abs(np.subtract(*compute(np.stack([baseline.sum(0), rows.sum(0)]))))
+        # Equal differences of fractions may differ in their last digit.
+        count = np.sum(differences >= observed * (1 - 1e-9))
+        probabilities.append(float((count + 1) / (num_trials + 1)))
+    return probabilities
+
+
+def _as_array(segments: SegmentStatistics) -> np.ndarray:
+    # Products of floats are fast. The sums are the same: all counts are whole numbers below 2**53.
+    return np.asarray(segments.rows, dtype=np.float64)
+
+
+def _check_memory(name: str, number: int, num_segments: int, bytes_per_segment: int) -> None:
+    if number * num_segments * bytes_per_segment > MAX_TEST_BYTES:
+        most = MAX_TEST_BYTES // (num_segments * bytes_per_segment)
+        raise ValueError(
+            f"`{name}` must be at most {most} for {num_segments} segments, got {number}: the test would need "
+            f"{number * num_segments * bytes_per_segment / 1e9:.0f} GB of memory."
+        )
 
 
 _SACREBLEU_DETAILS = ("precisions", "counts", "totals", "bp", "sys_len", "ref_len", "num_edits", "ref_length")

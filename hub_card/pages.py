@@ -8,7 +8,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -111,18 +111,18 @@ def score_rows(report: dict[str, Any]) -> list[Row]:
             tests = ["baseline", "", ""]
             if "difference" in row:
                 sign = "+" if row["difference"] >= 0 else ""
-                values = (
-                    _show_probability(row["difference"], row[f"p_{test}"]) for test in ("bootstrap", "randomization")
-                )
-                tests = [sign + show_score(name, row["difference"]), *values]
+                tests = [sign + show_score(name, row["difference"]), *_show_probabilities(row)]
             rows.append([label, row["system"], show_score(name, row["score"]), interval, *tests])
             label = ""
     return rows
 
 
-def _show_probability(difference: float, p: float) -> str:
-    # sacreBLEU gives equal scores a low probability, on purpose.
-    return "-" if difference == 0 else f"{'* ' if p < 0.05 else ''}{p:.4f}"
+def _show_probabilities(row: Mapping[str, Any]) -> list[str]:
+    values = row["p_bootstrap"], row["p_randomization"]
+    if row["difference"] == 0:
+        # sacreBLEU's bootstrap gives equal scores a low probability, on purpose.
+        return ["-", "-"]
+    return [f"{'* ' if max(values) < 0.05 else ''}{value:.4f}" for value in values]
 
 
 def length_rows(report: dict[str, Any]) -> list[Row]:
@@ -151,9 +151,9 @@ def _range(bucket: dict[str, Any]) -> str:
 def describe_tests(report: dict[str, Any]) -> str:
     """Return a sentence on the tests of the scores."""
     return (
-        f"Intervals and tests are those of sacreBLEU: {report['num_bootstrap_samples']:,} paired bootstrap resamples and "
+        f"{report['num_bootstrap_samples']:,} paired bootstrap resamples by sacreBLEU, "
         f"{report['num_randomization_trials']:,} trials of approximate randomization, seed {report['seed']}. "
-        "* marks p < 0.05."
+        "* marks p < 0.05 in both tests."
     )
 
 

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+from sacrebleu import significance
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.significance import PairedTest
 
 from metaphrase.evaluation.comparison import TestSet as Texts
-from metaphrase.evaluation.comparison import compare, compute_segments, external_segments
+from metaphrase.evaluation.comparison import _test, compare, compute_segments, external_segments
 from metaphrase.evaluation.metrics import MAX_RESAMPLED_BYTES, METRICS, compute_metrics
+from metaphrase.hub_card.pages import score_rows
 
 WORDS = ["the", "cat", "dog", "sleeps", "runs", "on", "mat", "in", "house", "big", "small"]
 
@@ -36,6 +38,11 @@ def report(texts):
     return compare(texts, segments, lower_is_better=lower, num_bootstrap_samples=200, num_randomization_trials=300)
 
 
+def with_ties(differences, observed):
+    """sacreBLEU's probability, in which trials with the observed difference count, too."""
+    return (np.sum(differences >= observed).item() + 1) / (len(differences) + 1)
+
+
 @pytest.mark.parametrize(
     ("name", "label", "scorer_class", "options"),
     [
@@ -45,11 +52,16 @@ def report(texts):
         ("ter", "TER", TER, {}),
     ],
 )
-def test_figures_are_those_of_sacrebleu_to_the_last_digit(name, label, scorer_class, options, texts, report):
+def test_figures_are_those_of_sacrebleu_to_the_last_digit(
+    name, label, scorer_class, options, texts, report, monkeypatch
+):
     systems, rows = list(texts.outputs.items()), report["scores"][name]["systems"]
     for kind, key, count in (("bs", "p_bootstrap", 200), ("ar", "p_randomization", 300)):
         scorer = scorer_class(**options, references=[texts.references])
-        signatures, results = PairedTest(systems, {"score": scorer}, None, kind, count)()
+        with monkeypatch.context() as patched:
+            if kind == "ar":
+                patched.setattr(significance, "_compute_p_value", with_ties)
+            signatures, results = PairedTest(systems, {"score": scorer}, None, kind, count)()
         assert report["seed"] == signatures[label].info["seed"]
         for row, result in zip(rows, results[label], strict=True):
             assert (row["score"], row.get(key)) == (result.score, result.p_value)
@@ -61,6 +73,28 @@ def test_figures_are_those_of_sacrebleu_to_the_last_digit(name, label, scorer_cl
         scorer.sentence_score(*pair).score for pair in zip(texts.outputs["A"], zip(texts.references), strict=True)
     ]
     assert report["sentence_scores"][name]["A"] == expected
+
+
+def test_two_sentences_of_a_thousand_may_be_chance():
+    """By hand: both fall to one side in half of the trials."""
+    references = [f"word {number}" for number in range(1000)]
+    outputs = {"A": references, "B": ["no", "no", *references[2:]]}
+    segments = compute_segments(Texts(outputs, references), ["exact_match"], {})
+    report = compare(Texts(outputs, references), segments, num_sentences=1)
+    row = report["scores"]["exact_match"]["systems"][1]
+    assert row["p_randomization"] == pytest.approx(0.5, abs=0.02)
+    assert not any("*" in cell for line in score_rows(report) for cell in line)
+
+
+@pytest.mark.parametrize("kind", ["match", "score"])
+def test_one_comparison_in_twenty_of_equal_systems_is_marked(kind):
+    random, count, num_marked = np.random.default_rng(0), 200, 0
+    for _ in range(count):
+        values = random.random((2, 300)) if kind == "score" else random.random((2, 300)) < 0.5
+        systems = external_segments({"A": values[0].astype(float), "B": values[1].astype(float)})
+        [row] = _test({"score": systems}, 200, 200)["scores"]["score"]["systems"][1:]
+        num_marked += max(row["p_bootstrap"], row["p_randomization"]) < 0.05
+    assert 0.03 < num_marked / count < 0.07
 
 
 def test_every_score_is_that_of_evaluate_and_its_sentences(texts, report):
