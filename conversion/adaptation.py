@@ -21,7 +21,6 @@ from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
 from metaphrase.conversion.folders import (
     DEFAULT_SHARD_SIZE,
     OURS,
-    PROVENANCE_NAME,
     check_shape,
     copy_licences,
     find_folder,
@@ -32,7 +31,13 @@ from metaphrase.conversion.folders import (
 )
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING, STACKS
-from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_provenance
+from metaphrase.storage.folders import (
+    ADAPTATION_NAME,
+    check_output,
+    folder_in_one_step,
+    read_json,
+    write_provenance,
+)
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
 from metaphrase.tokenization import TokenizerPair
@@ -152,7 +157,7 @@ def adapt(
         )
     folders = {"decoder": find_folder(base), "encoder": find_folder(encoder or base)}
     layers = {"decoder": decoder_layers, "encoder": encoder_layers}
-    check = functools.partial(check_output, output, [*folders.values()], overwrite, PROVENANCE_NAME, "adapted")
+    check = functools.partial(check_output, output, [*folders.values()], overwrite, ADAPTATION_NAME, "adapted")
     check()
     with contextlib.ExitStack() as files:
         bases = {stack: _read_base(folders[stack], layers[stack], f"{stack}_layers", files) for stack in STACKS}
@@ -169,7 +174,7 @@ def adapt(
             tokenizers.save_pretrained(partial)
             copy_licences(folders["decoder"], partial)
             write_provenance(
-                partial / PROVENANCE_NAME, base, **{"from": bases["decoder"].config.model_type, "to": OURS}
+                partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": OURS}
             )
     return output
 

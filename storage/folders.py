@@ -17,6 +17,8 @@ except ImportError:
 _CARD_NAME = "README.md"
 # File that names the models of an ensemble.
 ENSEMBLE_NAME = "ensemble.json"
+# Provenance of an encoder-decoder that was made of decoder-only models.
+ADAPTATION_NAME = "adaptation.json"
 
 
 @contextlib.contextmanager

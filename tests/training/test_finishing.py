@@ -100,9 +100,9 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
     assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
 
 
-GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0, "early_stopping": True}
+GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
 SHORT, LONG = {**BEAMS, "length_penalty": 0.6}, {**BEAMS, "length_penalty": 1.5}
-LATE = {**BEAMS, "early_stopping": False}
+EARLY = {"early_stopping": True}
 
 
 class Writer:
@@ -127,15 +127,15 @@ def sample_of(metric):
 @pytest.mark.parametrize(
     ("metric", "right", "chosen", "tried"),
     [
-        ("bleu", [5, 6, 8, 7, 8], SHORT, 5),
+        ("bleu", [5, 6, 8, 7, 8], SHORT | EARLY, 5),
         ("bleu", [5, 6, 6, 9, 8], LONG, 5),
-        ("bleu", [5, 6, 6, 6, 6], BEAMS, 5),
-        ("bleu", [5, 6, 6, 6, 7], LATE, 5),
+        ("bleu", [5, 6, 6, 6, 5], BEAMS, 5),
+        ("bleu", [5, 6, 6, 6, 7], BEAMS | EARLY, 5),
         # Beams that bring nothing only cost time.
         ("bleu", [5, 5], GREEDY, 2),
-        ("exact_match", [5, 6, 6], BEAMS, 3),
+        ("exact_match", [5, 6, 6], BEAMS | EARLY, 3),
         ("wer", [6, 5], GREEDY, 2),
-        ("wer", [5, 6, 7], LATE, 3),
+        ("wer", [5, 6, 5], BEAMS, 3),
     ],
 )
 def test_the_best_setting_is_chosen(metric, right, chosen, tried):

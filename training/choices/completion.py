@@ -3,6 +3,7 @@
 import functools
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -10,6 +11,7 @@ import torch
 
 from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
+from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.choices.rules import (
     BATCH_SIZES,
@@ -19,7 +21,6 @@ from metaphrase.training.choices.rules import (
     StepCost,
     TokenProfile,
     choose_augmentation,
-    choose_batches,
     choose_finetuning,
     choose_from_text,
     choose_from_tokens,
@@ -133,12 +134,11 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
         return None if recipe.time_budget is None else _UPDATES_SHARE * max(0.0, experiment.deadline - time.time())
 
     if is_base:
-        recipe = _with_batches_of_base(recipe, experiment, tokens)
         with torch.device("meta"):
             model = experiment.make_model(tokenizers, with_weights=False)
-        seconds = _step_seconds(dry_run(experiment.with_recipe(_before_evaluation(recipe))))
-        facts = model.config, model.generation_config.num_beams or 1, seconds
-        recipe, total = choose_finetuning(recipe, tokens, *facts, time_left())
+        facts = model.config, model.generation_config.num_beams or 1, _cost_of_base(experiment, tokens)
+        has_seen_pairs = not Path(recipe.model_name_or_path, ADAPTATION_NAME).is_file()
+        recipe, total = choose_finetuning(recipe, tokens, *facts, time_left(), has_seen_pairs)
     else:
         if recipe.time_budget is not None:
             cost_of(SIZES[1])
@@ -180,18 +180,16 @@ def _split_step(experiment: Experiment, tokens: TokenProfile) -> tuple[Experimen
         batches *= 2
 
 
-def _with_batches_of_base(recipe: Recipe, experiment: Experiment, tokens: TokenProfile) -> Recipe:
-    """Return the recipe with batches that memory holds, and warn if memory holds none."""
-    _, batches, lacking = _split_step(experiment, tokens)
+def _cost_of_base(experiment: Experiment, tokens: TokenProfile) -> StepCost:
+    """Return the cost of an optimizer step in batches that memory holds, and warn if memory holds none."""
+    timed, batches, lacking = _split_step(experiment, tokens)
     if lacking > 0:
         logger.warning(
             "Training takes about %.1f GiB, and %.1f GiB are free. Set `lora_rank: 16` (pip install metaphrase[lora]), or "
             "choose a smaller model.",
             *(size / _HEAP / 2**30 for size in (lacking + free_memory(), free_memory())),
         )
-    if recipe.is_open(*BATCH_SIZES):
-        recipe = choose_batches(recipe, tokens, tokens_per_update(recipe, tokens), batches)
-    return recipe
+    return StepCost(_step_seconds(dry_run(timed)), batches)
 
 
 def _step_seconds(estimate: RunEstimate) -> float:

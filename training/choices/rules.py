@@ -139,22 +139,14 @@ def choose_from_tokens(
     """
     budget = tokens_per_update(recipe, tokens)
     wanted = useful_updates(tokens, budget)
-
-    def possible(size: Size) -> float:
-        cost = 0.0 if seconds is None else cost_of(size).seconds
-        return seconds / cost if cost else math.inf
-
-    size = choose_size(tokens, wanted, possible)
-    cost, in_time = cost_of(size), possible(size)
-    if recipe.is_open(*BATCH_SIZES):
-        # A short run gains more by updates than by the tokens of each.
-        while in_time < wanted and budget >= 2 * max(_QUICK_BATCH, _power_of_two(tokens.longest)):
-            budget, in_time = budget // 2, 2 * in_time
-            cost = StepCost(cost.seconds / 2, max(1, cost.batches // 2))
+    # Without a limit, the speed need not be measured.
+    size = choose_size(
+        tokens, wanted, lambda size: math.inf if seconds is None else possible_updates(cost_of(size), seconds)
+    )
+    recipe, budget, cost = choose_batches(recipe, tokens, cost_of(size), wanted, seconds)
+    in_time = possible_updates(cost, seconds)
     most = _MOST_UPDATES * wanted
     updates = wanted if in_time == math.inf else max(wanted, min(most, int(in_time)))
-    if recipe.is_open(*BATCH_SIZES):
-        recipe = choose_batches(recipe, tokens, budget, cost.batches)
     ending = " fit into the time" if wanted < updates < most else ", after which little is gained"
     share = min(1, in_time / wanted)
     recipe, updates = choose_updates(
@@ -186,18 +178,33 @@ def choose_updates(
     return recipe.choose(reason, max_steps=updates), updates
 
 
-def choose_batches(recipe: Recipe, tokens: TokenProfile, budget: int, batches: int) -> Recipe:
-    """Choose a token budget by which an optimizer step has this number of batches."""
-    fields = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
-    if batches > 1:
-        fields["gradient_accumulation_steps"] = batches
-    is_split = batches > 1 and recipe.is_open("gradient_accumulation_steps")
-    reason = f"an epoch has {tokens.both:,} tokens"
+def possible_updates(cost: StepCost, seconds: float | None) -> float:
+    """Return the updates that fit into some seconds; infinity without a limit or if the speed is unknown."""
+    return math.inf if seconds is None or not cost.seconds else seconds / cost.seconds
+
+
+def choose_batches(
+    recipe: Recipe, tokens: TokenProfile, cost: StepCost, wanted: float, seconds: float | None
+) -> tuple[Recipe, int, StepCost]:
+    """Choose the tokens of an update, fewer if the time holds too few of the wanted updates.
+
+    `cost` is that of an update of `tokens_per_update`. Return the recipe, the tokens of its updates, and their cost.
+    """
+    budget = tokens_per_update(recipe, tokens)
+    if not recipe.is_open(*BATCH_SIZES):
+        return recipe, budget, cost
+    # A short run gains more by updates than by the tokens of each.
+    smallest, reason = max(_QUICK_BATCH, _power_of_two(tokens.longest)), f"an epoch has {tokens.both:,} tokens"
+    while possible_updates(cost, seconds) < wanted and budget >= 2 * smallest:
+        budget, cost = budget // 2, StepCost(cost.seconds / 2, max(1, cost.batches // 2))
     if budget < tokens_per_batch(tokens):
         reason += ", and small batches make more updates in the time"
-    if is_split:
-        reason += ", and memory holds no more in one batch"
-    return recipe.choose(reason, **fields)
+    fields = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, cost.batches)}
+    if cost.batches > 1:
+        fields["gradient_accumulation_steps"] = cost.batches
+        if recipe.is_open("gradient_accumulation_steps"):
+            reason += ", and memory holds no more in one batch"
+    return recipe.choose(reason, **fields), budget, cost
 
 
 def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
@@ -213,7 +220,7 @@ def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
 def choose_evaluation(recipe: Recipe, tokens: TokenProfile, updates: int) -> Recipe:
     """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
     if not any(getattr(recipe, name) for name in VALIDATION_FIELDS):
-        return recipe.choose("there are no validation pairs to compare beams on", num_beams=4, early_stopping=True)
+        return recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
     strategy = recipe.eval_strategy if recipe.is_set("eval_strategy") else "steps"
     # With fields of saving, the user decides when to evaluate, and which weights stay.
     if recipe.is_open("save_strategy", "save_steps") and strategy != "no":
@@ -512,19 +519,24 @@ def choose_finetuning(
     tokens: TokenProfile,
     config: PreTrainedConfig,
     num_beams: int,
-    step_seconds: float,
+    cost: StepCost,
     seconds: float | None,
+    has_seen_pairs: bool = True,
 ) -> tuple[Recipe, float]:
-    """Choose optimizer, length of the run, and evaluation by the base model, its configuration and its beams.
+    """Choose batches, optimizer, length of the run, and evaluation by the base model, its configuration and its beams.
 
-    `step_seconds` is 0 if the speed is unknown. Return the recipe, and the seconds of all steps.
+    `cost` is that of an update. A base that has seen no pairs makes the updates of a new network. Return the recipe, and the
+    seconds of all steps.
     """
-    budget = tokens_per_update(recipe, tokens)
-    usual = finetuning_updates(tokens, budget)
-    share = 1.0 if seconds is None or not step_seconds else min(1.0, seconds / (step_seconds * usual))
-    ending = ": few pairs are repeated more often"
+    wanted = (finetuning_updates if has_seen_pairs else useful_updates)(tokens, tokens_per_update(recipe, tokens))
+    recipe, budget, cost = choose_batches(recipe, tokens, cost, wanted, seconds)
+    if has_seen_pairs:
+        # The same epochs in smaller batches.
+        wanted = finetuning_updates(tokens, budget)
+    share = min(1.0, possible_updates(cost, seconds) / wanted)
+    ending = ": few pairs are repeated more often" if has_seen_pairs else ": the base has seen no pairs"
     recipe, updates = choose_updates(
-        recipe, tokens, max(1, int(share * usual)), usual * budget / tokens.both, ending, share, step_seconds
+        recipe, tokens, max(1, int(share * wanted)), wanted * budget / tokens.both, ending, share, cost.seconds
     )
     family = family_of(config)
     rule = RULES.get(family, _BART)
@@ -536,7 +548,7 @@ def choose_finetuning(
     recipe = recipe.choose(f"usual for {family}", **regularization, adam_beta2=0.999, max_grad_norm=1.0)
     if num_beams > 1 and not recipe.choose_decoding:
         recipe = recipe.choose("the base model has them", num_beams=num_beams)
-    return choose_evaluation(recipe, tokens, updates), updates * step_seconds
+    return choose_evaluation(recipe, tokens, updates), updates * cost.seconds
 
 
 def finetuning_updates(tokens: TokenProfile, budget: int) -> int:

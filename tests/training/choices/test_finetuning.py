@@ -11,15 +11,18 @@ from verbs import execute
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts import train
 from metaphrase.training.choices import completion
 from metaphrase.training.choices.completion import complete
 from metaphrase.training.choices.rules import (
     RULES,
+    StepCost,
     TokenProfile,
     choose_finetuning,
     describe_choices,
     finetuning_updates,
+    useful_updates,
 )
 from metaphrase.training.model_setup import longest_sequences
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -131,12 +134,27 @@ def test_memory_decides_on_batches(folder, monkeypatch, caplog):
 def test_time_shortens_the_run(seconds):
     tokens, before = TokenProfile(1000, 15_000, 15_000, 60), Recipe(train_file="pairs.tsv")
     usual = finetuning_updates(tokens, 1024)
-    recipe, total = choose_finetuning(before, tokens, T5Config(), 1, 10.0, seconds)
+    recipe, total = choose_finetuning(before, tokens, T5Config(), 1, StepCost(10.0), seconds)
     updates = usual if seconds is None else max(1, int(seconds / 10))
     text = " ".join(describe_choices(before, recipe))
     assert recipe.max_steps == updates and total == 10 * updates
     assert ("of them fit into the time" in text) is (seconds is not None)
     assert recipe.warmup_steps == updates // 10 and recipe.lr_scheduler_type == "cosine"
+
+
+def test_a_short_time_has_smaller_batches_for_the_same_epochs():
+    tokens, before = TokenProfile(10_000, 100_000, 100_000, 60), Recipe(train_file="pairs.tsv")
+    (long, _), (short, total) = (
+        choose_finetuning(before, tokens, T5Config(), 1, StepCost(4.0), seconds) for seconds in (None, 600.0)
+    )
+    assert (long.max_tokens_per_batch, short.max_tokens_per_batch) == (4096, 2048)
+    assert long.max_steps == finetuning_updates(tokens, 4096) and short.max_steps == 300 and total == 600
+
+
+def test_a_base_that_has_seen_no_pairs_makes_the_updates_of_a_new_network():
+    tokens, before = TokenProfile(10_000, 100_000, 100_000, 60), Recipe(train_file="pairs.tsv")
+    recipe, _ = choose_finetuning(before, tokens, MetaphraseConfig(), 1, StepCost(0.0), None, has_seen_pairs=False)
+    assert recipe.max_steps == useful_updates(tokens, 4096) and "has seen no pairs" in " ".join(recipe.reasons.values())
 
 
 @pytest.mark.parametrize(
