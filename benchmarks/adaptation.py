@@ -29,6 +29,7 @@ from metaphrase.conversion import adapt
 from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.cpu_setup import has_fast_bfloat16
 
 CORPUS = Path("tatoeba_en_es", "en_es.tsv")
 SIZES = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6, "num_attention_heads": 5}
@@ -79,7 +80,8 @@ def train_llama(texts: list[str], folder: Path, minutes: float) -> dict:
         del stream[: BLOCKS * BLOCK_TOKENS]
         # The cosine of the share of time, so that a slow machine ends with a low rate, too.
         optimizer.param_groups[0]["lr"] = RATE * min(share / WARMUP, (1 + math.cos(math.pi * share)) / 2)
-        loss = model(input_ids=batch, labels=batch).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_fast_bfloat16()):
+            loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

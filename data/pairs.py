@@ -618,7 +618,7 @@ class SideProfile:
 
 @dataclass(frozen=True)
 class CorpusProfile:
-    """Number of training pairs, profiles of both sides, and the share of the targets' visible characters that sources have."""
+    """Number of distinct training pairs, profiles of their sides, and the share of the targets' visible characters in sources."""
 
     pairs: int
     source: SideProfile
@@ -629,7 +629,9 @@ class CorpusProfile:
     def of(cls, train: datasets.Dataset) -> "CorpusProfile":
         """Measure training pairs; of many pairs, those at regular distances."""
         sample = train.select(range(0, len(train), -(-len(train) // SAMPLE_PAIRS)))
-        source, target = (SideProfile.of(sample[side][:]) for side in SIDES)
-        counts = Counter(character for text in sample["target"][:] for character in text if not character.isspace())
+        pairs = {*zip(*(sample[side][:] for side in SIDES), strict=True)}
+        sources, targets = zip(*sorted(pairs), strict=True)
+        source, target = SideProfile.of(sources), SideProfile.of(targets)
+        counts = Counter(character for text in targets for character in text if not character.isspace())
         shared = sum(count for character, count in counts.items() if character in source.alphabet)
-        return cls(len(train), source, target, shared / max(1, counts.total()))
+        return cls(len(train) * len(pairs) // len(sample), source, target, shared / max(1, counts.total()))

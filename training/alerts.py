@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from metaphrase.data.pairs import SPLITS, column_texts
+from metaphrase.data.pairs import SIDES, SPLITS, column_texts
 from metaphrase.evaluation.evaluate import spread
 from metaphrase.training.corpora import PairCorpus, TaskCorpus
 from metaphrase.training.recipe.recipe import Recipe
@@ -22,7 +22,7 @@ _COMPARED_PAIRS, _MIN_PAIRS = 5000, 20
 # Half of the pairs of a text normalizer may be equal on both sides, and all targets of a classifier are a few words.
 _EQUAL_SIDES, _ONE_TARGET, _ONE_TARGET_OF_MANY, _FEW_TARGETS = 0.95, 0.8, 0.5, 20
 # Public corpora of code share up to 9 % of their sources.
-_SHARED_SOURCES = 0.1
+_SHARED_SOURCES = _REPEATED_PAIRS = 0.1
 _LONG_REFERENCES, _UNFINISHED = 0.01, 0.02
 # Scores above which outputs have something in common with the references; error rates below which they have.
 _ALIVE = {"bleu": 0.5, "rouge": 0.5, "chrf": 15.0, "chrf++": 15.0, "exact_match": 0.0}
@@ -43,8 +43,22 @@ def data_alerts(corpus: PairCorpus) -> Iterator[str]:
     if corpus.recipe.objective == "pairs":
         for part in corpus.parts.values() if isinstance(corpus, TaskCorpus) else (corpus,):
             if hasattr(part.splits["train"], "__len__"):
+                yield from _repetition_alerts(part)
                 yield from _side_alerts(part)
                 yield from _shared_source_alerts(part)
+
+
+def _repetition_alerts(corpus: PairCorpus) -> Iterator[str]:
+    pairs = corpus.splits["train"]
+    hashes = np.fromiter(
+        map(hash, zip(*(column_texts(pairs, side) for side in SIDES), strict=True)), np.int64, len(pairs)
+    )
+    number = len(pairs) - len(np.unique(hashes))
+    if number > _REPEATED_PAIRS * len(pairs):
+        yield (
+            f"{corpus.label}train: {number:,} of {len(pairs):,} pairs repeat an earlier one. They weigh more in training, and "
+            "make its epochs longer. `metaphrase filter` drops them."
+        )
 
 
 def _side_alerts(corpus: PairCorpus) -> Iterator[str]:

@@ -15,7 +15,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _KEPT = re.compile(r"""\stranslate\s*=\s*["']?no\b|\sclass\s*=\s*(?:"[^"]*|'[^']*|)\bnotranslate\b""", re.IGNORECASE)
-_ENTITY = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|\w+);")
+# A number with more digits is no character.
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|\w+);")
 _HAS_TEXT = re.compile(r"[^\W_]")
 # Elements inside a sentence.
 _INLINE = {
@@ -114,7 +115,7 @@ def parse_markup(page: str, is_html: bool = True, keep_tags: Collection[str] = (
             if is_html and token.name not in inline_kept:
                 block = raw
             else:
-                text = "".join(html.unescape(token.raw) for token in part if token.is_text)
+                text = "".join(_unescape(token.raw) for token in part if token.is_text)
                 builder.add_atom(raw, " ".join(text.split()))
         elif token.is_text:
             builder.add_text(token.raw)
@@ -150,7 +151,7 @@ class _Builder:
         for entity in _ENTITY.findall(raw):
             if len(letter := html.unescape(entity)) == 1:
                 self.marked.entities.setdefault(letter, entity)
-        self.marked.text += _ENTITY.sub(lambda match: html.unescape(match.group()), raw)
+        self.marked.text += _unescape(raw)
 
     def add_atom(self, raw: str, text: str = "") -> None:
         start = len(self.marked.text)
@@ -202,6 +203,10 @@ class _Builder:
             self.roots.append(owner)
         if is_tag:
             self.marked.tags.append(Tag(len(self.marked.text), raw, owner))
+
+
+def _unescape(raw: str) -> str:
+    return _ENTITY.sub(lambda match: html.unescape(match.group()), raw)
 
 
 def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:

@@ -242,7 +242,7 @@ class Terms:
 
 def read_glossary(path: str | Path) -> dict[str, str]:
     """Read a file with a source term, a tab and a target term on each line; `ValueError` for another number of columns."""
-    rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     if wrong := [row for row in rows if len(row) != 2]:
         raise ValueError(
             f"`glossary` must have lines of a source term, a tab and a target term, got {wrong[0]} in {path}."

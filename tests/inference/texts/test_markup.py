@@ -157,7 +157,19 @@ def test_xml_with_text_beside_tags_is_inline():
 
 
 @pytest.mark.parametrize(
-    "page", ["<b>one", "one</b> two", "<b><i>x</b></i>", "a < b", "<", "<p", "&amp", "x<!-- y", "<a b='c>d"]
+    "page",
+    [
+        "<b>one",
+        "one</b> two",
+        "<b><i>x</b></i>",
+        "a < b",
+        "<",
+        "<p",
+        "&amp",
+        "x<!-- y",
+        "<a b='c>d",
+        f"a &#{'9' * 5000};",
+    ],
 )
 def test_broken_markup_loses_nothing(page, monkeypatch):
     monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: index))

@@ -118,7 +118,14 @@ def test_limits_hold_nearly_all_texts(source, target, longest, expected):
 
 @pytest.mark.parametrize(("pairs", "size"), [(10, 2), (100, 20), (500, 50), (8000, 400), (119_000, 1000)])
 def test_size_of_validation(pairs, size):
-    assert chosen_from_text((PRONUNCIATIONS * 30)[:pairs]).num_validation == size
+    words = [(f"{word}{number}", target) for number in range(30) for word, target in PRONUNCIATIONS]
+    assert chosen_from_text(words[:pairs]).num_validation == size
+
+
+def test_repeated_pairs_change_no_choice():
+    pairs = [(sentence, sentence.upper()) for sentence in SENTENCES[:300]]
+    once, often = chosen_from_text(pairs), chosen_from_text(pairs * 10)
+    assert once == often and once.tokenizer_kind == "byte_bpe"
 
 
 TASKS = {
