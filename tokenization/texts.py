@@ -45,9 +45,16 @@ class Line(NamedTuple):
 
 @contextlib.contextmanager
 def open_bytes(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a file, plain or compressed (`.gz`). A damaged compressed file is an `OSError`, a truncated one an `EOFError`."""
+    """Open a text file, plain or compressed (`.gz`).
+
+    A damaged compressed file is an `OSError`, a truncated one an `EOFError`. A file in UTF-16 is a `ValueError`.
+    """
     with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
         try:
+            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise ValueError(
+                    f"`{os.fspath(path)}` must be UTF-8, got UTF-16. Convert it with iconv -f UTF-16 -t UTF-8."
+                )
             yield file
         except (zlib.error, gzip.BadGzipFile, EOFError) as error:
             kind = EOFError if isinstance(error, EOFError) else gzip.BadGzipFile

@@ -45,6 +45,13 @@ def test_a_long_line_is_a_problem_and_takes_little_memory(name, tmp_path):
         list(iterate_lines(latin))
 
 
+@pytest.mark.parametrize("read", [count_lines, lambda path: list(read_lines(path))])
+def test_utf_16_is_named(read, tmp_path):
+    (tmp_path / "pairs.txt").write_text("one\ntwo\n", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"pairs\.txt` must be UTF-8, got UTF-16\. Convert it with iconv"):
+        read(tmp_path / "pairs.txt")
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\n", b"a", b"a\n", b"a\n\n", b"\xef\xbb\xbf", b"a\r\nb", b"\n" * 203 + b"x"]
 )
