@@ -37,7 +37,7 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.trainer import MetaphraseTrainer
 
-VOCAB_SIZES = {"transformer-tiny": 10000, "transformer-base": 32000, "t5-large": 32128}
+VOCAB_SIZES = {"transformer-tiny": 10000, "transformer-base": 32000, "transformer-big": 32000, "t5-large": 32128}
 SMOOTHING = 0.1
 PAIRS = 6000
 
@@ -51,6 +51,7 @@ class Contestant:
         keeps_freed_memory: True if the C library keeps freed memory.
         bf16: True for autocast to bfloat16.
         groups_by_length: transformers' `group_by_length`.
+        is_compiled: transformers' `torch_compile`.
         parts: Names of the parts of ours in use.
     """
 
@@ -58,6 +59,7 @@ class Contestant:
     keeps_freed_memory: bool = True
     bf16: bool = False
     groups_by_length: bool = False
+    is_compiled: bool = False
     parts: tuple[str, ...] = ()
 
 
@@ -71,6 +73,7 @@ CONTESTANTS = {
     "bart, tuned": Contestant("bart", groups_by_length=True),
     "bart, tuned, bf16": Contestant("bart", groups_by_length=True, bf16=True),
     "bart, tuned, bf16, few kernels": Contestant("bart", groups_by_length=True, bf16=True, parts=("few kernels",)),
+    "bart, tuned, bf16, compiled": Contestant("bart", groups_by_length=True, bf16=True, is_compiled=True),
     "t5, as documented": Contestant("t5", keeps_freed_memory=False),
     "t5, tuned": Contestant("t5", groups_by_length=True),
     "t5, tuned, bf16": Contestant("t5", groups_by_length=True, bf16=True),
@@ -209,6 +212,9 @@ def make_trainer(contestant: Contestant, preset: str, mix_name: str, turns: Turn
         label_smoothing_factor=SMOOTHING,
         per_device_train_batch_size=mix.pairs_per_batch,
         bf16=contestant.bf16,
+        # Products in float32, such as those of the loss, in TensorFloat-32.
+        tf32=True if torch.cuda.is_available() else None,
+        torch_compile=contestant.is_compiled,
         use_cpu=not torch.cuda.is_available(),
         train_sampling_strategy="group_by_length" if contestant.groups_by_length else "random",
         remove_unused_columns=contestant.family != "metaphrase",

@@ -34,13 +34,13 @@ SENTENCES = {1: 16, 32: 96}
 MAX_NEW_TOKENS = 20
 
 
-def save_random(preset: str, folder: Path) -> Path:
-    """Save a model with random weights and a tokenizer of numbered words."""
+def save_random(config: MetaphraseConfig, folder: Path) -> Path:
+    """Save a model with random weights and a tokenizer of numbered words. With a bias of the logits, it writes no end."""
     torch.manual_seed(0)
-    config = MetaphraseConfig(**PRESETS[preset] | {"logits_bias": True, "initializer_range": 0.2})
     model = MetaphraseForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        model.lm_head.bias[config.eos_token_id] = -1e4
+    if config.logits_bias:
+        with torch.no_grad():
+            model.lm_head.bias[config.eos_token_id] = -1e4
     model.save_pretrained(folder)
     special = {"bos": config.bos_token_id, "eos": config.eos_token_id, "pad": config.pad_token_id}
     names = {index: f"<{name}>" for name, index in special.items() if index is not None}
@@ -120,9 +120,9 @@ def main() -> None:
         settings = report["models"][Path(name).name] = {}
         with tempfile.TemporaryDirectory() as folder:
             if name in PRESETS:
-                model = save_random(name, Path(folder) / "model")
-                vocab_size = MetaphraseConfig(**PRESETS[name]).vocab_size
-                texts = random_texts(max(SENTENCES.values()), vocab_size)
+                config = MetaphraseConfig(**PRESETS[name] | {"logits_bias": True, "initializer_range": 0.2})
+                model = save_random(config, Path(folder) / "model")
+                texts = random_texts(max(SENTENCES.values()), config.vocab_size)
             else:
                 model, texts = Path(name), list(iterate_lines(arguments.source))[: max(SENTENCES.values())]
             for dtype in arguments.dtypes:

@@ -117,10 +117,10 @@ CONTESTANTS: dict[str, Callable[[Path, Path], Contestant]] = {
 
 
 def measure(
-    contestants: dict[str, Contestant], sources: list[list[int]], setting: str, rounds: int, threads: int
+    contestants: dict[str, Contestant], sources: list[list[int]], setting: tuple[int, int], rounds: int, threads: int
 ) -> tuple[dict[str, dict], dict[str, list[list[int]]]]:
-    """Return each contestant's report for one setting, and its outputs."""
-    num_beams, batch_size = SETTINGS[setting]
+    """Return each contestant's report for one setting of beams and batch, and its outputs."""
+    num_beams, batch_size = setting
     clock = time.process_time if threads == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     outputs: dict[str, list[list[int]]] = {}
@@ -133,7 +133,7 @@ def measure(
             start = clock()
             outputs[name] = contestants[name](sources, num_beams, batch_size)
             seconds[name].append(clock() - start)
-        print(f"{setting}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        print(f"{num_beams} beams, batch {batch_size}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     report = {}
     for name in names:
         middle = statistics.median(seconds[name])
@@ -220,7 +220,7 @@ def main() -> None:
     for setting in arguments.settings:
         # Single sentences take long.
         few = sources[:: 1 if SETTINGS[setting][1] > 1 else 4]
-        results[setting], outputs = measure(contestants, few, setting, arguments.rounds, arguments.threads)
+        results[setting], outputs = measure(contestants, few, SETTINGS[setting], arguments.rounds, arguments.threads)
         if arguments.reference and len(few) == len(sources):
             lines = list(iterate_lines(arguments.reference))
             references = [lines[index] for index in chosen]

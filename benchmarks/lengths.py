@@ -1,6 +1,6 @@
 """Sizes that several benchmarks share: length mixes of training pairs, and dimensions of published models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,7 +46,10 @@ MIXES = {
     "multi30k": LengthMix(14.1, 14.1, 0.286, 0.315, 0.857, (5, 46), (3, 52), pairs_per_batch=128),
     # Like summarization: articles of all sizes, abstracts that hardly follow them.
     "heavy_tailed": LengthMix(180, 35, 0.75, 0.5, 0.3, (50, 800), (10, 120), pairs_per_batch=16),
+    "512_tokens": LengthMix(512, 512, 0, 0, 0, (512, 512), (512, 512), pairs_per_batch=16),
 }
+MIXES["multi30k_large_batches"] = replace(MIXES["multi30k"], pairs_per_batch=512)
+MIXES["512_tokens_few_pairs"] = replace(MIXES["512_tokens"], pairs_per_batch=4)
 
 
 def make_pairs(mix: LengthMix, pairs: int, vocab_size: int, seed: int) -> dict[str, list]:

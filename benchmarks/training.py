@@ -4,7 +4,7 @@
 
 `results/README.md` holds the commands behind all result files.
 
-Each contestant is a whole `Trainer.train()` in its own process (see `contestants.py`), on random tokens in the lengths of
+Each contestant is a whole `Trainer.train()` in its own process (see `turns.py`), on random tokens in the lengths of
 a mix, with label smoothing 0.1 and equally many updates per epoch. Contestants take turns of a few steps, so that other
 load on the machine affects all of them. The figure counts all turns together, without padding. A peer with
 `group_by_length` needs 50 steps, the period of its sorting; batches in random order need fewer (`--steps_unsorted`).
@@ -15,70 +15,15 @@ kernels, memory grows for about 30 steps. A new report replaces the report of th
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from contestants import CONTESTANTS, VOCAB_SIZES
 from lengths import MIXES
 from machine import describe_machine
+from turns import OURS, measure_group
 
 DOCUMENTED = "bart, as documented"
 TUNED = ("bart, tuned", "bart, tuned, bf16", "bart, tuned, bf16, few kernels")
-OURS = "metaphrase"
-PEERS = ("bart", "t5")
-
-
-class Process:
-    """Process of a contestant that waits for its turn."""
-
-    def __init__(self, name: str, preset: str, mix: str, steps: int, threads: int, core: int | None):
-        command = [sys.executable, str(Path(__file__).with_name("contestants.py")), name, preset, mix]
-        command += ["--steps", str(steps), "--threads", str(threads)]
-        if core is not None:
-            command = ["taskset", "-c", str(core), *command]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        self.name, self.turns = name, []
-        self.base_bytes = self._answer()["base_bytes"]
-        self._take_turn()  # the first round warms up
-
-    def _answer(self) -> dict:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise RuntimeError(f"The process of {self.name!r} ended with status {self.process.wait()}.")
-
-    def _take_turn(self) -> dict:
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def take_turn(self) -> None:
-        self.turns.append(self._take_turn())
-
-    def finish(self) -> dict:
-        self.process.stdin.write("stop\n")
-        self.process.stdin.flush()
-        peak = self._answer()["peak_bytes"]
-        self.process.wait()
-        rates = sorted(turn["tokens"] / turn["seconds"] for turn in self.turns)
-        tokens, seconds = (sum(turn[name] for turn in self.turns) for name in ("tokens", "seconds"))
-        return {
-            "real_tokens_per_second": round(tokens / seconds, 1),
-            "slowest_round": round(rates[0], 1),
-            "fastest_round": round(rates[-1], 1),
-            "peak_mib": round(peak / 2**20),
-            "peak_mib_over_start": round((peak - self.base_bytes) / 2**20),
-        }
 
 
 def measure(preset: str, mix: str, names: list[str], arguments: argparse.Namespace) -> dict:
@@ -116,18 +61,6 @@ def make_groups(names: list[str], at_once: int | None) -> list[list[str]]:
     return [peers[start : start + step] + ours for start in range(0, len(peers), step)]
 
 
-def measure_group(preset: str, mix: str, names: list[str], arguments: argparse.Namespace) -> dict[str, dict]:
-    unsorted = {name for name in names if name.startswith(PEERS) and not CONTESTANTS[name].groups_by_length}
-    steps = dict.fromkeys(unsorted, arguments.steps_unsorted or arguments.steps)
-    options = (arguments.threads, arguments.core)
-    processes = [Process(name, preset, mix, steps.get(name, arguments.steps), *options) for name in names]
-    for number in range(arguments.rounds):
-        for process in processes:
-            process.take_turn()
-        print(f"{preset}, {mix}: round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
-    return {process.name: process.finish() for process in processes}
-
-
 def ratios(results: dict[str, dict]) -> dict[str, float]:
     """Return our speed and memory relative to the documented peer, and our speed relative to the best tuned peer."""
     ours, documented = results[OURS], results[DOCUMENTED]
@@ -162,7 +95,7 @@ def show(report: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--presets", nargs="+", choices=VOCAB_SIZES, default=["transformer-tiny", "transformer-base"])
-    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=["multi30k", "heavy_tailed"])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=7, help="turns of each [%(default)s]")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a turn [%(default)s]")
