@@ -113,7 +113,7 @@ def randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, see
 
     Source: Riezler and Maxwell 2005 (W05-0908).
     """
-    first, *others = systems.values()
+    first, *compared = systems.values()
     _check_memory("paired_ar_n", num_trials, len(first.rows), 8)
     generator = np.random.default_rng(int(seed) if seed.isnumeric() else None)
     is_swapped = generator.integers(2, size=(num_trials, len(first.rows)), dtype=bool)
@@ -122,7 +122,7 @@ def randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, see
         return np.array([first.scorer._aggregate_and_compute([row]).score for row in sums])
 
     probabilities, baseline = [], _as_array(first)
-    for rows in map(_as_array, others):
+    for rows in map(_as_array, compared):
         swapped = is_swapped @ (rows - baseline)
         differences = np.abs(compute(baseline.sum(0) + swapped) - compute(rows.sum(0) - swapped))
         observed = np.abs(np.subtract(*compute(np.stack([baseline.sum(0), rows.sum(0)]))))
