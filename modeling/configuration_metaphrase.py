@@ -368,15 +368,22 @@ class MetaphraseConfig(PreTrainedConfig):
         - A stack of another shape has a copy with the sizes of its heads.
         - The logits have a copy with the target vocabulary, which transformers reads in beam search and for scores.
         """
-        config, asks_for_logits = copy.copy(self), bool(decoder) == bool(encoder)
+        values, asks_for_logits = {}, bool(decoder) == bool(encoder)
         if asks_for_logits or decoder:
-            config.vocab_size = self.decoder_vocab_size
+            values["vocab_size"] = self.decoder_vocab_size
         if not asks_for_logits:
             sizes = self.stack_sizes("decoder" if decoder else "encoder")
-            config.hidden_size, config.num_hidden_layers = sizes.hidden_size, sizes.layers
-            config.num_attention_heads = sizes.attention_heads
-            config.num_key_value_heads, config.head_dim = sizes.key_value_heads, sizes.head_dim
-        return self if config == self else config
+            values |= {"hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.layers}
+            values |= {"num_attention_heads": sizes.attention_heads, "head_dim": sizes.head_dim}
+            values["num_key_value_heads"] = sizes.key_value_heads
+        # transformers asks in each call of `generate()`, and a comparison of whole configurations takes a millisecond.
+        changed = {name: value for name, value in values.items() if getattr(self, name) != value}
+        if not changed:
+            return self
+        config = copy.copy(self)
+        for name, value in changed.items():
+            setattr(config, name, value)
+        return config
 
     def stack_sizes(self, stack: str) -> StackSizes:
         """Return the sizes of `encoder` or `decoder`."""
