@@ -4,6 +4,7 @@ import bisect
 import contextlib
 import copy
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from metaphrase.tokenization.batches import batches_by_length
 Result = TypeVar("Result")
 # Weight of the newest batch in the mean time of a token.
 _NEWEST = 0.2
+# Expected seconds of a batch at most, since a short text waits for the batches that are decoded when it comes.
+_LONGEST_BATCH = 0.5
 # Part of the time of a batch that a free thread waits for more sentences while other threads decode.
 _WAIT_SHARE = 0.1
 
@@ -86,6 +89,8 @@ class _Search:
         return slice(max(0, middle - size), middle + size)
 
 
+# The orders of which the turns alternate: by the tokens that are left, and by arrival.
+_ORDERS = (lambda search: search.num_tokens, lambda search: search.arrival)
 # A search, and the index of one of its sentences.
 _Row = tuple[_Search, int]
 
@@ -93,10 +98,10 @@ _Row = tuple[_Search, int]
 class Batcher:
     """Decodes the sentences of all requests in one or more threads.
 
-    Each thread decodes a batch of its own. The next one is of the request with the earliest sum of arrival and expected time,
-    so that a long document does not hold up a short text, and short texts hold up a document no longer than it takes. The
-    longest sentence of the request decides on the batch: sentences of similar length, of all requests with equal options. A
-    sentence has the same target in any batch. A request that cannot end in time gets a `TimeoutError` as soon as that is clear.
+    Each thread decodes a batch of its own. Every other batch is of the request that came first, and the rest of the one with the
+    fewest tokens left, so that a long document does not hold up a short text, nor many short texts a document. The longest
+    sentence of the request decides on the batch: sentences of similar length, of all requests with equal options. A sentence
+    has the same target in any batch. A request that cannot end in time gets a `TimeoutError` as soon as that is clear.
     """
 
     def __init__(self, num_threads: int = 1):
@@ -108,6 +113,7 @@ class Batcher:
         # torch has one stream of random numbers.
         self._random_lock = threading.Lock()
         self._searches: list[_Search] = []
+        self._turns = itertools.cycle(_ORDERS)
         # Sentences of each batch that is decoded, and 0 for a call.
         self._running: list[int] = []
         self._num_calls, self._is_closed = 0, False
@@ -202,27 +208,30 @@ class Batcher:
                     self._condition.wait_for(self._has_share, _WAIT_SHARE * self._batch_seconds)
                     if not self._has_turn():
                         continue
-                self._order()
+                self._fail_late()
                 if self._searches:
                     break
                 if self._is_closed:
                     return []
-            rows = self._choose(self._searches[0])
+            rows = self._choose(min(self._searches, key=next(self._turns)))
             self._searches = [search for search in self._searches if search.waiting]
             self._running.append(len(rows))
             return rows
 
-    def _order(self) -> None:
-        """Sort the searches by their turn, and fail those that cannot end in time or have no client."""
-        seconds = 0.0
-        self._searches.sort(key=lambda search: search.arrival + self._expected_seconds(search))
-        for search in list(self._searches):
+    def _fail_late(self) -> None:
+        """Fail the searches that cannot end in time by either order of turns, and those without a client."""
+        expected: dict[_Search, float] = {}
+        for order in _ORDERS:
+            seconds = 0.0
+            for search in sorted(self._searches, key=order):
+                seconds += self._expected_seconds(search)
+                expected[search] = min(seconds, expected.get(search, seconds))
+        for search, seconds in expected.items():
             try:
-                if seconds + self._expected_seconds(search) > search.ticket.check():
+                if seconds > search.ticket.check():
                     raise TimeoutError(
                         "The request would take longer than the server allows. Send fewer texts at a time."
                     )
-                seconds += self._expected_seconds(search)
             except (CancelledRequest, TimeoutError) as error:
                 self._fail(search, error)
 
@@ -251,7 +260,7 @@ class Batcher:
         windows = [(other, other.near(length)) for other in self._searches if other.key == search.key]
         rows = [(other, index) for other, window in windows for index in other.waiting[window]]
         lengths, first = [other.lengths[index] for other, index in rows], rows.index((search, search.waiting[-1]))
-        batches = batches_by_length(lengths, generator.batch_size, generator.max_tokens_per_batch)
+        batches = batches_by_length(lengths, generator.batch_size, self._most_tokens(generator))
         taken = [rows[row] for row in next(batch for batch in batches if first in batch)]
         for other, window in windows:
             gone = {index for owner, index in taken if owner is other}
@@ -259,6 +268,12 @@ class Batcher:
         for other, index in taken:
             other.num_tokens -= other.lengths[index]
         return taken
+
+    def _most_tokens(self, generator: Generator) -> int:
+        """Return the tokens of a batch that takes no longer than `_LONGEST_BATCH`, within the limit of the generator."""
+        if not self._seconds_per_token:
+            return generator.max_tokens_per_batch
+        return min(generator.max_tokens_per_batch, int(_LONGEST_BATCH / self._seconds_per_token))
 
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))
@@ -305,7 +320,7 @@ class Batcher:
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
         # A full batch takes no less time. So no request is refused that could end in time.
         generator = search.plan.generators[0]
-        size = max(len(rows), min(generator.batch_size, generator.max_tokens_per_batch // longest))
+        size = max(len(rows), min(generator.batch_size, self._most_tokens(generator) // longest))
         with self._condition:
             weight = _NEWEST if self._seconds_per_token else 1.0
             self._seconds_per_token += weight * (seconds / (longest * size) - self._seconds_per_token)
