@@ -58,19 +58,20 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
 def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
     nouns, verbs = ("cat", "dog", "bird", "fish"), ("sees", "likes", "hears")
     pairs = [
-        (f"a {one} {verb} a {other}", f"{verb} ( {one} , {other} )")
+        (f"a {one} {verb} a {other} {place}", f"{verb} ( {one} , {other} , {place} )")
         for one in nouns
         for verb in verbs
         for other in nouns
+        for place in ("here", "there", "inside", "outside", "above", "below")
     ]
-    pairs = 6 * pairs + [("a shark sees a dog", "sees ( shark , dog )")]
+    pairs += [("a shark sees a dog here", "sees ( shark , dog , here )")]
     (folder / "pairs.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
     options = ["--validation_file", "pairs.tsv", *SMALL]
     experiment, choices = completed(*options)
     assert experiment.recipe.augmentation == {"rare_words": 0.3}
     assert re.search(r"augmentation rare_words 0\.3 \(\d+ words are seen only", "\n".join(choices))
     texts = [experiment.prepare()[1]["train"].augmenter.change_texts(*pairs[0], Random(seed)) for seed in range(20)]
-    assert ("a shark sees a shark", "sees ( shark , shark )") in texts
+    assert ("a shark sees a shark here", "sees ( shark , shark , here )") in texts
     # Pieces hold parts of words.
     assert completed(*options, "--tokenizer_kind", "byte_bpe")[0].recipe.augmentation == {}
 

@@ -27,7 +27,7 @@ from metaphrase.training.choices.rules import (
 from metaphrase.training.model_setup import longest_sequences
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
-PAIRS = [(f"{source} {noun}", target) for noun in ("dog", "cat", "house", "tree") * 10
+PAIRS = [(f"{source} {noun}", target) for noun in map(chr, range(ord("a"), ord("a") + 40))
          for source, target in zip(SOURCES, TARGETS, strict=True)]  # fmt: skip
 
 
