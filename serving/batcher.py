@@ -22,7 +22,8 @@ Result = TypeVar("Result")
 # Weight of the newest batch in the mean time of a token.
 _NEWEST = 0.2
 # Expected seconds of a batch at most, since a short text waits for the batches that are decoded when it comes.
-_LONGEST_BATCH = 0.5
+# A large model may take longer for one sentence. So a batch has at least this part of the usual tokens.
+_LONGEST_BATCH, _SMALLEST_PART = 0.5, 0.125
 # Part of the time of a batch that a free thread waits for more sentences while other threads decode.
 _WAIT_SHARE = 0.1
 
@@ -270,10 +271,11 @@ class Batcher:
         return taken
 
     def _most_tokens(self, generator: Generator) -> int:
-        """Return the tokens of a batch that takes no longer than `_LONGEST_BATCH`, within the limit of the generator."""
+        """Return the tokens of a batch that takes about `_LONGEST_BATCH` seconds, within bounds."""
+        most = generator.max_tokens_per_batch
         if not self._seconds_per_token:
-            return generator.max_tokens_per_batch
-        return min(generator.max_tokens_per_batch, int(_LONGEST_BATCH / self._seconds_per_token))
+            return most
+        return max(int(_SMALLEST_PART * most), min(most, int(_LONGEST_BATCH / self._seconds_per_token)))
 
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))

@@ -184,7 +184,7 @@ def choose_decoding(
         duration = (1.0 if shown else _BEAMS_COST) * (time.perf_counter() - start)
         score = sign * sample.scores.compute(texts, sample.references)[metric]["score"]
         shown.append(f"{sign * score:.2f} with {_shown(setting)}")
-        # Of equal settings, the first is the faster one.
+        # The first of equal settings is the fastest.
         if score > best[0] or ("early_stopping" in setting and score > best[0] - _NOTICEABLE):
             best = score, setting
         if setting == beams[0] and best[1] != setting:

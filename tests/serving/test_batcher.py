@@ -258,6 +258,17 @@ def test_one_slow_sentence_says_nothing_about_a_full_batch(queued):
     assert queued(generator, seconds=5).generate(["a"] * 500) == ["a"] * 500
 
 
+def test_a_slow_model_still_decodes_full_batches(queued, facts):
+    """A batch of any size takes longer than a batch should."""
+    generator = slow_generator()
+    generator.model.make_search = lambda *_: (
+        lambda sources: time.sleep(0.6) or [[Hypothesis(ids, 0, True)] for ids in sources]
+    )
+    queued(generator).generate(["a"])
+    assert queued(generator).generate(["a"] * 64) == ["a"] * 64
+    assert [num_sentences for num_sentences, *_ in facts] == [1, 64]
+
+
 def test_a_long_request_waits_no_longer_than_it_takes(batcher, queued):
     generator, stop = slow_generator(batch_size=4), threading.Event()
 
