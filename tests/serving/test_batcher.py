@@ -3,16 +3,19 @@
 import contextlib
 import functools
 import itertools
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from identity_engine import IdentityEngine, identity_generator
+from local_server import upper_service
 from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.inference.batches import Hypothesis
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
+from metaphrase.serving.service import Query
 
 
 def ticket(seconds=60.0, **fields):
@@ -283,3 +286,21 @@ def test_a_long_request_waits_no_longer_than_it_takes(batcher, queued):
             assert queued(generator, seconds=10).generate(["a b"] * 200) == ["a b"] * 200
         finally:
             stop.set()
+
+
+def test_one_long_request_at_a_time_works_on_its_texts_while_none_waits():
+    service, long, short = upper_service(), Query(["a" * 50_000]), Query(["a"])
+    entered = queue.Queue()
+
+    def enter(query, name):
+        with service.text_work(query, ticket()):
+            entered.put(name)
+
+    first = ticket()
+    with ThreadPoolExecutor(2) as pool, service.text_work(long, first):
+        second = pool.submit(enter, long, "long")
+        pool.submit(enter, short, "short").result(5)
+        assert entered.get_nowait() == "short" and not second.done()
+        with first.waiting():
+            second.result(5)
+    service.batcher.close()
