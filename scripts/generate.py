@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import itertools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -181,6 +182,7 @@ def decode_records(
         first_source = output.next_source
         if first_source:
             logger.info("Resuming %s at line %d.", arguments.output, first_source + 1)
+            warn_of_changed_input(arguments.input, arguments.output)
         started = time.perf_counter()
         records, decoded = itertools.tee(itertools.islice(records, start + first_source, stop))
         results = generator.generate_stream(
@@ -212,6 +214,17 @@ def decode_records(
         if generator.num_drafted:
             share = generator.num_accepted / generator.num_drafted
             logger.info("Of %d drafted tokens %.1f %% were accepted.", generator.num_drafted, 100 * share)
+
+
+def warn_of_changed_input(source: str | None, output: str) -> None:
+    """Log that the input changed after the output, whose earlier lines stay as they are."""
+    if source is not None and os.path.getmtime(source) > os.path.getmtime(output):
+        logger.warning(
+            "%s changed after the last line of %s was written. If lines changed that have their targets already, start again "
+            "without --resume.",
+            source,
+            output,
+        )
 
 
 def warn_of_lengths(generator: Generator | GeneratorPool, num_sources: int) -> None:

@@ -76,6 +76,12 @@ def test_a_whole_output_stays_as_it_is_and_an_output_with_overwrite_begins_anew(
     execute(generate, [*words, "--output", str(output), "--resume"])
     assert output.read_bytes() == whole and output.stat().st_mtime_ns == before
     assert "at line 21" in caplog.text and "3 lines in" in caplog.text
+    # An owner who changes a line that has its target already learns that the target stays.
+    assert "changed after" not in caplog.text
+    os.utime(tmp_path / "in", ns=(before, before + 10**9))
+    execute(generate, [*words, "--output", str(output), "--resume"])
+    assert output.read_bytes() == whole
+    assert f"{tmp_path / 'in'} changed after the last line of {output} was written" in caplog.text
     output.write_bytes(whole[: len(whole) // 2])
     assert whole_output(words, output) == whole
 
