@@ -67,6 +67,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     logging.getLogger("huggingface_hub").propagate = False
     for name in () if is_verbose else _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    arguments = argparse.Namespace()
     try:
         # Help, and an error in the command line, do not wait for the imports of the verb.
         arguments = parse(verb, words)
@@ -87,6 +88,9 @@ def run(verb: str, words: Sequence[str]) -> int:
             raise
         # Errors of the Hub and of configurations have many lines.
         text = error if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
+        if isinstance(error, OSError) and error.filename is None and (output := getattr(arguments, "output", None)):
+            # A full disk has no name.
+            text += f" (output: {output})"
         print(f"metaphrase {verb}: error: {text}", file=sys.stderr)
         if is_verbose:
             raise

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from metaphrase.data.pairs import SIDES, SPLITS, column_texts
 from metaphrase.evaluation.evaluate import spread
@@ -20,9 +21,11 @@ logger = logging.getLogger(__name__)
 # Evenly spread pairs whose texts are compared. More change the shares little.
 _COMPARED_PAIRS, _MIN_PAIRS = 5000, 20
 # Half of the pairs of a text normalizer may be equal on both sides, and all targets of a classifier are a few words.
-_EQUAL_SIDES, _ONE_TARGET, _ONE_TARGET_OF_MANY, _FEW_TARGETS = 0.95, 0.8, 0.5, 20
+_QUOTED, _EQUAL_SIDES, _ONE_TARGET, _ONE_TARGET_OF_MANY, _FEW_TARGETS = 0.95, 0.95, 0.8, 0.5, 20
 # Public corpora of code share up to 9 % of their sources.
 _SHARED_SOURCES = _REPEATED_PAIRS = 0.1
+# Beside names and codes of languages.
+_COLUMN_NAMES = {"src", "tgt", "trg", "input", "output", "text", "summary", *SIDES}
 _LONG_REFERENCES, _UNFINISHED = 0.01, 0.02
 # Scores above which outputs have something in common with the references; error rates below which they have.
 _ALIVE = {"bleu": 0.5, "rouge": 0.5, "chrf": 15.0, "chrf++": 15.0, "exact_match": 0.0}
@@ -62,14 +65,27 @@ def _repetition_alerts(corpus: PairCorpus) -> Iterator[str]:
 
 
 def _side_alerts(corpus: PairCorpus) -> Iterator[str]:
-    """Look for equal sides, and for equal targets, in evenly spread training pairs."""
+    """Look for names of columns in the first pair, and for quotes, equal sides and equal targets in evenly spread pairs."""
     pairs, prefix = corpus.splits["train"], len(corpus.recipe.source_prefix or "")
     if len(pairs) < _MIN_PAIRS:
         return
+    first = pairs["source"][0][prefix:].strip(), pairs["target"][0].strip()
+    names = _COLUMN_NAMES.union(TO_LANGUAGE_CODE, TO_LANGUAGE_CODE.values())
+    if names.issuperset(map(str.lower, first)):
+        yield (
+            f"{corpus.label}train: the first pair is {first[0]!r} and {first[1]!r}. If these are names of columns, remove the "
+            "line, or name them by `source_column` and `target_column`."
+        )
     sample = pairs.select(spread(len(pairs), _COMPARED_PAIRS))
     sources = [source[prefix:].strip() for source in sample["source"][:]]
     targets = [target.strip() for target in sample["target"][:]]
     equal = sum(map(str.__eq__, sources, targets)) / len(targets)
+    texts = sources + targets
+    if sum(len(text) > 1 and text[0] == text[-1] == '"' for text in texts) >= _QUOTED * len(texts):
+        yield (
+            f"{corpus.label}train: quotes stand around nearly all texts, and stay in them. Only a .csv file may quote its texts: "
+            "remove the quotes."
+        )
     counts = Counter(targets)
     text, most = counts.most_common(1)[0]
     if equal >= _EQUAL_SIDES:

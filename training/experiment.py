@@ -201,10 +201,7 @@ class Experiment:
         if self._prepared is None:
             self.corpus.load()
             tokenizers = self.make_tokenizers()
-            encoded = self.corpus.encode(tokenizers)
-            self._prepared = tokenizers, encoded
-            if self.arguments.process_index == 0:
-                warn(data_alerts(self.corpus))
+            self._prepared = tokenizers, self.corpus.encode(tokenizers)
         return self._prepared
 
     def check_scored(self, tokenizers: TokenizerPair) -> None:
@@ -221,8 +218,10 @@ class Experiment:
         return 8 if torch.accelerator.is_available() and not self.arguments.use_cpu else 1
 
     def make_tokenizers(self) -> TokenizerPair:
-        """Load or train the tokenizers. A second call returns the same."""
+        """Load or train the tokenizers, after alerts of pairs that may not suit them. A second call returns the same."""
         if self._tokenizers is None:
+            if self.arguments.process_index == 0:
+                warn(data_alerts(self.corpus))
             self._tokenizers = self._make_tokenizers()
         return self._tokenizers
 

@@ -55,5 +55,5 @@ def test_a_full_disk_leaves_no_half_file_and_no_name_of_this_machine(cli_model, 
 
     for owner, name in ((Path, "write_text"), (Figure, "savefig")):
         monkeypatch.setattr(owner, name, fill_disk)
-    assert run(name_of(module), words) == 2 and "No space left" in capsys.readouterr().err
+    assert run(name_of(module), words) == 2 and f"No space left on device (output: {path})" in capsys.readouterr().err
     assert path.read_bytes() == written and [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -49,6 +49,8 @@ def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
     ("change", "alert"),
     [
         (lambda p: {"train": p["train"] * 10}, "train: 2,700 of 3,000 pairs repeat an earlier one"),
+        (lambda p: {"train": [("English", "German"), *p["train"]]}, "train: the first pair is 'English' and 'German'."),
+        (lambda p: {"train": [(f'"{s}"', f'"{t}"') for s, t in p["train"]]}, "train: quotes stand around nearly all"),
         (lambda p: {"train": [(s, s) for s, _ in p["train"]]}, "train: source and target are the same text in 100 %"),
         (
             lambda p: {"train": [(s, t if number % 5 == 0 else "Nein.") for number, (s, t) in enumerate(p["train"])]},
