@@ -1,4 +1,4 @@
-"""Exact conversion of weights from and to other families. Nothing is ever unpickled."""
+"""Exact conversion of weights from and to other families."""
 
 from metaphrase.conversion.adaptation import adapt
 from metaphrase.conversion.families import FAMILIES

@@ -45,7 +45,7 @@ from metaphrase.storage.folders import (
     write_provenance,
 )
 from metaphrase.storage.loading import check_model_folder
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def convert(
     at a time. Tokenizers and generation settings are copied. The folder appears only when it is complete.
 
     Args:
-        source: Folder or Hub id of a model in safetensors.
+        source: Folder or Hub id of a model, in safetensors or in a `pytorch_model.bin`.
         output: The folder to write.
         to: `model_type` of the family to write. None or metaphrase for a checkpoint of another family.
         revision: Branch, tag or commit on the Hub.
@@ -117,7 +117,7 @@ def convert(
             "transformers, and call `dequantize` and `save_pretrained`."
         )
     with contextlib.ExitStack() as files:
-        weights = WeightFiles(folder, files)
+        weights = WeightFiles(folder, files, reads_torch=True)
         with folder_in_one_step(output, check) as partial:
             write = _write_theirs if model_type == OURS else _write_ours
             write(family, folder, weights, partial, max_shard_bytes)
@@ -132,11 +132,16 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     if os.path.isdir(name):
         return Path(name)
     files = ["*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*"]
-    try:
+
+    def download(patterns: Sequence[str]) -> Path:
         # Folders hold a run's checkpoints or other formats. A star also matches a slash.
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=["*/*.safetensors"])
-        )
+        ignored = ["*/*.safetensors", "*/*.bin"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
+
+    try:
+        folder = download(files)
+        # Many models have their weights in both formats.
+        return folder if weight_names(folder) else download([*files, "pytorch_model*.bin"])
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"

@@ -1,9 +1,14 @@
-"""Weights in safetensors: read one tensor at a time, written in files of bounded size. Nothing is ever unpickled."""
+"""Weights in safetensors: read one tensor at a time, written in files of bounded size.
+
+Conversion also reads tensors that torch has saved, in a way that runs no code.
+"""
 
 import contextlib
 import math
 import os
+import pickle
 import re
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -12,13 +17,15 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from metaphrase.storage.folders import read_fields, write_json
 
 ADAPTER_NAME = "adapter_config.json"
 _MAX_NAMES_IN_MESSAGE = 5
-_NO_PICKLE = f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
+# Files of torch are pickles.
+_HINT = f"`metaphrase convert` reads {WEIGHTS_NAME}, too, and writes safetensors."
+_STORED_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Kind(NamedTuple):
@@ -40,21 +47,25 @@ class Kind(NamedTuple):
         return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
 
 
-def weight_names(folder: Path) -> list[str]:
-    """Return the names of the safetensors files that transformers loads from a folder. They need not exist."""
+def weight_names(folder: Path, single: str = SAFE_WEIGHTS_NAME, index: str = SAFE_WEIGHTS_INDEX_NAME) -> list[str]:
+    """Return the names of the safetensors files that transformers loads from a folder. They need not exist.
+
+    Args:
+        folder: The folder of a model.
+        single, index: Names of the only file, and of the index of several files.
+    """
     # transformers prefers the single file.
-    if (folder / SAFE_WEIGHTS_NAME).is_file():
-        return [SAFE_WEIGHTS_NAME]
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
+    if (folder / single).is_file():
+        return [single]
+    path = folder / index
+    if not path.is_file():
         return []
-    weight_map = (read_fields(index) or {}).get("weight_map")
+    weight_map = (read_fields(path) or {}).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+    suffix = Path(single).suffix
     # transformers would open a pickle, or a file of another folder.
-    if not names or any(Path(name).name != name or Path(name).suffix != ".safetensors" for name in names):
-        raise ValueError(
-            f"{index} must name files in safetensors beside it, got {listed(names) or 'none'}. {_NO_PICKLE}"
-        )
+    if not names or any(Path(name).name != name or Path(name).suffix != suffix for name in names):
+        raise ValueError(f"{path} must name {suffix} files beside it, got {listed(names) or 'none'}.")
     return names
 
 
@@ -88,38 +99,61 @@ class WeightFiles:
     Args:
         folder: Holds `model.safetensors`, or an index and the files in it.
         files: Closes the files on exit.
+        reads_torch: True to read `pytorch_model.bin`, or an index and the files in it, if there are no safetensors.
 
     Attributes:
         paths: The files.
         kinds: Type and shape of each tensor, in alphabetical order of the names.
     """
 
-    def __init__(self, folder: Path, files: contextlib.ExitStack):
+    def __init__(self, folder: Path, files: contextlib.ExitStack, *, reads_torch: bool = False):
         self.folder = folder
         if not folder.is_dir():
             raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
         if (folder / ADAPTER_NAME).is_file():
             raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
-        self.paths = [folder / name for name in weight_names(folder)]
+        names = weight_names(folder)
+        torch_names = [] if names or not reads_torch else weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+        self.paths = [folder / name for name in names or torch_names]
         if not self.paths:
             raise ValueError(
-                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. "
-                f"{_NO_PICKLE}"
+                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. {_HINT}"
             )
+        if torch_names:
+            tensors = {name: tensor for path in self.paths for name, tensor in load_tensors(path).items()}
+            self._read = tensors.__getitem__
+            kinds = {
+                name: Kind(_STORED_TYPES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()
+            }
+            self.kinds = dict(sorted(kinds.items()))
+            return
         try:
             opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
         except SafetensorError as error:
             raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
-        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        slices = {name: self._file_of[name].get_slice(name) for name in sorted(self._file_of)}
+        file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self._read = lambda name: file_of[name].get_tensor(name)
+        slices = {name: file_of[name].get_slice(name) for name in sorted(file_of)}
         self.kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor."""
-        weight = self._file_of[name].get_tensor(name)
+        weight = self._read(name)
         if not is_finite(weight):
             refuse_not_finite(self.folder, name)
         return weight
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file that torch has saved. A pickle of anything else is refused, and runs no code."""
+    try:
+        # Only files of torch 1.6 and later can be mapped.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} must be a whole file of tensors, and nothing else in it is loaded.") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise ValueError(f"{path} must hold tensors by their names, got {type(tensors).__name__}.")
+    return tensors
 
 
 class PlannedTensor(NamedTuple):

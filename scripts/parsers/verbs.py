@@ -412,7 +412,7 @@ VERBS = {
     "convert": Verb(
         "convert weights of T5, BART, Marian and others, or back with --to",
         {
-            "source MODEL": "folder or Hub id, with weights in safetensors",
+            "source MODEL": "folder or Hub id, with weights in safetensors or pytorch_model.bin",
             "output DIR": "folder to write",
             "--to FAMILY": "convert to t5, mt5, umt5, longt5, bart, mbart, plbart, mvp, led, blenderbot, blenderbot-small, "
             "pegasus, marian, m2m_100, fsmt, encoder-decoder, t5gemma or t5gemma2",

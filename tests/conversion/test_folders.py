@@ -1,6 +1,8 @@
 """Tests of the conversion of folders: files, dtypes, ties, tokenizers, settings and refusals."""
 
+import io
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -315,14 +317,43 @@ def test_file_that_cannot_be_read_is_named(bart, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
-def test_pickles_are_never_opened(bart, tmp_path):
+@pytest.mark.parametrize("form", ["whole", "before torch 1.6", "sharded"])
+def test_weights_that_torch_saved_are_read(bart, form, tmp_path):
     folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
+    convert(folder, tmp_path / "expected")
+    source = shutil.copytree(folder, tmp_path / "theirs")
+    # transformers wrote tied weights under all their names.
+    weights = AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict()
     (source / "model.safetensors").unlink()
-    (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/opened'\ntR.")
-    with pytest.raises(ValueError, match=r"A pickle such as pytorch_model\.bin is never opened: load it with"):
-        convert(source, tmp_path / "ours")
+    if form == "sharded":
+        names = sorted(weights)
+        files = {name: f"pytorch_model-{1 + index % 2:05d}-of-00002.bin" for index, name in enumerate(names)}
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+        for file in set(files.values()):
+            torch.save({name: weights[name] for name in names if files[name] == file}, source / file)
+    else:
+        torch.save(weights, source / "pytorch_model.bin", _use_new_zipfile_serialization=form == "whole")
+    convert(source, tmp_path / "ours")
+    written, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "expected"))
+    assert written.keys() == expected.keys() and all(torch.equal(written[name], expected[name]) for name in expected)
+
+
+def test_a_pickle_runs_no_code(bart, tmp_path):
+    folder, _ = bart
+    source, opened = shutil.copytree(folder, tmp_path / "theirs"), tmp_path / "opened"
+    (source / "model.safetensors").unlink()
+    hostile = f"cos\nsystem\n(S'touch {opened}'\ntR.".encode()
+    for content in (hostile, pickle.dumps({"weight": Path("other")}), b"", torch_bytes(["no names"])):
+        (source / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin must (be a whole file of tensors|hold tensors by)"):
+            convert(source, tmp_path / "ours")
+    assert not opened.exists() and not (tmp_path / "ours").exists()
+
+
+def torch_bytes(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):

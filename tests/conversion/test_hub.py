@@ -17,8 +17,6 @@ from verbs import execute
 from metaphrase.scripts import convert as verb
 from metaphrase.scripts.__main__ import run
 
-COMMIT = "a" * 40
-
 
 class DownloadHandler(QuietHandler):
     """Answers the calls that downloading makes."""
@@ -28,20 +26,20 @@ class DownloadHandler(QuietHandler):
         hub.asked.append(path)
         if path == "/api/models/somebody/bart/revision/v1":
             siblings = [{"rfilename": name} for name in hub.files]
-            content = {"id": "somebody/bart", "sha": COMMIT, "siblings": siblings}
+            content = {"id": "somebody/bart", "sha": hub.commit, "siblings": siblings}
             return self.answer(200, content)
-        if path == f"/api/models/somebody/bart/tree/{COMMIT}":
+        if path == f"/api/models/somebody/bart/tree/{hub.commit}":
             files = [
                 {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                 for name, content in hub.files.items()
             ]
             return self.answer(200, files)
-        name = path.removeprefix(f"/somebody/bart/resolve/{COMMIT}/")
+        name = path.removeprefix(f"/somebody/bart/resolve/{hub.commit}/")
         if name not in hub.files:
             return self.answer(404, {}, X_Error_Code="RepoNotFound")
         content = hub.files[name]
         tag = hashlib.sha1(content).hexdigest()
-        self.answer(200, content, ETag=f'"{tag}"', X_Repo_Commit=COMMIT)
+        self.answer(200, content, ETag=f'"{tag}"', X_Repo_Commit=hub.commit)
 
     do_HEAD = do_GET
 
@@ -54,7 +52,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with ThreadingHTTPServer(("127.0.0.1", 0), DownloadHandler) as server:
-        server.files, server.asked = {}, []
+        server.files, server.asked, server.commit = {}, [], "a" * 40
         url = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
         template = url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -80,9 +78,17 @@ def test_checkpoint_on_the_hub_is_converted(hub, tmp_path):
     assert torch.equal(written["model.encoder.embed_tokens.weight"], theirs.get_input_embeddings().weight)
     provenance = json.loads((tmp_path / "ours" / "conversion.json").read_text(encoding="utf-8"))
     assert provenance["source"] == "somebody/bart"
-    # What is pickled, and what a run left behind, is not even fetched.
+    # Weights in a second format, and those that a run left behind, are not even fetched.
     assert not any(path.endswith((".bin", ".h5")) or "checkpoint-10" in path for path in hub.asked)
     assert "/api/models/somebody/bart/revision/v1" in hub.asked
+    # Many older models have nothing else.
+    del hub.files["model.safetensors"]
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    hub.files["pytorch_model.bin"] = (tmp_path / "pytorch_model.bin").read_bytes()
+    hub.commit = "b" * 40
+    execute(verb, ["somebody/bart", str(tmp_path / "old"), "--revision", "v1"])
+    old = load_file(tmp_path / "old" / "model.safetensors")
+    assert old.keys() == written.keys() and all(torch.equal(old[name], written[name]) for name in old)
 
 
 def test_checkpoint_that_is_not_there_is_one_line(hub, tmp_path, capsys):
