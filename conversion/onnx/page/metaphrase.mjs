@@ -37,10 +37,12 @@ export class TextModel {
       this.reader = new source.constructor({ ...json, added_tokens }, source.config);
     }
     this.source = source;
+    this.settings = model._prepare_generation_config(null, {});
     this.maxSourceTokens = model.config.max_source_tokens ?? MAX_TOKENS_WITHOUT_POSITIONS;
   }
 
-  // Return the target of a text, its ids, and the attention from each target token to each source token.
+  // Return the target of a text, its ids, and the attention from each target token to each source token. `isFinished` is false if
+  // the target met the length limit.
   // `options` are those of `generate()`, such as `num_beams` and `length_penalty`. `onStep` is awaited before each step, and
   // stops the search if it throws.
   async translate(text, { onStep, ...options } = {}) {
@@ -51,7 +53,9 @@ export class TextModel {
     const steps = [];
     for (let node = last; node?.parent; node = node.parent) steps.unshift(node);
     const targetIds = steps.map((step) => step.token);
-    return { text: this.#decode(this.target, targetIds), sourceIds, targetIds, attention: steps.map((step) => step.attention) };
+    const isFinished = !last || [this.settings.eos_token_id].flat().includes(last.token);
+    const attention = steps.map((step) => step.attention);
+    return { text: this.#decode(this.target, targetIds), isFinished, sourceIds, targetIds, attention };
   }
 
   // Return the words of a result of `translate` on both sides, each with its place in `sourceText` and `targetText`, and the
