@@ -21,9 +21,7 @@ export async function load(library, folder, options = {}) {
   const source = await AutoTokenizer.from_pretrained(folder, options);
   const subfolder = source.config.target_tokenizer;
   const target = subfolder ? await AutoTokenizer.from_pretrained(`${folder}/${subfolder}`, options) : source;
-  // Else the library expands the weights of int8 again in every step.
-  const session_options = { extra: { session: { disable_quant_qdq: "1" } }, ...options.session_options };
-  const model = await AutoModelForSeq2SeqLM.from_pretrained(folder, { dtype: "q8", ...options, session_options });
+  const model = await AutoModelForSeq2SeqLM.from_pretrained(folder, { dtype: "q8", ...options });
   return new TextModel(library, model, source, target);
 }
 
