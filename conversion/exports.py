@@ -45,8 +45,8 @@ def export_folder(
     model = load_whole(source, config=config, trust_remote_code=False, **load_options).eval()
     tokenizers = TokenizerPair.from_pretrained(source)
     with folder_in_one_step(output, check) as partial:
-        write(model, tokenizers, partial)
         tokenizers.save_pretrained(partial)
+        write(model, tokenizers, partial)
         model.generation_config.save_pretrained(partial)
         write_provenance(partial / _PROVENANCE_NAME, source, **{"from": MetaphraseConfig.model_type}, **provenance)
     return output

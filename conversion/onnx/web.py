@@ -4,8 +4,10 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,17 +22,18 @@ from metaphrase.storage.generation_options import length_limits
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
-GRAPHS_FOLDER, LIBRARY_FOLDER = "onnx", "library"
+GRAPHS_FOLDER, LIBRARY_FOLDER, TOKENIZER_NAME = "onnx", "library", "tokenizer.json"
 # transformers.js loads this name in a browser.
 QUANTIZED_SUFFIX = "_quantized"
 # The library in one file, and the part of onnxruntime that runs on a CPU. The page loads these.
 LIBRARY_FILES = (
+    "@huggingface/transformers/LICENSE",
     "@huggingface/transformers/dist/transformers.min.js",
     "onnxruntime-web/dist/ort-wasm-simd-threaded.mjs",
     "onnxruntime-web/dist/ort-wasm-simd-threaded.wasm",
 )
 # Smaller matrices, such as position biases, stay in float32.
-_SMALLEST_MATRIX = 4096
+_SMALLEST_MATRIX = 1024
 _PAGE = Path(__file__).with_name("page")
 # Options that page/metaphrase.mjs carries out as transformers does, and those without effect on the text.
 _SEARCH_OPTIONS = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "early_stopping"}
@@ -70,8 +73,8 @@ def export_web(
     for path in library_files:
         if not path.is_file():
             raise ValueError(
-                f"`library` must be a `node_modules` with {' and '.join(LIBRARY_FILES)}, got {os.fspath(library)!r} without "
-                f"{path.name}. Run `npm install --ignore-scripts @huggingface/transformers`."
+                f"`library` must be a `node_modules` with `@huggingface/transformers` 4, got {os.fspath(library)!r} without "
+                f"{path.relative_to(library).as_posix()}. Run `npm install --ignore-scripts @huggingface/transformers`."
             )
 
     def find_all_obstacles(config: MetaphraseConfig) -> list[str]:
@@ -91,6 +94,8 @@ def export_web(
         for name in GRAPH_NAMES:
             quantize_graph(graphs / name)
         limit_length(model)
+        for path in folder.rglob(TOKENIZER_NAME):
+            rewrite_tokenizer(path)
         (folder / "config.json").write_text(json.dumps(web_config(model.config), indent=2) + "\n", encoding="utf-8")
         shutil.copytree(_PAGE, folder, dirs_exist_ok=True)
         if library_files:
@@ -202,6 +207,21 @@ def tokenizer_obstacles(tokenizers: TokenizerPair) -> list[str]:
 def ends_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the tokenizer itself ends each text with the end of sequence."""
     return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokenizer(["", "a"])["input_ids"])
+
+
+def rewrite_tokenizer(path: Path) -> None:
+    """Write a file of a tokenizer such that transformers.js splits texts as Python does, without white space.
+
+    The library keeps what a pattern of plain text should remove. A regular expression is read alike by both.
+    """
+
+    def use_regex(fields: dict[str, Any]) -> dict[str, Any]:
+        return {"Regex": re.escape(fields["String"])} if fields.keys() == {"String"} else fields
+
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    steps = json.dumps(fields["pre_tokenizer"])
+    fields["pre_tokenizer"] = json.loads(steps, object_hook=use_regex)
+    path.write_text(json.dumps(fields, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
 
 
 def search_obstacles(settings: GenerationConfig) -> list[str]:
