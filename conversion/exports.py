@@ -10,11 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
+from metaphrase.storage.folders import EXPORT_NAME, check_output, folder_in_one_step, write_provenance
 from metaphrase.storage.loading import check_model_folder, load_whole
 from metaphrase.tokenization import TokenizerPair
 
-_PROVENANCE_NAME = "export.json"
 # Sinusoids have no limit, but a table has. A longer text raises an error.
 SINUSOIDAL_POSITIONS = 4096
 
@@ -35,7 +34,7 @@ def export_folder(
     """
     source, output = os.fspath(source), Path(output)
     sources = [Path(source)] if os.path.isdir(source) else []
-    check = functools.partial(check_output, output, sources, overwrite, _PROVENANCE_NAME, "exported")
+    check = functools.partial(check_output, output, sources, overwrite, EXPORT_NAME, "exported")
     check()
     # Refuses a model before reading its weights.
     check_model_folder(source)
@@ -48,7 +47,7 @@ def export_folder(
         tokenizers.save_pretrained(partial)
         write(model, tokenizers, partial)
         model.generation_config.save_pretrained(partial)
-        write_provenance(partial / _PROVENANCE_NAME, source, **{"from": MetaphraseConfig.model_type}, **provenance)
+        write_provenance(partial / EXPORT_NAME, source, **{"from": MetaphraseConfig.model_type}, **provenance)
     return output
 
 

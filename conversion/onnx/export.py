@@ -154,10 +154,11 @@ class EncoderGraph(nn.Module):
 
 
 class DecoderGraph(nn.Module):
-    """Decoding step: logits (B, T, V), keys and values (B, heads, length, head_dim) of each layer, cross-attentions (B, heads, T, S).
+    """Decoding step: logits (B, T, V), then keys and values (B, heads, length, head_dim) of each layer.
 
-    At the first step the keys and values are empty. The source's are then computed from the encoder output. A later step has
-    them, and computes those of no position. So one graph is for all steps, and holds each weight once.
+    The cross-attentions (B, heads, T, S) come last. At the first step the keys and values are empty, and those of the source
+    are computed from the encoder output. A later step has them, and computes those of no position. So one graph is for all
+    steps, and holds each weight once.
     """
 
     def __init__(self, model: PreTrainedModel):

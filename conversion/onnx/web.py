@@ -168,7 +168,8 @@ def quantize_graph(path: Path) -> None:
             if node.op_type == "Gather":
                 rows = [f"{node.output[0]}_{part}" for part in ("integers", "scale")]
                 lookups = [
-                    helper.make_node("Gather", [name, node.input[1]], [row]) for name, row in zip(names, rows, strict=True)
+                    helper.make_node("Gather", [name, node.input[1]], [row])
+                    for name, row in zip(names, rows, strict=True)
                 ]
                 node_index = list(graph.node).index(node)
                 del graph.node[node_index]

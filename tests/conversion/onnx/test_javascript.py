@@ -1,11 +1,17 @@
 """Tests of exported folders in Node, by transformers.js: texts are those of torch."""
 
+import json
+import re
+import shutil
+
 import pytest
 
-for name in ("onnx", "onnxscript", "onnxruntime"):
-    pytest.importorskip(name)
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
 
 from node_packages import node_modules, run_node
+from source_files import ROOT
 from tiny_generator import PIECES, SOURCES, TARGETS, save_generator, tiny_generator
 from tiny_models import DESIGNS, tiny_model
 
@@ -16,7 +22,15 @@ from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
-HOSTILE = ["</s> a cat <pad>", "<img src=x onerror=alert(1)>", "\u202e cat", "a" * 200, "\x00 a", "\u20dd😀👨‍👩‍👧", "中文 字"]
+HOSTILE = [
+    "</s> a cat <pad>",
+    "<img src=x onerror=alert(1)>",
+    "\u202e cat",
+    "a" * 200,
+    "\x00 a",
+    "\u20dd😀👨‍👩‍👧",
+    "中文 字",
+]
 HOSTILE += ["", " ", "  a  cat ", "a\tcat\n", "é e\u0301 ß ﬁ Ⅳ", "x<unk>y", "‏עברית", "A CAT, the-dog's 12.5!"]
 TEXTS = [*SOURCES, *TARGETS, *HOSTILE]
 
@@ -37,7 +51,7 @@ console.log(JSON.stringify(results));
 
 
 def translate(folder, texts, dtype="fp32", **options):
-    return run_node(folder, TRANSLATE, {"texts": texts, "options": options, "dtype": dtype})
+    return json.loads(run_node(folder, TRANSLATE, {"texts": texts, "options": options, "dtype": dtype}))
 
 
 def write(generator, folder):
@@ -115,7 +129,7 @@ def test_tokenizers_of_each_kind_read_and_write_alike(kind, normalization, tmp_p
     # transformers.js joins neighbouring unknown characters across a split inside of a control token.
     texts = [text for text in TEXTS if "<" not in text or kind not in ("bpe", "unigram")]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    encoded, decoded = run_node(tmp_path, ENCODE, {"texts": texts, "ids": ids})
+    encoded, decoded = json.loads(run_node(tmp_path, ENCODE, {"texts": texts, "ids": ids}))
     assert encoded == ids
     assert decoded == [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
 
@@ -137,7 +151,7 @@ def test_pipeline_of_transformers_js_writes_greedy_texts(task, tmp_path):
     generator = tiny_generator(layers=1)
     write(generator, tmp_path)
     expected = generator.generate(SOURCES, num_beams=1)
-    assert run_node(tmp_path, PIPELINE, {"task": task, "texts": SOURCES}) == expected
+    assert json.loads(run_node(tmp_path, PIPELINE, {"task": task, "texts": SOURCES})) == expected
 
 
 def test_integers_write_a_text(exported):
@@ -165,3 +179,14 @@ def test_a_text_that_is_too_long_is_an_error(exported):
     found = translate(folder, ["a" * (limit - 1), "a" * limit], num_beams=1)
     assert isinstance(found[0], dict)
     assert found[1] == f"The text has {limit + 1} tokens. The model reads at most {limit}."
+
+
+def test_code_of_the_documentation_runs(exported, tmp_path):
+    _, folder = exported
+    code = re.search(r"```js\n(.*?)```", (ROOT / "docs" / "web.md").read_text(encoding="utf-8"), flags=re.DOTALL)[1]
+    shutil.copytree(folder / "model", tmp_path / "runs" / "demo-web")
+    # The words of its sentences are unknown to the tiny model.
+    code = code.replace("The cat is black.", "the cat").replace("The dog sleeps.", "a dog")
+    lines = run_node(tmp_path, code).splitlines()
+    expected = [result["text"] for result in translate(folder, ["the cat", "a dog"], dtype="q8", num_beams=4)]
+    assert all(any(line.startswith(text) for line in lines) for text in expected)

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
+import onnx
 import onnxruntime
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -228,5 +229,3 @@ def test_options_of_other_formats_are_refused(name, other, tmp_path):
     words = ["model", str(tmp_path / "exported"), "--format", other, f"--{name}", "int8"]
     with pytest.raises(ValueError, match=f"`--{name}` must be left out with --format {other}, got 'int8'"):
         execute(export, words)
-
-
