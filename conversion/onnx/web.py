@@ -34,8 +34,6 @@ LIBRARY_FILES = (
 )
 # Smaller matrices, such as position biases, stay in float32.
 _SMALLEST_MATRIX = 1024
-# The library reads these vocabularies of tokenizer.json.
-_TOKENIZER_MODELS = {"BPE", "Unigram", "WordPiece"}
 _PAGE = Path(__file__).with_name("page")
 # Options that page/metaphrase.mjs carries out as transformers does, and those without effect on the text.
 _SEARCH_OPTIONS = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "early_stopping"}
@@ -200,18 +198,11 @@ def tokenizer_obstacles(tokenizers: TokenizerPair) -> list[str]:
         name = type(tokenizer).__name__
         if not tokenizer.is_fast:
             obstacles.append(f"a {name}, which has no tokenizer.json")
-        elif (kind := model_type(tokenizer)) not in _TOKENIZER_MODELS:
-            obstacles.append(f"a {name} whose tokenizer.json has a {kind}")
         elif has_languages(tokenizer):
             obstacles.append(f"the languages of a {name}")
         elif not ends_texts(tokenizer):
             obstacles.append(f"a {name} whose tokenizer.json does not end a text with {tokenizer.eos_token}")
     return obstacles
-
-
-def model_type(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the type of the vocabulary in tokenizer.json, such as BPE."""
-    return json.loads(tokenizer.backend_tokenizer.to_str())["model"]["type"]
 
 
 def ends_texts(tokenizer: PreTrainedTokenizerBase) -> bool:

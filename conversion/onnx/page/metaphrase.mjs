@@ -15,7 +15,8 @@ export class TooLongError extends Error {
   }
 }
 
-// Load the model of a folder or URL. `options` are those of `from_pretrained`, such as `dtype` ("fp32" or "q8").
+// Load the model of a folder such as ./model, or of a name on the Hub if one tokenizer serves. `options` are those of
+// `from_pretrained`, such as `dtype` ("fp32" or "q8").
 export async function load(library, folder, options = {}) {
   const { AutoModelForSeq2SeqLM, AutoTokenizer } = library;
   const source = await AutoTokenizer.from_pretrained(folder, options);
@@ -47,7 +48,8 @@ export class TextModel {
     const sourceIds = this.reader(text, { return_tensor: false }).input_ids;
     if (sourceIds.length > this.maxSourceTokens) throw new TooLongError(sourceIds.length, this.maxSourceTokens);
     // A blank text has a blank target.
-    const last = text.trim() ? await this.#search(sourceIds, this.model._prepare_generation_config(null, options), onStep) : null;
+    const settings = this.model._prepare_generation_config(null, options);
+    const last = text.trim() ? await this.#search(sourceIds, settings, onStep) : null;
     const steps = [];
     for (let node = last; node?.parent; node = node.parent) steps.unshift(node);
     const targetIds = steps.map((step) => step.token);
@@ -129,8 +131,7 @@ class Decoder {
     if (this.past) {
       // The keys and values of the source are in the cache. Only the shape counts.
       const width = this.model.config.d_model;
-      this.states ??= new Float32Array(rows * length * width);
-      if (this.states.length !== rows * length * width) this.states = new Float32Array(rows * length * width);
+      if (this.states?.length !== rows * length * width) this.states = new Float32Array(rows * length * width);
       inputs.encoder_outputs = new Tensor("float32", this.states, [rows, length, width]);
       inputs.past_key_values = this.past;
     } else {

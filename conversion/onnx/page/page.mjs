@@ -12,7 +12,7 @@ const MAX_KEPT_RESULTS = 500;
 const SIMD_MODULE = [0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11];
 const source = at("source"), target = at("target");
 const results = new Map();
-let model, timer, run = 0, isCut = false, active = null;
+let model, timer, run = 0, isCut = false, isRefused = false, active = null;
 
 class StoppedError extends Error {}
 
@@ -32,13 +32,15 @@ function say(text, isWrong = false) {
 }
 
 function refuse(text) {
-  at("loading").hidden = false;
+  isRefused = true;
   at("bar").hidden = true;
   at("phase").textContent = text;
   at("phase").classList.add("wrong");
 }
 
 function showProgress(name, loaded, total) {
+  // Other files may still load after an error.
+  if (isRefused) return;
   at("phase").textContent = name;
   if (total) Object.assign(at("bar"), { value: Math.min(loaded, total), max: total });
   else at("bar").removeAttribute("value");
@@ -82,6 +84,7 @@ async function start() {
     return refuse(`The model cannot be loaded. The device may have too little memory. (${error?.message ?? error})`);
   }
   at("loading").hidden = true;
+  at("options").hidden = false;
   offerSearches();
   source.disabled = false;
   source.focus();

@@ -142,7 +142,7 @@ def test_hostile_texts_are_inert(site, browser):
         "[The text has 10001 tokens. The model reads at most 256.]",
         "A part of the text is too long.",
     ]
-    enter(browser, "the cat")
+    enter(browser, "the cat sleeps")
     assert texts(browser, "#target .wrong") == [] and texts(browser, ".word")
     assert warnings_of(browser) == []
 

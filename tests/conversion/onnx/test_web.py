@@ -18,7 +18,6 @@ from onnx import TensorProto, helper, numpy_helper
 from tiny_generator import SOURCES, save_generator, tiny_generator
 from tiny_languages import nllb_tokenizer
 from tiny_models import tiny_config
-from tokenizers import models
 from transformers import AutoTokenizer, GenerationConfig
 from verbs import execute
 
@@ -218,13 +217,6 @@ def test_a_tokenizer_that_does_not_end_texts_is_refused(tmp_path):
     tokenizer.backend_tokenizer.post_processor = None
     generator = Generator(tiny_generator(layers=1).model, TokenizerPair(tokenizer, tokenizer))
     refuse(generator, tmp_path, "whose tokenizer.json does not end a text with </s>")
-
-
-def test_vocabularies_that_the_library_lacks_are_refused(tmp_path):
-    tokenizer = train_tokenizer(["a b"], kind="char", show_progress=False)
-    tokenizer.backend_tokenizer.model = models.WordLevel(tokenizer.get_vocab(), unk_token="<unk>")
-    generator = Generator(tiny_generator(layers=1).model, TokenizerPair(tokenizer, tokenizer))
-    refuse(generator, tmp_path, "whose tokenizer.json has a WordLevel")
 
 
 def test_a_library_without_its_files_is_refused(tmp_path):
