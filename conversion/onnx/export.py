@@ -23,6 +23,8 @@ from metaphrase.tokenization import TokenizerPair
 
 # Relative to the largest expected value.
 TOLERANCE = 1e-4
+# A softmax amplifies the rounding of large scores.
+ATTENTION_TOLERANCE = 1e-2
 # Rows, longest source, tokens of the first decoding step, later steps. None equals the traced sizes.
 _SIZES = ((3, 13, 1, 5), (1, 5, 2, 3), (4, 1, 1, 2), (1, 30, 5, 2))
 # These are optimum's names, which transformers.js reads.
@@ -101,7 +103,9 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
             past = {name: outputs[name.replace("past_key_values", "present", 1)] for name in past}
             _compare(DECODER_NAME, outputs["logits"], expected.logits[:, start:end])
             for layer, weights in enumerate(expected.cross_attentions or ()):
-                _compare(DECODER_NAME, outputs[f"{ATTENTION_NAME}.{layer}"], weights[:, :, start:end])
+                _compare(
+                    DECODER_NAME, outputs[f"{ATTENTION_NAME}.{layer}"], weights[:, :, start:end], ATTENTION_TOLERANCE
+                )
 
 
 def run_step(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -123,13 +127,13 @@ def _cache_names(config: MetaphraseConfig) -> list[str]:
     return [f"past_key_values.{layer}.{part}" for layer in range(config.decoder_layers) for part in parts]
 
 
-def _compare(name: str, actual: np.ndarray, expected: torch.Tensor) -> None:
+def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     largest = float(expected.abs().max())
     difference = float((torch.from_numpy(actual) - expected).abs().max())
     # This form also refuses NaN.
-    if actual.shape != tuple(expected.shape) or not difference <= TOLERANCE * largest:
+    if actual.shape != tuple(expected.shape) or not difference <= tolerance * largest:
         raise RuntimeError(
-            f"{name} must compute what the model computes, within {TOLERANCE:g} of the largest value {largest:.4g}, "
+            f"{name} must compute what the model computes, within {tolerance:g} of the largest value {largest:.4g}, "
             f"got a difference of {difference:.4g}."
         )
 
