@@ -10,11 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
+from metaphrase.storage.folders import EXPORT_NAME, check_output, folder_in_one_step, write_provenance
 from metaphrase.storage.loading import check_model_folder, load_whole
 from metaphrase.tokenization import TokenizerPair
 
-_PROVENANCE_NAME = "export.json"
 # Sinusoids have no limit, but a table has. A longer text raises an error.
 SINUSOIDAL_POSITIONS = 4096
 
@@ -35,7 +34,7 @@ def export_folder(
     """
     source, output = os.fspath(source), Path(output)
     sources = [Path(source)] if os.path.isdir(source) else []
-    check = functools.partial(check_output, output, sources, overwrite, _PROVENANCE_NAME, "exported")
+    check = functools.partial(check_output, output, sources, overwrite, EXPORT_NAME, "exported")
     check()
     # Refuses a model before reading its weights.
     check_model_folder(source)
@@ -45,10 +44,10 @@ def export_folder(
     model = load_whole(source, config=config, trust_remote_code=False, **load_options).eval()
     tokenizers = TokenizerPair.from_pretrained(source)
     with folder_in_one_step(output, check) as partial:
-        write(model, tokenizers, partial)
         tokenizers.save_pretrained(partial)
+        write(model, tokenizers, partial)
         model.generation_config.save_pretrained(partial)
-        write_provenance(partial / _PROVENANCE_NAME, source, **{"from": MetaphraseConfig.model_type}, **provenance)
+        write_provenance(partial / EXPORT_NAME, source, **{"from": MetaphraseConfig.model_type}, **provenance)
     return output
 
 

@@ -22,7 +22,7 @@ from metaphrase.hub_card.card import (
     read_recipe,
     redact,
 )
-from metaphrase.storage.folders import read_fields, refuse_outer_links
+from metaphrase.storage.folders import EXPORT_NAME, read_fields, refuse_outer_links
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
@@ -81,9 +81,22 @@ class Selection:
             show(f"  {'left out':>15}  {name} ({reason})")
 
 
+def web_files(folder: Path) -> list[str] | None:
+    """Return the names of the files of an export for browsers, or None for another folder."""
+    provenance = read_fields(folder / EXPORT_NAME) or {}
+    return sorted(provenance["files"]) if provenance.get("to") == "web" else None
+
+
 def select_files(folder: Path) -> Selection:
-    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`."""
+    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`.
+
+    Of an export for browsers, select all but the copy of transformers.js, which a repository of a model does not need.
+    """
     selection = Selection()
+    if (names := web_files(folder)) is not None:
+        paths = {name: folder / name for name in names if not name.startswith("library/")}
+        refuse_outer_links(folder, list(paths.values()), "folder")
+        return Selection(paths, {"library/": "a copy of transformers.js"} if len(paths) < len(names) else {})
     weights = weight_names(folder)
     index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
     names = [*weights, *index, *_code_files(folder), *_card_pictures(folder)]
@@ -130,6 +143,12 @@ def _card_pictures(folder: Path) -> list[str]:
 def check_folder(folder: Path) -> None:
     """Check that a folder holds a complete model that loads, and no secret."""
     check_model_folder(folder)
+    if (names := web_files(folder)) is not None:
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ValueError(
+                f"`folder` must hold a whole export, but {', '.join(missing)} is missing in {str(folder)!r}."
+            )
+        return
     # Opens the files that the card is made from.
     recipe = TrainedFolder(folder).recipe or {}
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]

@@ -9,7 +9,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
-from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload
+from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload, web_files
 from metaphrase.scripts.parsers import given_options
 
 logger = logging.getLogger(__name__)
@@ -22,9 +22,16 @@ def main(arguments: argparse.Namespace) -> None:
     folder, repo_id = Path(arguments.folder), arguments.repo_id
     validate_repo_id(repo_id)
     check_folder(folder)
-    # A card by somebody else is kept.
-    is_written = arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD)
     options = given_options(arguments, CARD_OPTIONS)
+    # A card by somebody else is kept, and so is that of an export for browsers.
+    is_written = arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD)
+    if web_files(folder) is not None:
+        if arguments.overwrite_card or options:
+            name = next(iter(options), "overwrite_card")
+            raise ValueError(
+                f"`{name}` must be left out for an export for browsers, got {folder}. Edit its {CARD} yourself."
+            )
+        is_written = False
     if options and not is_written:
         name, value = next(iter(options.items()))
         raise ValueError(

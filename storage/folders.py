@@ -19,6 +19,8 @@ _CARD_NAME = "README.md"
 ENSEMBLE_NAME = "ensemble.json"
 # Provenance of an encoder-decoder that was made of decoder-only models.
 ADAPTATION_NAME = "adaptation.json"
+# Provenance of an export, with the names of its files.
+EXPORT_NAME = "export.json"
 
 
 @contextlib.contextmanager

@@ -101,6 +101,10 @@ def template(tmp_path_factory):
         "page.html": "<p>the <b>cat</b></p>\n<p>a dog</p>\n",
         "tuvan.tsv": "a cat\ta дөө\nno dolphin\tno öö\n" * 4,
     }
+    names = ("LICENSE", "dist/transformers.min.js")
+    library = [f"@huggingface/transformers/{name}" for name in names]
+    library += [f"onnxruntime-web/dist/ort-wasm-simd-threaded.{suffix}" for suffix in ("mjs", "wasm")]
+    texts |= {f"node_modules/{name}": "a file of npm" for name in library}
     recipe = next(text for language, text in BLOCKS if language == "yaml")
     texts |= dict.fromkeys(("my_recipe.yaml", "runs/search/recipe.yaml"), recipe)
     for name, text in texts.items():
@@ -175,7 +179,7 @@ def test_python_runs(code, project, capsys, monkeypatch):
 
 def with_marks(commands):
     """Mark commands that take half a minute. Faster tests of their rooms cover them."""
-    is_slow = re.compile("--format onnx|--num_processes")
+    is_slow = re.compile("--format (onnx|web)|--num_processes")
     return [pytest.param(command, marks=[pytest.mark.slow] * bool(is_slow.search(command))) for command in commands]
 
 

@@ -1,4 +1,4 @@
-"""Export to ONNX: three graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
+"""Export to ONNX: two graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
 
 import copy
 import os
@@ -23,26 +23,28 @@ from metaphrase.tokenization import TokenizerPair
 
 # Relative to the largest expected value.
 TOLERANCE = 1e-4
+# A softmax amplifies the rounding of large scores.
+ATTENTION_TOLERANCE = 1e-2
 # Rows, longest source, tokens of the first decoding step, later steps. None equals the traced sizes.
 _SIZES = ((3, 13, 1, 5), (1, 5, 2, 3), (4, 1, 1, 2), (1, 30, 5, 2))
-# These are optimum's names.
+# These are optimum's names, which transformers.js reads.
 ENCODER_NAME = "encoder_model.onnx"
-DECODER_NAME = "decoder_model.onnx"
-DECODER_WITH_PAST_NAME = "decoder_with_past_model.onnx"
-GRAPH_NAMES = (ENCODER_NAME, DECODER_NAME, DECODER_WITH_PAST_NAME)
+DECODER_NAME = "decoder_model_merged.onnx"
+GRAPH_NAMES = (ENCODER_NAME, DECODER_NAME)
+ATTENTION_NAME = "cross_attentions"
 EXTERNAL_SUFFIX = "_data"
 # An ONNX file holds at most 2 GiB; the rest is room for the graph.
 LARGEST_WEIGHTS_BYTES = 2**31 - 2**26
-_TRACED_BATCH, _TRACED_SOURCE, _TRACED_TARGET = 2, 7, 3
+# All lengths differ, so that no two become one axis.
+_TRACED_BATCH, _TRACED_SOURCE, _TRACED_TARGET, _TRACED_PAST_SOURCE, _TRACED_PAST_TARGET = 2, 7, 5, 4, 3
 _BATCH, _SOURCE, _TARGET = "batch_size", "encoder_sequence_length", "decoder_sequence_length"
 
 
 def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwrite: bool = False) -> Path:
     """Export a Metaphrase model to ONNX, in float32.
 
-    Files and tensors have optimum's names: `encoder_model.onnx`, `decoder_model.onnx` for the first decoding step and
-    `decoder_with_past_model.onnx` for later ones. The folder appears only when it is complete and onnxruntime computes
-    what the model computes.
+    Files and tensors have optimum's names: `encoder_model.onnx`, and `decoder_model_merged.onnx` for all decoding steps. The
+    folder appears only when it is complete and onnxruntime computes what the model computes.
 
     Args:
         source: Folder or Hub id of a Metaphrase model.
@@ -70,7 +72,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
 
 def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Compare the graphs of a folder with their model, on random ids with padding on either side."""
-    encoder, first_step, later_step = (
+    encoder, decoder = (
         onnxruntime.InferenceSession(os.fspath(Path(folder) / name), providers=["CPUExecutionProvider"])
         for name in GRAPH_NAMES
     )
@@ -89,37 +91,49 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
         lengths = [max(1, source - 2 * row) for row in range(rows)]
         mask = (torch.arange(source)[None, :] < torch.tensor(lengths)[:, None]).long()
         mask[1::2] = mask[1::2].flip(-1)
+        inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": targets}
         with torch.no_grad():
-            expected = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets, use_cache=False)
+            expected = model(**inputs, use_cache=False, output_attentions=not config.merged_attention)
         encoder_output = encoder.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
         _compare(ENCODER_NAME, encoder_output, expected.encoder_last_hidden_state)
         inputs = {"encoder_attention_mask": mask.numpy(), "encoder_hidden_states": encoder_output}
-        logits, past = _run_step(first_step, targets[:, :first], inputs)
-        _compare(DECODER_NAME, logits, expected.logits[:, :first])
-        del inputs["encoder_hidden_states"]
-        for step in range(first, first + steps):
-            logits, present = _run_step(later_step, targets[:, step : step + 1], inputs | past)
-            past |= present
-            _compare(DECODER_WITH_PAST_NAME, logits, expected.logits[:, step : step + 1])
+        past = empty_cache(model, rows)
+        for start, end in ((0, first), *((step, step + 1) for step in range(first, first + steps))):
+            outputs = run_step(decoder, inputs | past | {"input_ids": targets[:, start:end].numpy()})
+            past = {name: outputs[name.replace("past_key_values", "present", 1)] for name in past}
+            _compare(DECODER_NAME, outputs["logits"], expected.logits[:, start:end])
+            for layer, weights in enumerate(expected.cross_attentions or ()):
+                _compare(
+                    DECODER_NAME, outputs[f"{ATTENTION_NAME}.{layer}"], weights[:, :, start:end], ATTENTION_TOLERANCE
+                )
 
 
-def _run_step(
-    session: onnxruntime.InferenceSession, input_ids: torch.Tensor, inputs: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return logits (B, T, V), and keys and values by their names at the next step."""
+def run_step(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the outputs of a decoding step by their names."""
     names = [output.name for output in session.get_outputs()]
-    outputs = dict(zip(names, session.run(names, {"input_ids": input_ids.numpy(), **inputs}), strict=True))
-    logits = outputs.pop("logits")
-    return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
+    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
 
-def _compare(name: str, actual: np.ndarray, expected: torch.Tensor) -> None:
+def empty_cache(model: PreTrainedModel, rows: int) -> dict[str, np.ndarray]:
+    """Return the keys and values before the first decoding step, by the names of the inputs."""
+    sizes = model.config.stack_sizes("decoder")
+    shape = (rows, sizes.key_value_heads, 0, sizes.head_dim)
+    return {name: np.zeros(shape, dtype=np.float32) for name in _cache_names(model.config)}
+
+
+def _cache_names(config: MetaphraseConfig) -> list[str]:
+    """Return the names of keys and values layer by layer: first the target's, then the source's."""
+    parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
+    return [f"past_key_values.{layer}.{part}" for layer in range(config.decoder_layers) for part in parts]
+
+
+def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     largest = float(expected.abs().max())
     difference = float((torch.from_numpy(actual) - expected).abs().max())
     # This form also refuses NaN.
-    if actual.shape != tuple(expected.shape) or not difference <= TOLERANCE * largest:
+    if actual.shape != tuple(expected.shape) or not difference <= tolerance * largest:
         raise RuntimeError(
-            f"{name} must compute what the model computes, within {TOLERANCE:g} of the largest value {largest:.4g}, "
+            f"{name} must compute what the model computes, within {tolerance:g} of the largest value {largest:.4g}, "
             f"got a difference of {difference:.4g}."
         )
 
@@ -146,8 +160,9 @@ class EncoderGraph(nn.Module):
 class DecoderGraph(nn.Module):
     """Decoding step: logits (B, T, V), then keys and values (B, heads, length, head_dim) of each layer.
 
-    The first step reads the encoder output. A later step of one token per row reads the keys and values instead, and does
-    not return the source's, which do not change.
+    The cross-attentions (B, heads, T, S) come last. At the first step the keys and values are empty, and those of the source
+    are computed from the encoder output. A later step has them, and computes those of no position. So one graph is for all
+    steps, and holds each weight once.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -158,26 +173,28 @@ class DecoderGraph(nn.Module):
         self,
         encoder_attention_mask: torch.Tensor,
         input_ids: torch.Tensor,
-        source: torch.Tensor | Sequence[torch.Tensor],
+        encoder_hidden_states: torch.Tensor,
+        past: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        is_first = isinstance(source, torch.Tensor)
         self_cache, cross_cache = DynamicCache(), DynamicCache()
-        for index in range(0, 0 if is_first else len(source), 4):
-            self_cache.update(source[index], source[index + 1], index // 4)
-            cross_cache.update(source[index + 2], source[index + 3], index // 4)
+        for index in range(0, len(past), 4):
+            self_cache.update(past[index], past[index + 1], index // 4)
+            cross_cache.update(past[index + 2], past[index + 3], index // 4)
+        cache = EncoderDecoderCache(self_cache, cross_cache)
+        # The layers then append the remaining positions to those in the cache.
+        cache.is_updated = {}
         output = self.model.get_decoder()(
             input_ids=input_ids,
-            # With its keys and values cached, only the length of the encoder output is used.
-            encoder_hidden_states=source if is_first else source[0].new_zeros((*encoder_attention_mask.shape, 1)),
+            encoder_hidden_states=encoder_hidden_states[:, past[2].shape[2] :],
             encoder_attention_mask=encoder_attention_mask,
-            past_key_values=EncoderDecoderCache(self_cache, cross_cache),
+            past_key_values=cache,
+            output_attentions=not self.model.config.merged_attention,
             return_dict=True,
         )
         outputs = [self.model.project(output.last_hidden_state)]
         for layer, cross_layer in zip(self_cache.layers, cross_cache.layers, strict=True):
-            outputs += [layer.keys, layer.values]
-            outputs += [cross_layer.keys, cross_layer.values] if is_first else []
-        return tuple(outputs)
+            outputs += [layer.keys, layer.values, cross_layer.keys, cross_layer.values]
+        return (*outputs, *(output.cross_attentions or ()))
 
 
 class _PositionTable(nn.Module):
@@ -228,32 +245,23 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
     use_tables(model)
     mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
     ids, encoder_output = torch.zeros_like(mask), torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, config.hidden_size)
-    axes, target_axes = {0: _BATCH, 1: _SOURCE}, {0: _BATCH, 1: _TARGET}
-    # Layer by layer: first the target's, then the source's.
-    parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    past = [f"past_key_values.{layer}.{part}" for layer in range(config.decoder_layers) for part in parts]
-    sizes = config.stack_sizes("decoder")
-    first_inputs = {
+    axes = {0: _BATCH, 1: _SOURCE}
+    decoder_inputs = {
         "encoder_attention_mask": (mask, axes),
-        "input_ids": (ids[:, :_TRACED_TARGET], target_axes),
+        "input_ids": (ids[:, :_TRACED_TARGET], {0: _BATCH, 1: _TARGET}),
         "encoder_hidden_states": (encoder_output, axes),
     }
-    later_inputs = {"encoder_attention_mask": (mask, axes), "input_ids": (ids[:, :1], {0: _BATCH})}
-    for name in past:
-        length, axis = (_TRACED_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_TARGET, f"past_{_TARGET}")
-        later_inputs[name] = (
-            torch.zeros(_TRACED_BATCH, sizes.key_value_heads, length, sizes.head_dim),
-            {0: _BATCH, 2: axis},
-        )
-    present = [name.replace("past_key_values", "present", 1) for name in past]
-    graphs = {
-        ENCODER_NAME: (EncoderGraph, {"input_ids": (ids, axes), "attention_mask": (mask, axes)}, ["last_hidden_state"]),
-        DECODER_NAME: (DecoderGraph, first_inputs, ["logits", *present]),
-        DECODER_WITH_PAST_NAME: (DecoderGraph, later_inputs, ["logits", *(n for n in present if ".decoder." in n)]),
-    }
+    for name, value in empty_cache(model, _TRACED_BATCH).items():
+        length, axis = (_TRACED_PAST_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_PAST_TARGET, _TARGET)
+        _, heads, _, head_dim = value.shape
+        decoder_inputs[name] = torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: f"past_{axis}"}
+    present = [name.replace("past_key_values", "present", 1) for name in _cache_names(config)]
+    layers = () if config.merged_attention else range(config.decoder_layers)
+    attentions = [f"{ATTENTION_NAME}.{layer}" for layer in layers]
+    encoder_inputs = {"input_ids": (ids, axes), "attention_mask": (mask, axes)}
     with torch.no_grad():
-        for name, (graph, inputs, outputs) in graphs.items():
-            _write(graph(model), inputs, outputs, folder / name)
+        _write(EncoderGraph(model), encoder_inputs, ["last_hidden_state"], folder / ENCODER_NAME)
+        _write(DecoderGraph(model), decoder_inputs, ["logits", *present, *attentions], folder / DECODER_NAME)
 
 
 def _write(
@@ -265,7 +273,7 @@ def _write(
     shapes = [{axis: lengths[name] for axis, name in axes.items()} for _, axes in inputs.values()]
     if len(inputs) > 3:
         # All keys and values are one argument.
-        arguments, shapes = [*arguments[:2], tuple(arguments[2:])], [*shapes[:2], tuple(shapes[2:])]
+        arguments, shapes = [*arguments[:3], tuple(arguments[3:])], [*shapes[:3], tuple(shapes[3:])]
     program = torch.onnx.export(
         graph.eval(),
         tuple(arguments),

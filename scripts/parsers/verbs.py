@@ -450,12 +450,13 @@ VERBS = {
         usage="%(prog)s MODEL PAIRS [option ...]",
     ),
     "export": Verb(
-        "export a model to CTranslate2 or ONNX, with tokenizers and settings",
+        "export a model to CTranslate2, ONNX or a web page, with tokenizers and settings",
         {
             "model MODEL": "folder or Hub id of a Metaphrase model",
             "output DIR": "folder to write",
-            "--format ctranslate2|onnx!": "format to write",
+            "--format ctranslate2|onnx|web!": "format to write; web is for browsers and Node, with a page",
             "--quantization TYPE": "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float16 ...",
+            "--library DIR": "node_modules with @huggingface/transformers, which the page of --format web gets a copy of",
             "--overwrite, --force": "replace an existing export",
         },
     ),

@@ -334,3 +334,24 @@ def test_secrets_of_a_recipe_stay_here_at_any_depth(hub, folder):
     assert b"s3://bucket/train.tsv" in files["recipe.yaml"] and b"split_batches: true" in files["recipe.yaml"]
     for content in files.values():
         assert not re.search(rb"s3cret|AKIA|jane", content, re.IGNORECASE)
+
+
+def test_an_export_for_browsers_goes_up_without_the_library(hub, tmp_path, capsys):
+    """The files are those that the export lists."""
+    names = ["config.json", "index.html", "onnx/encoder_model.onnx", "library/transformers.min.js", "README.md"]
+    for name in [*names, "notes.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"model_type": "bart"}' if name == "config.json" else f"content of {name}")
+    (tmp_path / "export.json").write_text(json.dumps({"to": "web", "files": names}))
+    execute(push, push_words(tmp_path, "--dry_run"))
+    said = capsys.readouterr().out
+    assert "left out  library/ (a copy of transformers.js)" in said and "will be written" not in said
+    execute(push, push_words(tmp_path))
+    [(_, _, files)] = hub.commits
+    assert files.keys() == {*names} - {"library/transformers.min.js"}
+    assert files["README.md"] == b"content of README.md"
+    with pytest.raises(ValueError, match="`license` must be left out for an export for browsers"):
+        execute(push, push_words(tmp_path, "--license", "mit"))
+    (tmp_path / "index.html").unlink()
+    with pytest.raises(ValueError, match=r"must hold a whole export, but index\.html is missing"):
+        execute(push, push_words(tmp_path))

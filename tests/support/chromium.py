@@ -1,6 +1,7 @@
 """Chromium for tests of pages."""
 
 import contextlib
+import json
 import shutil
 import time
 
@@ -21,7 +22,7 @@ def chromium():
     options.binary_location = binary
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "window-size=1100,900"):
         options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     browser.keys = Keys
     browser.pointer = webdriver.ActionChains(browser)
@@ -29,6 +30,12 @@ def chromium():
         yield browser
     finally:
         browser.quit()
+
+
+def requested_urls(browser):
+    """Return the URLs that the browser asked for since the last call."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    return [item["params"]["request"]["url"] for item in messages if item["method"] == "Network.requestWillBeSent"]
 
 
 def texts(browser, selector):

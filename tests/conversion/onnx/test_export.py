@@ -22,12 +22,13 @@ from verbs import execute
 from metaphrase.conversion.onnx import export as onnx_export
 from metaphrase.conversion.onnx.export import (
     DECODER_NAME,
-    DECODER_WITH_PAST_NAME,
     ENCODER_NAME,
     TOLERANCE,
     check_graphs,
+    empty_cache,
     export_onnx,
     find_obstacles,
+    run_step,
     use_tables,
     write_graphs,
 )
@@ -36,7 +37,7 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts import export
 from metaphrase.tokenization import TokenizerPair
 
-GRAPHS = (ENCODER_NAME, DECODER_NAME, DECODER_WITH_PAST_NAME)
+GRAPHS = (ENCODER_NAME, DECODER_NAME)
 
 
 def session(path):
@@ -48,22 +49,19 @@ def assert_close(found, expected):
     assert float((torch.from_numpy(found) - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
 
 
-def greedy(folder, input_ids, attention_mask, max_new_tokens):
+def greedy(model, folder, input_ids, attention_mask, max_new_tokens):
     """Decode as a runner of optimum's exports does, by tensor names, and return ids with the start token."""
     config = AutoConfig.from_pretrained(folder)
-    encoder, first, later = (session(folder / name) for name in GRAPHS)
+    encoder, decoder = (session(folder / name) for name in GRAPHS)
     mask = attention_mask.numpy()
     memory = encoder.run(["last_hidden_state"], {"input_ids": input_ids.numpy(), "attention_mask": mask})[0]
     ids = np.full((len(mask), 1), config.decoder_start_token_id)
-    is_finished, past = np.zeros(len(mask), dtype=bool), {}
+    is_finished, past = np.zeros(len(mask), dtype=bool), empty_cache(model, len(mask))
     for _ in range(max_new_tokens):
-        given = {"input_ids": ids[:, -1:], "encoder_attention_mask": mask, **past}
-        step = later if past else first
-        if not past:
-            given["encoder_hidden_states"] = memory
-        outputs = dict(zip([output.name for output in step.get_outputs()], step.run(None, given), strict=True))
-        chosen = np.where(is_finished, config.pad_token_id, outputs.pop("logits")[:, -1].argmax(-1))
-        past |= {name.replace("present", "past_key_values"): value for name, value in outputs.items()}
+        given = {"input_ids": ids[:, -1:], "encoder_attention_mask": mask, "encoder_hidden_states": memory}
+        outputs = run_step(decoder, given | past)
+        chosen = np.where(is_finished, config.pad_token_id, outputs["logits"][:, -1].argmax(-1))
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
         ids = np.concatenate((ids, chosen[:, None]), axis=1)
         is_finished |= chosen == config.eos_token_id
         if is_finished.all():
@@ -99,11 +97,11 @@ def test_greedy_decoding_gives_the_tokens_of_generate(exported):
     mask = padding_mask([11, 4, 1, 7, 9, 2], 11, "left")
     ids = torch.randint(4, model.config.vocab_size, mask.shape, generator=draw)
     expected = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=20)
-    found = greedy(folder, ids, mask, 20)
+    found = greedy(model, folder, ids, mask, 20)
     assert found.tolist() == expected.tolist()
     assert len({tuple(row) for row in expected.tolist()}) > 3
     # What stands on padding must not matter.
-    assert greedy(folder, ids.where(mask == 1, 3), mask, 20).tolist() == found.tolist()
+    assert greedy(model, folder, ids.where(mask == 1, 3), mask, 20).tolist() == found.tolist()
 
 
 @pytest.mark.slow
@@ -116,20 +114,17 @@ def test_files_and_tensors_have_the_names_of_optimum(exported):
         graph = session(folder / name)
         names[name] = [[value.name for value in values] for values in (graph.get_inputs(), graph.get_outputs())]
         fixed = {axis for value in (*graph.get_inputs(), *graph.get_outputs()) for axis in value.shape[:2]}
-        # Batch and lengths have names; one new token, and the heads, have not.
-        assert "batch_size" in fixed and not {2, 3, 7} & (fixed - {model.config.num_key_value_heads})
+        # Batch and lengths have names; the heads have not.
+        heads = {model.config.num_key_value_heads, model.config.decoder_attention_heads}
+        assert "batch_size" in fixed and not {2, 3, 4, 5, 7} & (fixed - heads)
     assert names == {
         ENCODER_NAME: [["input_ids", "attention_mask"], ["last_hidden_state"]],
         DECODER_NAME: [
-            ["encoder_attention_mask", "input_ids", "encoder_hidden_states"],
-            ["logits", *[name.replace("past_key_values", "present") for name in past]],
-        ],
-        DECODER_WITH_PAST_NAME: [
-            ["encoder_attention_mask", "input_ids", *past],
-            ["logits", *[name.replace("past_key_values", "present") for name in past if ".decoder." in name]],
+            ["encoder_attention_mask", "input_ids", "encoder_hidden_states", *past],
+            ["logits", *[name.replace("past_key_values", "present") for name in past], "cross_attentions.0"],
         ],
     }
-    assert GRAPHS == ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
+    assert GRAPHS == ("encoder_model.onnx", "decoder_model_merged.onnx")
 
 
 @pytest.mark.slow

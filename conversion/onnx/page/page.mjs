@@ -1,0 +1,298 @@
+// The page: text in, text out as it is typed, and the source words of the chosen target word.
+
+import { load, TooLongError } from "./metaphrase.mjs";
+
+const at = (id) => document.getElementById(id);
+const DELAY_MILLISECONDS = 250;
+const MAX_CHARACTERS = 10_000;
+// Between decoding steps the browser draws and takes keys.
+const MILLISECONDS_BETWEEN_PAUSES = 30;
+const MAX_KEPT_RESULTS = 500;
+// A module of one function with a vector operation.
+const SIMD_MODULE = [0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11];
+const source = at("source"), target = at("target");
+const results = new Map();
+let model, timer, run = 0, isCut = false, isRefused = false, active = null;
+
+class StoppedError extends Error {}
+
+// A browser may refuse to store anything.
+function remember(name, value) {
+  try {
+    if (value !== undefined) localStorage.setItem(name, value);
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function say(text, isWrong = false) {
+  at("status").textContent = text;
+  at("status").classList.toggle("wrong", isWrong);
+}
+
+function refuse(text) {
+  isRefused = true;
+  at("bar").hidden = true;
+  at("phase").textContent = text;
+  at("phase").classList.add("wrong");
+}
+
+function showProgress(name, loaded, total) {
+  // Other files may still load after an error.
+  if (isRefused) return;
+  at("phase").textContent = name;
+  if (total) Object.assign(at("bar"), { value: Math.min(loaded, total), max: total });
+  else at("bar").removeAttribute("value");
+}
+
+async function fetchBytes(url, onProgress) {
+  const response = await fetch(url);
+  if (!response.ok) throw new Error(`${url} answers with status ${response.status}`);
+  const total = Number(response.headers.get("Content-Length")), parts = [];
+  let loaded = 0;
+  for (const reader = response.body.getReader(); ;) {
+    const { done, value } = await reader.read();
+    if (done) return new Uint8Array(await new Blob(parts).arrayBuffer());
+    parts.push(value);
+    onProgress((loaded += value.length), total);
+  }
+}
+
+async function start() {
+  setTheme(remember("metaphrase-theme"));
+  const isSupported = typeof WebAssembly === "object" && WebAssembly.validate(new Uint8Array(SIMD_MODULE));
+  if (!isSupported) return refuse("This browser cannot run the model: it has no WebAssembly with SIMD. A browser of 2021 or newer has.");
+  let library;
+  showProgress("Loading the library");
+  try {
+    library = await import("./library/transformers.min.js");
+    const { env } = library, url = (name) => new URL(`library/${name}`, document.baseURI).href;
+    const wasm = "ort-wasm-simd-threaded.wasm", mjs = "ort-wasm-simd-threaded.mjs";
+    // No file comes from another server, nor from an older export of the same address.
+    Object.assign(env, { allowLocalModels: true, allowRemoteModels: false, useBrowserCache: false, useWasmCache: false });
+    env.backends.onnx.wasm.wasmPaths = { wasm: url(wasm), mjs: url(mjs) };
+    const onProgress = (loaded, total) => showProgress("Loading the library", loaded, total);
+    env.backends.onnx.wasm.wasmBinary = await fetchBytes(url(wasm), onProgress);
+  } catch (error) {
+    return refuse(`The folder library/ is missing or incomplete. “metaphrase export --format web --library node_modules” copies it. (${error.message})`);
+  }
+  try {
+    const progress_callback = ({ status, loaded, total }) => status === "progress_total" && showProgress("Loading the model", loaded, total);
+    model = await load(library, ".", { device: "wasm", progress_callback });
+  } catch (error) {
+    return refuse(`The model cannot be loaded. The device may have too little memory. (${error?.message ?? error})`);
+  }
+  at("loading").hidden = true;
+  at("options").hidden = false;
+  offerSearches();
+  source.disabled = false;
+  source.focus();
+  listen();
+  count();
+  translate();
+}
+
+function offerSearches() {
+  const own = model.settings.num_beams ?? 1;
+  for (const [value, name] of [[1, "Greedy"], [own > 1 ? own : 4, `${own > 1 ? own : 4} beams`]]) {
+    const option = document.createElement("option");
+    Object.assign(option, { value, textContent: name, selected: value === own });
+    at("search").append(option);
+  }
+}
+
+// Return sentences and the layout between them, in turn: layout, sentence, layout, ...
+function split(text) {
+  const parts = [""];
+  const add = (sentence, layout) => parts.push(sentence, layout);
+  for (const line of text.split(/(\r\n|\r|\n)/)) {
+    if (!line.trim()) {
+      parts[parts.length - 1] += line;
+      continue;
+    }
+    const isDivided = at("splits").checked && typeof Intl.Segmenter === "function";
+    const pieces = isDivided ? Array.from(new Intl.Segmenter(undefined, { granularity: "sentence" }).segment(line), ({ segment }) => segment) : [line];
+    for (const piece of pieces) {
+      const sentence = piece.trim();
+      if (!sentence) {
+        parts[parts.length - 1] += piece;
+        continue;
+      }
+      const begin = piece.indexOf(sentence);
+      parts[parts.length - 1] += piece.slice(0, begin);
+      add(sentence, piece.slice(begin + sentence.length));
+    }
+  }
+  return parts;
+}
+
+async function translate() {
+  clearTimeout(timer);
+  const own = (run += 1), text = source.value.toWellFormed(), num_beams = Number(at("search").value);
+  const length = Array.from(text).length;
+  target.setAttribute("aria-busy", "false");
+  if (length > MAX_CHARACTERS) return say(`The text has ${length.toLocaleString("en")} characters. The page takes at most ${MAX_CHARACTERS.toLocaleString("en")}.`, true);
+  if (!text.trim()) {
+    draw([""]);
+    return say("");
+  }
+  target.setAttribute("aria-busy", "true");
+  const parts = split(text), drawn = [...parts];
+  const begin = performance.now();
+  let last = begin;
+  const onStep = async () => {
+    if (performance.now() - last > MILLISECONDS_BETWEEN_PAUSES) {
+      await new Promise((resolve) => setTimeout(resolve));
+      last = performance.now();
+    }
+    if (own !== run) throw new StoppedError();
+  };
+  isCut = false;
+  try {
+    for (let index = 1; index < parts.length; index += 2) {
+      drawn[index] = await find(parts[index], num_beams, onStep);
+      if (own !== run) return;
+      isCut ||= drawn[index].isFinished === false;
+    }
+    draw(drawn);
+    const isWrong = isCut || drawn.some((part) => part instanceof TooLongError);
+    say(isCut ? "A target met the length limit and is cut." : isWrong ? "A part of the text is too long." : `${Math.round(performance.now() - begin)} ms`, isWrong);
+    target.setAttribute("aria-busy", "false");
+  } catch (error) {
+    if (error instanceof StoppedError) return;
+    target.setAttribute("aria-busy", "false");
+    say(`The model failed: ${error?.message ?? error}`, true);
+  }
+}
+
+// Return the result of a sentence, or the error that says that it is too long.
+async function find(sentence, num_beams, onStep) {
+  const key = `${num_beams} ${sentence}`;
+  if (!results.has(key)) {
+    const result = await model.translate(sentence, { num_beams, onStep }).catch((error) => {
+      if (error instanceof TooLongError) return error;
+      throw error;
+    });
+    if (results.size >= MAX_KEPT_RESULTS) results.delete(results.keys().next().value);
+    results.set(key, result);
+  }
+  return results.get(key);
+}
+
+function draw(parts) {
+  target.replaceChildren(parts[0]);
+  for (let index = 1; index < parts.length; index += 2) {
+    drawSentence(parts[index]);
+    target.append(parts[index + 1]);
+  }
+  const first = target.querySelector(".word");
+  if (first) first.tabIndex = 0;
+  at("copy").hidden = !first || !navigator.clipboard;
+  look(null);
+}
+
+function element(name, text, parent) {
+  const made = document.createElement(name);
+  made.textContent = text;
+  parent.append(made);
+  return made;
+}
+
+function drawSentence(result) {
+  if (result instanceof TooLongError) {
+    element("span", `[${result.message}]`, target).className = "wrong";
+    return;
+  }
+  const map = (result.map ??= model.align(result));
+  let offset = 0;
+  for (const [index, word] of map.targetWords.entries()) {
+    target.append(map.targetText.slice(offset, word.start));
+    const span = element("span", word.text, target);
+    Object.assign(span, { className: "word", role: "button", tabIndex: -1, map, index });
+    offset = word.end;
+  }
+  target.append(map.targetText.slice(offset));
+}
+
+// Mark the source words that a target word attends to.
+function look(word) {
+  active?.classList.remove("active");
+  active = word;
+  word?.classList.add("active");
+  const words = at("words"), weights = word?.map.weights[word.index] ?? [];
+  const highest = Math.max(0, ...weights);
+  words.hidden = !highest;
+  words.replaceChildren();
+  const hasWords = target.querySelector(".word");
+  at("hint").textContent = !hasWords ? "" : !word ? "Choose a word of the target to see its source words." : highest ? `Source words of \u2068${word.textContent}\u2069:` : "This model shows no source words.";
+  if (!highest) return;
+  const { sourceText, sourceWords } = word.map;
+  let offset = 0;
+  for (const [index, { start, end, text }] of sourceWords.entries()) {
+    words.append(sourceText.slice(offset, start));
+    const share = weights[index] / highest;
+    const part = element(share < 0.05 ? "span" : "mark", text, words);
+    part.style.setProperty("--weight", share);
+    part.title = `${Math.round(100 * weights[index])} %`;
+    offset = end;
+  }
+  words.append(sourceText.slice(offset));
+}
+
+function move(event) {
+  const word = event.target.closest(".word"), words = [...target.querySelectorAll(".word")];
+  const isReversed = getComputedStyle(target).direction === "rtl";
+  const steps = { ArrowRight: isReversed ? -1 : 1, ArrowLeft: isReversed ? 1 : -1 };
+  if (event.key === "Escape") look(null);
+  else if (word && (event.key === "Enter" || event.key === " ")) look(word === active ? null : word);
+  else if (word && event.key in steps) words[words.indexOf(word) + steps[event.key]]?.focus();
+  else return;
+  event.preventDefault();
+}
+
+function count() {
+  const length = Array.from(source.value).length;
+  at("count").textContent = `${length.toLocaleString("en")} / ${MAX_CHARACTERS.toLocaleString("en")}`;
+  at("clear").hidden = !length;
+}
+
+function setTheme(theme) {
+  const isDark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  if (theme) document.documentElement.dataset.theme = theme;
+  at("theme").textContent = isDark ? "Light theme" : "Dark theme";
+  at("theme").hidden = false;
+  at("theme").onclick = () => setTheme(remember("metaphrase-theme", isDark ? "light" : "dark") ?? (isDark ? "light" : "dark"));
+}
+
+function listen() {
+  const wait = () => {
+    clearTimeout(timer);
+    timer = setTimeout(translate, DELAY_MILLISECONDS);
+  };
+  source.addEventListener("input", (event) => {
+    count();
+    // An unfinished character of an input method is no text yet.
+    if (!event.isComposing) wait();
+  });
+  source.addEventListener("compositionend", wait);
+  for (const id of ["search", "splits"]) at(id).addEventListener("change", translate);
+  target.addEventListener("click", (event) => {
+    const word = event.target.closest(".word");
+    if (word) look(word === active ? null : word);
+  });
+  target.addEventListener("focusin", (event) => {
+    for (const word of target.querySelectorAll(".word[tabindex='0']")) word.tabIndex = -1;
+    event.target.tabIndex = 0;
+  });
+  target.addEventListener("keydown", move);
+  at("clear").addEventListener("click", () => {
+    source.value = "";
+    count();
+    translate();
+    source.focus();
+  });
+  at("copy").addEventListener("click", () => navigator.clipboard.writeText(target.textContent).then(() => say("Copied."), () => say("The browser does not let the page copy.", true)));
+}
+
+start();

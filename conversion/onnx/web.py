@@ -1,0 +1,231 @@
+"""Export for browsers and Node: ONNX graphs in float32 and int8 for transformers.js, and a page that runs them."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from metaphrase.conversion.exports import export_folder
+from metaphrase.conversion.onnx.export import GRAPH_NAMES, check_graphs, find_obstacles, write_graphs
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.storage.generation_options import length_limits
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.tokenizer_pair import has_languages
+
+GRAPHS_FOLDER, LIBRARY_FOLDER, TOKENIZER_NAME = "onnx", "library", "tokenizer.json"
+# transformers.js loads this name in a browser.
+QUANTIZED_SUFFIX = "_quantized"
+# The library in one file, and the part of onnxruntime that runs on a CPU. The page loads these.
+LIBRARY_FILES = (
+    "@huggingface/transformers/LICENSE",
+    "@huggingface/transformers/dist/transformers.min.js",
+    "onnxruntime-web/dist/ort-wasm-simd-threaded.mjs",
+    "onnxruntime-web/dist/ort-wasm-simd-threaded.wasm",
+)
+# Smaller matrices, such as position biases, stay in float32.
+_SMALLEST_MATRIX = 1024
+_PAGE = Path(__file__).with_name("page")
+# Options that page/metaphrase.mjs carries out as transformers does, and those without effect on the text.
+_SEARCH_OPTIONS = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "early_stopping"}
+_SEARCH_OPTIONS |= {"length_penalty", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"}
+_SEARCH_OPTIONS |= {"begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"}
+_SEARCH_OPTIONS |= {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "transformers_version"}
+_SEARCH_OPTIONS |= {"use_cache", "output_attentions", "output_hidden_states", "_from_model_config"}
+
+
+def export_web(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    library: str | os.PathLike | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Export a Metaphrase model to a folder of static files that transformers.js loads, with a page.
+
+    The graphs are those of `export_onnx`, and have copies in int8. The folder appears only when it is complete and onnxruntime
+    computes what the model computes.
+
+    Args:
+        source: Folder or Hub id of a Metaphrase model.
+        output: The folder to write.
+        library: A `node_modules` that has `@huggingface/transformers`, of which the page gets a copy. None leaves the copy out.
+        overwrite: True to replace an `output` that this package wrote.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ValueError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
+        OSError: If the model does not exist.
+        RuntimeError: If onnxruntime's result differs.
+    """
+    library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
+    for path in library_files:
+        if not path.is_file():
+            raise ValueError(
+                f"`library` must be a `node_modules` with `@huggingface/transformers` 4, got {os.fspath(library)!r} without "
+                f"{path.relative_to(library).as_posix()}. Run `npm install --ignore-scripts @huggingface/transformers`."
+            )
+
+    def find_all_obstacles(config: MetaphraseConfig) -> list[str]:
+        obstacles = find_obstacles(config) + tokenizer_obstacles(TokenizerPair.from_pretrained(source))
+        # Not every model has the file.
+        with contextlib.suppress(OSError):
+            obstacles += search_obstacles(GenerationConfig.from_pretrained(source))
+        if config.decoder_start_from_labels or config.decoder_start_token_id is None:
+            obstacles.append("a `decoder_start_token_id` that depends on the target language")
+        return obstacles
+
+    def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
+        graphs = folder / GRAPHS_FOLDER
+        graphs.mkdir()
+        write_graphs(model, graphs)
+        check_graphs(model, graphs)
+        for name in GRAPH_NAMES:
+            quantize_graph(graphs / name)
+        limit_length(model)
+        for path in folder.rglob(TOKENIZER_NAME):
+            rewrite_tokenizer(path)
+        (folder / "config.json").write_text(json.dumps(web_config(model.config), indent=2) + "\n", encoding="utf-8")
+        shutil.copytree(_PAGE, folder, dirs_exist_ok=True)
+        if library_files:
+            (folder / LIBRARY_FOLDER).mkdir()
+        for path in library_files:
+            shutil.copyfile(path, folder / LIBRARY_FOLDER / path.name)
+
+    load_options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return export_folder(source, output, overwrite, write, find_all_obstacles, {"to": "web"}, **load_options)
+
+
+def web_config(config: MetaphraseConfig) -> dict[str, object]:
+    """Return the configuration that transformers.js reads.
+
+    The library knows families by name only. BART's has the tensors of every encoder-decoder with a kv cache, and the
+    names of its fields are ours.
+    """
+    names = ("encoder_layers", "encoder_attention_heads", "decoder_layers", "decoder_attention_heads")
+    names += ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+    return {
+        "model_type": "bart",
+        "architectures": ["BartForConditionalGeneration"],
+        "is_encoder_decoder": True,
+        **{name: getattr(config, name) for name in names},
+        "d_model": config.hidden_size,
+        "vocab_size": config.decoder_vocab_size,
+        "max_source_tokens": config.position_limit,
+    }
+
+
+def limit_length(model: PreTrainedModel) -> None:
+    """Set the length limit of `generate()` in the model's settings. Without a setting, the library's default is another one."""
+    config, settings = model.config, model.generation_config
+    _, max_length = length_limits(model, {})
+    if max_length is None:
+        max_length = GenerationConfig._get_default_generation_params()["max_length"] + 1
+    if config.decoder_position_limit is not None:
+        max_length = min(max_length, config.decoder_position_limit)
+    settings.max_length, settings.max_new_tokens = max_length, None
+
+
+def quantize_graph(path: Path) -> None:
+    """Write a copy of a graph beside it, whose matrices are 8-bit integers with a scale for each output or token.
+
+    onnxruntime computes the float32 values once, when it loads the graph. Its own `quantize_dynamic` makes integers of the
+    inputs of each matrix, too: the logits then differ three times as much, at the same speed for small models.
+    """
+    model = onnx.load(path)
+    graph, users = model.graph, {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(name, []).append(node)
+    nodes, weights = [], []
+    for weight in graph.initializer:
+        kinds = {node.op_type for node in users.get(weight.name, ())}
+        is_matrix = weight.data_type == onnx.TensorProto.FLOAT and len(weight.dims) == 2
+        if not is_matrix or math.prod(weight.dims) < _SMALLEST_MATRIX or not kinds <= {"MatMul", "Gather", "Transpose"}:
+            weights.append(weight)
+            continue
+        values = numpy_helper.to_array(weight)
+        # A table has a row for each token, another matrix a column for each output.
+        largest = np.abs(values).max(axis=0 if kinds == {"MatMul"} else 1, keepdims=True)
+        scale = np.maximum(largest, np.finfo(np.float32).tiny) / np.float32(127)
+        integers = np.round(values / scale).astype(np.int8)
+        names = [f"{weight.name}_{part}" for part in ("integers", "scale")]
+        weights += map(numpy_helper.from_array, (integers, scale), names)
+        if kinds != {"Gather"}:
+            nodes += _scaled(*names, weight.name)
+        for node in users[weight.name]:
+            if node.op_type == "Gather":
+                rows = [f"{node.output[0]}_{part}" for part in ("integers", "scale")]
+                lookups = [
+                    helper.make_node("Gather", [name, node.input[1]], [row])
+                    for name, row in zip(names, rows, strict=True)
+                ]
+                node_index = list(graph.node).index(node)
+                del graph.node[node_index]
+                for new in reversed([*lookups, *_scaled(*rows, node.output[0])]):
+                    graph.node.insert(node_index, new)
+    for new in reversed(nodes):
+        graph.node.insert(0, new)
+    del graph.initializer[:]
+    graph.initializer.extend(weights)
+    onnx.save(model, path.with_stem(path.stem + QUANTIZED_SUFFIX))
+
+
+def _scaled(integers: str, scale: str, output: str) -> list[onnx.NodeProto]:
+    """Return the nodes that multiply integers by their scale."""
+    value = f"{integers}_value"
+    return [
+        helper.make_node("Cast", [integers], [value], to=onnx.TensorProto.FLOAT),
+        helper.make_node("Mul", [value, scale], [output]),
+    ]
+
+
+def tokenizer_obstacles(tokenizers: TokenizerPair) -> list[str]:
+    """Return properties of tokenizers that transformers.js cannot express."""
+    obstacles = []
+    for tokenizer in dict.fromkeys((tokenizers.source, tokenizers.target)):
+        name = type(tokenizer).__name__
+        if not tokenizer.is_fast:
+            obstacles.append(f"a {name}, which has no tokenizer.json")
+        elif has_languages(tokenizer):
+            obstacles.append(f"the languages of a {name}")
+        elif not ends_texts(tokenizer):
+            obstacles.append(f"a {name} whose tokenizer.json does not end a text with {tokenizer.eos_token}")
+    return obstacles
+
+
+def ends_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the tokenizer itself ends each text with the end of sequence."""
+    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokenizer(["", "a"])["input_ids"])
+
+
+def rewrite_tokenizer(path: Path) -> None:
+    """Write a file of a tokenizer such that transformers.js splits texts as Python does, without white space.
+
+    The library keeps what a pattern of plain text should remove. A regular expression is read alike by both.
+    """
+
+    def use_regex(fields: dict[str, Any]) -> dict[str, Any]:
+        return {"Regex": re.escape(fields["String"])} if fields.keys() == {"String"} else fields
+
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    steps = json.dumps(fields["pre_tokenizer"])
+    fields["pre_tokenizer"] = json.loads(steps, object_hook=use_regex)
+    path.write_text(json.dumps(fields, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+
+
+def search_obstacles(settings: GenerationConfig) -> list[str]:
+    """Return generation settings that the page's search does not carry out."""
+    changed = settings.to_diff_dict()
+    return [f"the generation option `{name}`" for name in changed if name not in _SEARCH_OPTIONS]

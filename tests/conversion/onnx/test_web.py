@@ -1,0 +1,231 @@
+"""Tests of the export for browsers and Node: files, quantized graphs and refusals, with onnxruntime alone."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+import onnx
+import onnxruntime
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_languages import nllb_tokenizer
+from tiny_models import tiny_config
+from transformers import AutoTokenizer, GenerationConfig
+from verbs import execute
+
+from metaphrase.conversion.onnx.export import GRAPH_NAMES, empty_cache, run_step
+from metaphrase.conversion.onnx.web import LIBRARY_FILES, export_web, quantize_graph, rewrite_tokenizer, web_config
+from metaphrase.inference import Generator
+from metaphrase.scripts import export
+from metaphrase.tokenization import TokenizerPair, train_tokenizer
+
+
+def make_library(folder):
+    for name in LIBRARY_FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A generator with two tokenizers, and the folder of its export."""
+    folder = tmp_path_factory.mktemp("web")
+    generator = tiny_generator(joint=False, layers=1)
+    source = save_generator(generator, folder / "model")
+    library = make_library(folder / "node_modules")
+    execute(export, [str(source), str(folder / "exported"), "--format", "web", "--library", str(library)])
+    return generator, folder / "exported"
+
+
+def open_graphs(folder, suffix=""):
+    names = [name.replace(".onnx", f"{suffix}.onnx") for name in GRAPH_NAMES]
+    return [onnxruntime.InferenceSession(str(folder / "onnx" / name)) for name in names]
+
+
+def greedy(generator, folder, text, suffix=""):
+    """Decode as page/metaphrase.mjs does: tokenizer, encoder, decoder with an empty cache at first."""
+    encoder, decoder = open_graphs(folder, suffix)
+    config = json.loads((folder / "config.json").read_text())
+    settings = GenerationConfig.from_pretrained(folder)
+    ids = np.array([AutoTokenizer.from_pretrained(folder)(text)["input_ids"]])
+    mask = np.ones_like(ids)
+    states = encoder.run(None, {"input_ids": ids, "attention_mask": mask})[0]
+    inputs = {"encoder_attention_mask": mask, "encoder_hidden_states": states}
+    past, target = empty_cache(generator.model, 1), [config["decoder_start_token_id"]]
+    while target[-1] != config["eos_token_id"] and len(target) < settings.max_length:
+        outputs = run_step(decoder, inputs | past | {"input_ids": np.array([target[-1:]])})
+        target.append(int(outputs["logits"][0, -1].argmax()))
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
+    tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="target_tokenizer")
+    return tokenizer.decode(target, skip_special_tokens=True)
+
+
+def test_texts_are_those_of_torch(exported):
+    generator, folder = exported
+    texts = [*SOURCES, "dog", "e", "sleeps the"]
+    expected = generator.generate(texts, num_beams=1)
+    assert [greedy(generator, folder, text) for text in texts] == expected
+    assert len({*expected}) > 2
+
+
+def test_integers_compute_nearly_what_the_model_computes(exported):
+    generator, folder = exported
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, generator.model.config.vocab_size, (2, 9), generator=draw).numpy()
+    targets = torch.randint(4, generator.model.config.decoder_vocab_size, (2, 6), generator=draw).numpy()
+    logits = []
+    for suffix in ("", "_quantized"):
+        encoder, decoder = open_graphs(folder, suffix)
+        states = encoder.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0]
+        inputs = {"encoder_attention_mask": np.ones_like(ids), "encoder_hidden_states": states, "input_ids": targets}
+        logits.append(run_step(decoder, inputs | empty_cache(generator.model, 2))["logits"])
+    difference = np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max()
+    # The weights of a tiny model are large, so that all errors show.
+    assert 0 < difference < 0.15
+
+
+def test_folder_has_the_files_of_transformers_js(exported):
+    _, folder = exported
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    graphs = {f"onnx/{name}_model{kind}.onnx" for name in ("encoder",) for kind in ("", "_quantized")}
+    graphs |= {f"onnx/decoder_model_merged{kind}.onnx" for kind in ("", "_quantized")}
+    page = {"index.html", "page.css", "page.mjs", "metaphrase.mjs", "README.md"}
+    library = {f"library/{Path(name).name}" for name in LIBRARY_FILES}
+    tokenizers = {
+        f"{side}{name}" for side in ("", "target_tokenizer/") for name in ("tokenizer.json", "tokenizer_config.json")
+    }
+    assert names == graphs | page | library | tokenizers | {"config.json", "generation_config.json", "export.json"}
+    provenance = json.loads((folder / "export.json").read_text())
+    assert provenance["to"] == "web" and {*provenance["files"]} == names - {"export.json"}
+
+
+def test_configuration_is_that_of_a_known_family():
+    config = tiny_config(position_embedding_type="learned", decoder_vocab_size=31, share_embeddings=False)
+    fields = web_config(config)
+    assert fields["model_type"] == "bart" and fields["is_encoder_decoder"]
+    assert (fields["decoder_layers"], fields["decoder_attention_heads"], fields["d_model"]) == (2, 4, 32)
+    assert (fields["vocab_size"], fields["max_source_tokens"]) == (31, 64)
+    assert web_config(tiny_config(position_embedding_type="relative"))["max_source_tokens"] is None
+
+
+def test_length_limit_is_written_out(exported):
+    """transformers.js has another default, and its pipeline replaces `max_length`."""
+    _, folder = exported
+    settings = GenerationConfig.from_pretrained(folder)
+    # `max_new_tokens` is 8, and the start token counts.
+    assert (settings.max_length, settings.max_new_tokens) == (9, None)
+
+
+def test_each_weight_is_stored_once(exported):
+    _, folder = exported
+    for path in (folder / "onnx").glob("*.onnx"):
+        weights = [numpy_helper.to_array(weight) for weight in onnx.load(path).graph.initializer]
+        # torch's exporter copies smaller tables to transpose them.
+        large = [weight for weight in weights if weight.size > 1024]
+        assert large
+        for index, weight in enumerate(large):
+            # A transposed copy is a copy.
+            copies = [
+                other
+                for other in large[index + 1 :]
+                if any(form.shape == weight.shape and np.array_equal(form, weight) for form in (other, other.T))
+            ]
+            assert not copies, path.name
+
+
+def test_a_table_that_projects_too_stays_one_tensor(tmp_path):
+    """The values of each row are within half a step of its scale."""
+    draw = np.random.default_rng(0)
+    table, matrix = (draw.normal(size=size).astype(np.float32) for size in ((100, 64), (64, 64)))
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["rows"]),
+        helper.make_node("MatMul", ["rows", "matrix"], ["states"]),
+        helper.make_node("Transpose", ["table"], ["projection"]),
+        helper.make_node("MatMul", ["states", "projection"], ["logits"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["length"])],
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["length", width])
+            for name, width in (("rows", 64), ("states", 64), ("logits", 100))
+        ],
+        [numpy_helper.from_array(table, "table"), numpy_helper.from_array(matrix, "matrix")],
+    )
+    path = tmp_path / "graph.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    quantize_graph(path)
+    quantized = tmp_path / "graph_quantized.onnx"
+    onnx.checker.check_model(str(quantized), full_check=True)
+    tensors = {item.name: item for item in onnx.load(quantized).graph.initializer}
+    assert sorted(tensors) == ["matrix_integers", "matrix_scale", "table_integers", "table_scale"]
+    assert [tensors[name].data_type for name in ("matrix_integers", "table_integers")] == [TensorProto.INT8] * 2
+    ids = np.arange(100)
+    exact, rounded = (onnxruntime.InferenceSession(str(file)).run(None, {"ids": ids}) for file in (path, quantized))
+    assert np.all(np.abs(exact[0] - rounded[0]) <= np.abs(table).max(axis=1, keepdims=True) / 254 * 1.001)
+    for before, after in zip(exact, rounded, strict=True):
+        assert 0 < np.abs(before - after).max() < 0.03 * np.abs(before).max()
+
+
+def test_pieces_are_split_without_their_spaces(tmp_path):
+    """transformers.js would read each space as an unknown piece."""
+    before = tiny_pair(kind="pretokenized").source
+    before.save_pretrained(tmp_path)
+    rewrite_tokenizer(tmp_path / "tokenizer.json")
+    after = AutoTokenizer.from_pretrained(tmp_path)
+    text = " ei@@ ne  Ka@@ tze "
+    assert before(text)["input_ids"] == after(text)["input_ids"]
+    splitter = json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"]
+    assert re.fullmatch(splitter["pattern"]["Regex"], " ")
+
+
+# refusals
+
+
+def refuse(generator, folder, message, **options):
+    source = save_generator(generator, folder / "model")
+    with pytest.raises(ValueError, match=message):
+        export_web(source, folder / "exported", **options)
+    assert [path.name for path in folder.iterdir()] == ["model"]
+
+
+def test_generation_options_that_the_page_lacks_are_refused(tmp_path):
+    generator = tiny_generator(layers=1)
+    generator.model.generation_config.update(do_sample=True, top_p=0.9)
+    refuse(generator, tmp_path, "web cannot express the generation option `do_sample`; the generation option `top_p`")
+
+
+def test_tokenizers_with_languages_are_refused(tmp_path):
+    generator = tiny_generator(layers=1)
+    tokenizer = nllb_tokenizer(["eng_Latn", "deu_Latn"])
+    languages = Generator(generator.model, TokenizerPair(tokenizer, tokenizer))
+    refuse(languages, tmp_path, "web cannot express the languages of a Nllb")
+
+
+def test_a_tokenizer_that_does_not_end_texts_is_refused(tmp_path):
+    tokenizer = train_tokenizer(["a b"], kind="char", show_progress=False)
+    tokenizer.backend_tokenizer.post_processor = None
+    generator = Generator(tiny_generator(layers=1).model, TokenizerPair(tokenizer, tokenizer))
+    refuse(generator, tmp_path, "whose tokenizer.json does not end a text with </s>")
+
+
+def test_a_library_without_its_files_is_refused(tmp_path):
+    message = "`library` must be a `node_modules` with `@huggingface/transformers` 4, got .* without @huggingface/"
+    refuse(tiny_generator(layers=1), tmp_path, message, library=tmp_path / "none")
+
+
+@pytest.mark.parametrize("name, other", [("library", "onnx"), ("library", "ctranslate2"), ("quantization", "web")])
+def test_options_of_other_formats_are_refused(name, other, tmp_path):
+    words = ["model", str(tmp_path / "exported"), "--format", other, f"--{name}", "int8"]
+    with pytest.raises(ValueError, match=f"`--{name}` must be left out with --format {other}, got 'int8'"):
+        execute(export, words)
