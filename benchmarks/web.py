@@ -12,6 +12,7 @@ import functools
 import gzip
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -120,7 +121,8 @@ def run_chromium(url: str, texts: list[str], options: dict, dtype: str) -> dict:
     flags = webdriver.ChromeOptions()
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-background-networking"):
         flags.add_argument(f"--{flag}")
-    browser = webdriver.Chrome(options=flags)
+    # Without its path, selenium would look for a driver in the network.
+    browser = webdriver.Chrome(options=flags, service=webdriver.ChromeService(shutil.which("chromedriver")))
     browser.set_script_timeout(600)
     try:
         browser.get(f"{url}bench.html?dtype={dtype}")
