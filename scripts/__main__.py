@@ -14,7 +14,7 @@ from metaphrase.scripts.parsers.verbs import VERBS
 from metaphrase.storage.hints import did_you_mean
 
 # Their messages tell users of the command nothing.
-_CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "sacrebleu", "fsspec", "absl")
+_CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "sacrebleu", "fsspec", "absl", "onnx_ir", "onnxscript")
 
 
 def main() -> int:

@@ -1,8 +1,10 @@
 """Export to ONNX: two graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
 
 import copy
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -274,15 +276,19 @@ def _write(
     if len(inputs) > 3:
         # All keys and values are one argument.
         arguments, shapes = [*arguments[:3], tuple(arguments[3:])], [*shapes[:3], tuple(shapes[3:])]
-    program = torch.onnx.export(
-        graph.eval(),
-        tuple(arguments),
-        input_names=list(inputs),
-        output_names=outputs,
-        dynamic_shapes=tuple(shapes),
-        dynamo=True,
-        verbose=False,
-    )
+    # The exporter reports names that inputs share, libraries that nobody needs, and its own deprecations.
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            graph.eval(),
+            tuple(arguments),
+            input_names=list(inputs),
+            output_names=outputs,
+            dynamic_shapes=tuple(shapes),
+            dynamo=True,
+            verbose=False,
+        )
     traced = program.model
     _remove_metadata(traced)
     weights_bytes = sum(value.const_value.nbytes for value in traced.graph.initializers.values())
