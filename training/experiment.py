@@ -102,6 +102,7 @@ class Experiment:
         Raises:
             ValueError: If the recipe names no training pairs or an unknown score, or its folder holds another run or model.
         """
+        self._has_alerted = False
         self._tokenizers: TokenizerPair | None = None
         self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None
         if recipe.use_cpu or not torch.accelerator.is_available():
@@ -196,10 +197,17 @@ class Experiment:
         trainer.accelerator.wait_for_everyone()
         return result
 
+    def load(self) -> None:
+        """Read the corpus, and log alerts of its pairs. A second call has no effect."""
+        self.corpus.load()
+        if not self._has_alerted and self.arguments.process_index == 0:
+            warn(data_alerts(self.corpus))
+        self._has_alerted = True
+
     def prepare(self) -> tuple[TokenizerPair, dict[str, datasets.Dataset]]:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
         if self._prepared is None:
-            self.corpus.load()
+            self.load()
             tokenizers = self.make_tokenizers()
             self._prepared = tokenizers, self.corpus.encode(tokenizers)
         return self._prepared
@@ -218,10 +226,8 @@ class Experiment:
         return 8 if torch.accelerator.is_available() and not self.arguments.use_cpu else 1
 
     def make_tokenizers(self) -> TokenizerPair:
-        """Load or train the tokenizers, after alerts of pairs that may not suit them. A second call returns the same."""
+        """Load or train the tokenizers. A second call returns the same."""
         if self._tokenizers is None:
-            if self.arguments.process_index == 0:
-                warn(data_alerts(self.corpus))
             self._tokenizers = self._make_tokenizers()
         return self._tokenizers
 

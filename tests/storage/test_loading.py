@@ -84,10 +84,10 @@ DAMAGES = {
         rf"The weight `{LOST}` of \S+model must have the shape \(\d+, \d+\), got \(\d+, \d+\)",
     ),
     "cut": (cut, r"must hold whole weights, got \S+model: "),
-    "empty index": (damage_index, r"index\.json must name files in safetensors beside it, got none"),
+    "empty index": (damage_index, r"index\.json must name \.safetensors files beside it, got none"),
     "numbers": (
         lambda folder: damage_index(folder, '{"weight_map": {"a": 1, "b": []}}'),
-        r"index\.json must name files in safetensors beside it, got 1, \[\]",
+        r"index\.json must name \.safetensors files beside it, got 1, \[\]",
     ),
     "brackets": (lambda folder: damage_index(folder, "[" * 100_000), r"index\.json` must be readable"),
 }

@@ -107,7 +107,7 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
         recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
     experiment = experiment.with_recipe(_before_evaluation(recipe))
     with experiment.arguments.main_process_first(desc="encoding the corpus"):
-        experiment.corpus.load()
+        experiment.load()
         recipe = choose_augmentation(recipe, lambda: experiment.corpus.rare_words)
         tokenizers = experiment.make_tokenizers()
         train = experiment.corpus.splits["train"]
