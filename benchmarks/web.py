@@ -109,7 +109,7 @@ def sizes(folder: Path) -> dict[str, dict[str, int]]:
     return report
 
 
-def run_node(folder: Path, texts: list[str], options: dict, dtype: str) -> dict:
+def run_node(folder: Path, texts: list[str], dtype: str, options: dict) -> dict:
     words = {"texts": texts, "options": options, "dtype": dtype}
     done = subprocess.run(
         ["node", "node.mjs"], cwd=folder, input=json.dumps(words), capture_output=True, text=True, check=True
@@ -117,7 +117,7 @@ def run_node(folder: Path, texts: list[str], options: dict, dtype: str) -> dict:
     return json.loads(done.stdout)
 
 
-def run_chromium(url: str, texts: list[str], options: dict, dtype: str) -> dict:
+def run_chromium(url: str, texts: list[str], dtype: str, options: dict) -> dict:
     flags = webdriver.ChromeOptions()
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-background-networking"):
         flags.add_argument(f"--{flag}")
@@ -156,12 +156,8 @@ def measure(model: Path, texts: list[str], references: list[str], node_modules: 
         for engine, dtype in (("torch", "float32"), ("ctranslate2", "float32"), ("ctranslate2", "int8")):
             contestants[f"{engine}, {dtype}"] = functools.partial(run_generator, model, engine, dtype, texts)
         for dtype in ("fp32", "q8"):
-            contestants[f"Node, {dtype}"] = functools.partial(
-                lambda *words, dtype: run_node(*words, dtype), folder, texts, dtype=dtype
-            )
-            contestants[f"Chromium, {dtype}"] = functools.partial(
-                lambda *words, dtype: run_chromium(*words, dtype), url, texts, dtype=dtype
-            )
+            contestants[f"Node, {dtype}"] = functools.partial(run_node, folder, texts, dtype)
+            contestants[f"Chromium, {dtype}"] = functools.partial(run_chromium, url, texts, dtype)
         for num_beams in BEAMS:
             options = {"num_beams": num_beams, "early_stopping": num_beams > 1}
             results = {name: [] for name in contestants}

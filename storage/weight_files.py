@@ -1,7 +1,4 @@
-"""Weights in safetensors: read one tensor at a time, written in files of bounded size.
-
-Conversion also reads tensors that torch has saved, in a way that runs no code.
-"""
+"""Weights in safetensors, read one tensor at a time and written in files of bounded size. Conversion also reads torch's files."""
 
 import contextlib
 import math
@@ -48,11 +45,12 @@ class Kind(NamedTuple):
 
 
 def weight_names(folder: Path, single: str = SAFE_WEIGHTS_NAME, index: str = SAFE_WEIGHTS_INDEX_NAME) -> list[str]:
-    """Return the names of the safetensors files that transformers loads from a folder. They need not exist.
+    """Return the names of the weight files that transformers loads from a folder. They need not exist.
 
     Args:
         folder: The folder of a model.
-        single, index: Names of the only file, and of the index of several files.
+        single: Name of the file, if there is one.
+        index: Name of the file that lists several files.
     """
     # transformers prefers the single file.
     if (folder / single).is_file():
@@ -120,7 +118,7 @@ class WeightFiles:
                 f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. {_HINT}"
             )
         if torch_names:
-            tensors = {name: tensor for path in self.paths for name, tensor in load_tensors(path).items()}
+            tensors = {name: tensor for path in self.paths for name, tensor in _load_tensors(path).items()}
             self._read = tensors.__getitem__
             kinds = {
                 name: Kind(_STORED_TYPES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()
@@ -144,13 +142,15 @@ class WeightFiles:
         return weight
 
 
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file that torch has saved. A pickle of anything else is refused, and runs no code."""
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Load the tensors of a file that torch has saved. A file with anything else is refused, and runs no code."""
     try:
         # Only files of torch 1.6 and later can be mapped.
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} must be a whole file of tensors, and nothing else in it is loaded.") from error
+        raise ValueError(
+            f"{path} must be a whole file of tensors alone, since other content could run code."
+        ) from error
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ValueError(f"{path} must hold tensors by their names, got {type(tensors).__name__}.")
     return tensors

@@ -67,6 +67,13 @@ def test_bad_pairs_raise_one_alert(change, alert, tmp_path, pairs, caplog):
     assert message.startswith(alert)
 
 
+def test_an_alert_explains_the_error_of_empty_targets(tmp_path, pairs, caplog):
+    empty = {"train": [(source, "") for source, _ in pairs["train"]]}
+    with pytest.raises(ValueError, match="at least one character that is not white space"):
+        alerts_of_data(tmp_path, pairs | empty, caplog, tokenizer_kind="word", joint_vocabulary=False)
+    assert "train: 100 % of the targets are the same text, ''" in caplog.text
+
+
 # Settings
 
 
