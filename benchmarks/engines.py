@@ -1,11 +1,12 @@
-"""Times the engines of a generator in turns: torch, CTranslate2, and `auto`, which chooses one of the two.
+"""Times the engines of a generator in turns: torch, CTranslate2, `auto`, which chooses one of the two, and transformers.
 
     OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/engines.py --output benchmarks/results/engines_zen4.json
 
 A model is a preset with random weights, or the folder of a trained model. Random models get large logits, since flat ones are
 slower to search, and no end of sequence, so that all targets have the same length. Each engine makes the same batches of
 similar length. Contestants take turns, and each round starts with another one, so that other load on the machine affects
-all of them. The time is processor time of one thread.
+all of them. The time is processor time of one thread. transformers runs a random model as its own Marian class, in float32.
+The report also says how many calls torch makes in a step of ours, and which part of their time is matrix products.
 """
 
 import argparse
@@ -21,8 +22,9 @@ import transformers
 from lengths import MIXES
 from machine import describe_machine
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
+from metaphrase.conversion import convert
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.presets import PRESETS
@@ -32,6 +34,9 @@ BEAMS, BATCHES, DTYPES = (1, 4), (1, 32), ("float32", "int8")
 # Sentences of a batch of 1 take long.
 SENTENCES = {1: 16, 32: 96}
 MAX_NEW_TOKENS = 20
+PEER = "transformers"
+# Matrix products of torch.
+PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "mkl::_mkl_linear")
 
 
 def save_random(config: MetaphraseConfig, folder: Path) -> Path:
@@ -84,19 +89,35 @@ def measure(
             outputs[name] = generators[name].generate(chosen, **options)
             seconds[name].append(time.process_time() - start)
     report = {}
+
+    def speed(name: str, other: str) -> float:
+        """Return the median speed of an engine, in times that of another one."""
+        ratios = [theirs / own for theirs, own in zip(seconds[other], seconds[name], strict=True)]
+        return round(statistics.median(ratios), 3)
+
     for name in names:
-        ratios = [torch_time / own for torch_time, own in zip(seconds["torch"], seconds[name], strict=True)]
-        report[name] = {
-            "milliseconds_per_sentence": round(1000 * statistics.median(seconds[name]) / len(chosen), 3),
-            "speed_of_torch": round(statistics.median(ratios), 3),
-            "same_outputs": sum(map(str.__eq__, outputs[name], outputs["torch"])),
-        }
+        report[name] = {"milliseconds_per_sentence": round(1000 * statistics.median(seconds[name]) / len(chosen), 3)}
+        report[name] |= {f"speed_of_{other}": speed(name, other) for other in ("torch", PEER) if other in names}
+        report[name]["same_outputs"] = sum(map(str.__eq__, outputs[name], outputs["torch"]))
     if "auto" in names:
         # The better engine of each round would be one that no choice can reach.
         best = min(("torch", "ctranslate2"), key=lambda name: statistics.median(seconds[name]))
-        ratios = [theirs / own for theirs, own in zip(seconds[best], seconds["auto"], strict=True)]
-        report["auto"] |= {"better_engine": best, "speed_of_better": round(statistics.median(ratios), 3)}
-    return {"sentences": len(chosen)} | report
+        report["auto"] |= {"better_engine": best, "speed_of_better": speed("auto", best)}
+    profile = {}
+    if "torch" in names:
+        profile = profile_steps(generators["torch"], chosen, options, MAX_NEW_TOKENS * -(-len(chosen) // batch_size))
+    return {"sentences": len(chosen)} | report | profile
+
+
+def profile_steps(generator: Generator, texts: list[str], options: dict, num_steps: int) -> dict[str, float]:
+    """Return the calls of torch in a step, with those of the encoder, and the part of their time in matrix products."""
+    with torch.profiler.profile() as profiler:
+        generator.generate(texts, **options)
+    calls = profiler.key_averages()
+    seconds = sum(call.self_cpu_time_total for call in calls)
+    products = sum(call.self_cpu_time_total for call in calls if call.key in PRODUCTS)
+    number = sum(call.count for call in calls if call.key.startswith(("aten::", "mkl::")))
+    return {"calls_per_step": round(number / num_steps), "share_of_products": round(products / seconds, 3)}
 
 
 def main() -> None:
@@ -108,7 +129,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--beams", nargs="+", type=int, default=BEAMS)
     parser.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=BATCHES)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["torch", "ctranslate2", "auto"])
+    parser.add_argument(
+        "--engines", nargs="+", choices=(*ENGINES, PEER), default=["torch", "ctranslate2", "auto", PEER]
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each [%(default)s]")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     arguments = parser.parse_args()
@@ -119,17 +142,24 @@ def main() -> None:
     for name in arguments.models:
         settings = report["models"][Path(name).name] = {}
         with tempfile.TemporaryDirectory() as folder:
+            peer = None
             if name in PRESETS:
                 config = MetaphraseConfig(**PRESETS[name] | {"logits_bias": True, "initializer_range": 0.2})
                 model = save_random(config, Path(folder) / "model")
                 texts = random_texts(max(SENTENCES.values()), config.vocab_size)
+                if PEER in arguments.engines:
+                    theirs = convert(model, Path(folder) / PEER, to="marian")
+                    peer = AutoModelForSeq2SeqLM.from_pretrained(theirs, dtype=torch.float32).eval()
             else:
                 model, texts = Path(name), list(iterate_lines(arguments.source))[: max(SENTENCES.values())]
             for dtype in arguments.dtypes:
                 generators = {
                     engine: Generator.from_pretrained(model, engine=engine, device="cpu", dtype=dtype)
                     for engine in arguments.engines
+                    if engine != PEER
                 }
+                if peer is not None:
+                    generators[PEER] = Generator(peer, TokenizerPair.from_pretrained(model))
                 for num_beams in arguments.beams:
                     for batch_size in arguments.batches:
                         setting = f"{dtype}, beam {num_beams}, batch {batch_size}"

@@ -25,7 +25,7 @@ from metaphrase.modeling.stacks import MetaphraseEncoder, is_padding_mask
 # The product of a larger matrix gains little, and its copy takes much memory.
 LARGEST_SIZE = 2**22
 # A smaller matrix stays in the processor's cache in any layout, and a narrower one gains nothing.
-_LEAST_SIZE, _LEAST_WIDTH = 2**18, 256
+_LEAST_SIZE, _LEAST_WIDTH = 2**18, 128
 # The kernels pack for a number of rows. What MKL packs for many rows is fast with few, but not the reverse.
 _PACKED_ROWS = 512
 _AMD = ("AuthenticAMD", "HygonGenuine")
