@@ -144,7 +144,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             peer = None
             if name in PRESETS:
-                config = MetaphraseConfig(**PRESETS[name] | {"logits_bias": True, "initializer_range": 0.2})
+                # Marian has this layout of positions.
+                fields = {"logits_bias": True, "initializer_range": 0.2, "sinusoidal_layout": "half_split"}
+                config = MetaphraseConfig(**PRESETS[name] | fields)
                 model = save_random(config, Path(folder) / "model")
                 texts = random_texts(max(SENTENCES.values()), config.vocab_size)
                 if PEER in arguments.engines:
