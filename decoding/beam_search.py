@@ -45,12 +45,14 @@ class BeamState(DecoderState):
 
     def spread(self, copies: int) -> None:
         self._mask = self._mask.repeat_interleave(copies, dim=1)
+        self._select_states(torch.arange(self.rows, device=self.device).repeat_interleave(copies))
         self._multiply_copies(copies)
         self._rows_per_cache_row = self.copies
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Let each row continue the row of the same source with this index, (rows,)."""
         self._mask = self._mask.flatten(0, 1).index_select(0, rows).view(self._mask.shape)
+        self._select_states(rows)
 
     def select_sources(self, sources: torch.Tensor) -> None:
         super().select_sources(sources)

@@ -24,6 +24,7 @@ from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
 from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, fold_copies, unfold_copies
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
+from metaphrase.modeling.recurrence import MetaphraseSSRU
 from metaphrase.modeling.stacks import MetaphraseDecoder
 from metaphrase.ops.linear_and_dropout import is_hooked
 
@@ -122,8 +123,14 @@ class PreparedLayer:
 
     def __init__(self, layer: MetaphraseDecoderLayer):
         attention, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
-        self.self_qkv = PreparedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.self_output = PreparedLinear([attention.o_proj])
+        self.is_recurrent = isinstance(attention, MetaphraseSSRU)
+        if self.is_recurrent:
+            self.ssru_input, self.ssru_forget = (
+                PreparedLinear([linear]) for linear in (attention.input_proj, attention.forget_proj)
+            )
+        else:
+            self.self_qkv = PreparedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+            self.self_output = PreparedLinear([attention.o_proj])
         self.cross_query = PreparedLinear([cross.q_proj])
         self.cross_key_value = PreparedLinear([cross.k_proj, cross.v_proj])
         self.cross_output = PreparedLinear([cross.o_proj])
@@ -131,9 +138,10 @@ class PreparedLayer:
         self.mlp_output = PreparedLinear([mlp.down_proj])
         self.activation, self.is_gated = mlp.activation, mlp.is_gated
         self.self_head_norms, self.cross_head_norms = (
-            (module.q_norm, module.k_norm) if module.config.qk_norm else None for module in (attention, cross)
+            (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None for module in (attention, cross)
         )
-        self.self_scaling, self.cross_scaling = attention.scaling, cross.scaling
+        # Both attentions have the same heads.
+        self.scaling = cross.scaling
         self.norms = tuple(map(prepared_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
         self.is_pre_norm, norms = layer.is_pre_norm, (nn.Identity(),) * 3
         if layer.has_output_norms:
@@ -325,7 +333,7 @@ class DecoderState:
         self.length, self.copies = 0, 1
         # Rows that share one row of the target cache.
         self._rows_per_cache_row = 1
-        attention = decoder.layers[0].self_attn
+        attention = decoder.layers[0].cross_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
         self.soft_cap = decoder.config.attn_logit_softcapping
         keys, values = [], []
@@ -348,6 +356,11 @@ class DecoderState:
         self._source_views = self._source_cache.views(encoder_output.shape[1])
         self._absorbed = self._absorb()
         self._target_cache = KeyValueCache(self._source_cache.keys[..., :0], self._source_cache.values[..., :0, :])
+        # The states of a recurrence in place of the target cache, (rows, D) for each layer.
+        size = len(encoder_output), decoder.sizes.hidden_size
+        self._states = [
+            encoder_output.new_zeros(size, dtype=torch.float32) for layer in self.layers if layer.is_recurrent
+        ]
         # Tables over positions: the position bias of each layer (H, positions), embeddings (positions, D), and cosine and sine
         # (positions, rotated).
         self.num_positions = 0
@@ -365,8 +378,11 @@ class DecoderState:
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read one token of each row, (rows,), and return the decoder's output (rows, D)."""
-        self._make_room(self.length + 1)
-        self._prepare_step()
+        if not self._states:
+            self._make_room(self.length + 1)
+            self._prepare_step()
+        elif self.length >= self.num_positions:
+            self._make_tables(with_reserve(self.length, self.length + 1))
         embeddings, position, rotation = self.decoder.embed_tokens(input_ids), self.length, None
         if self.decoder.norms_first:
             embeddings = self._embedding_norm(embeddings)
@@ -388,8 +404,9 @@ class DecoderState:
     def spread(self, copies: int) -> None:
         """Repeat the target of each source `copies` times."""
         if copies > 1:
-            rows = torch.arange(self.rows, device=self.device)
-            self._target_cache.select_rows(rows.repeat_interleave(copies))
+            rows = torch.arange(self.rows, device=self.device).repeat_interleave(copies)
+            self._target_cache.select_rows(rows)
+            self._select_states(rows)
             self._multiply_copies(copies)
 
     def select_sources(self, sources: torch.Tensor) -> None:
@@ -398,10 +415,14 @@ class DecoderState:
         self._target_cache.select_rows(
             (sources[:, None] * count + torch.arange(count, device=sources.device)).flatten()
         )
+        self._select_states((sources[:, None] * self.copies + torch.arange(self.copies, device=self.device)).flatten())
         self._source_cache.select_rows(sources)
         self._source_views = self._source_cache.views(self._source_cache.capacity)
         if self._source_bias is not None:
             self._source_bias = self._source_bias.index_select(0, sources)
+
+    def _select_states(self, rows: torch.Tensor) -> None:
+        self._states = [states.index_select(0, rows) for states in self._states]
 
     def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
@@ -503,6 +524,8 @@ class DecoderState:
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
+        if layer.is_recurrent:
+            return self._recur(index, layer, hidden_states)
         query, key, value = self._project_target(layer, hidden_states)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
@@ -512,7 +535,13 @@ class DecoderState:
         keys.copy_(key)
         values.copy_(value)
         views, bias = self._target_views[index], self._target_biases[index]
-        return layer.self_output(self._attend(query, views, bias, layer.self_scaling, self._rows_per_cache_row))
+        return layer.self_output(self._attend(query, views, bias, layer.scaling, self._rows_per_cache_row))
+
+    def _recur(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Read one token of each row, as `MetaphraseSSRU` does: (rows, D) -> (rows, D)."""
+        forget = torch.sigmoid(layer.ssru_forget(hidden_states).float())
+        self._states[index] = torch.lerp(layer.ssru_input(hidden_states).float(), self._states[index], forget)
+        return torch.relu(self._states[index]).to(hidden_states.dtype)
 
     def _add_cross_attention(
         self, index: int, layer: PreparedLayer, residual: torch.Tensor, hidden_states: torch.Tensor
@@ -527,7 +556,7 @@ class DecoderState:
         query = query.view(*query.shape[:-1], -1, self.head_dim)
         if layer.cross_head_norms is not None:
             query = layer.cross_head_norms[0](query)
-        output = self._attend(query, views, self._source_bias, layer.cross_scaling, self.copies)
+        output = self._attend(query, views, self._source_bias, layer.scaling, self.copies)
         return residual + layer.output_norms[1](layer.cross_output(output))
 
     def _attend(

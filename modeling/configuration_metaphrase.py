@@ -20,6 +20,7 @@ _POSITIVE = (
 )
 STACKS = ("encoder", "decoder")
 FULL, SLIDING = "full_attention", "sliding_attention"
+SSRU = "ssru"
 _AUTO_MAP = {
     "AutoConfig": "configuration_metaphrase.MetaphraseConfig",
     "AutoModel": "modeling_metaphrase.MetaphraseModel",
@@ -99,6 +100,8 @@ class MetaphraseConfig(PreTrainedConfig):
         sliding_rope_theta: Base of unscaled frequencies in layers of sliding attention. None means `rope_parameters`.
         merged_attention: A decoder layer attends to its own tokens and to the source in one attention, without a cross-attention
             (Zhang et al. 2025, section 2.2, arXiv 2512.14856).
+        decoder_self_attention: `attention`, or `ssru`: a recurrence with a state of constant size (Kim et al. 2019, section 3.1,
+            https://aclanthology.org/D19-5632). The recurrence reads no positions, but `sinusoidal` and `learned` still add them.
         relative_attention_num_buckets: Buckets of the relative bias, for both directions together in the encoder.
         relative_attention_max_distance: Distance in tokens from which all distances share the last bucket.
         relative_attention_shared: One bias for all layers of a stack (T5) instead of one for each layer (UMT5).
@@ -175,6 +178,7 @@ class MetaphraseConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     sliding_rope_theta: float | int | None = None
     merged_attention: bool = False
+    decoder_self_attention: Literal["attention", "ssru"] = "attention"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     relative_attention_shared: bool = True
@@ -301,6 +305,8 @@ class MetaphraseConfig(PreTrainedConfig):
             raise ValueError(
                 f"`position_embedding_type` must have no bias with `merged_attention`, got {self.position_embedding_type!r}."
             )
+        if self.decoder_self_attention == SSRU:
+            self._check_ssru()
         for field in ("decoder_max_position_embeddings", "type_vocab_size"):
             if getattr(self, field) is not None and self.position_embedding_type != "learned":
                 raise ValueError(
@@ -343,6 +349,16 @@ class MetaphraseConfig(PreTrainedConfig):
             raise ValueError(f"`{stack}_window` has no effect without {SLIDING} in `{fields[1]}`, got {window}.")
         if stack == "encoder" and window is not None and (len(window) != 2 or min(window) < 0):
             raise ValueError(f"`encoder_window` must be two numbers of tokens, from 0 on, got {window}.")
+
+    def _check_ssru(self) -> None:
+        if self.position_embedding_type in ("relative", "alibi"):
+            raise ValueError(
+                "`position_embedding_type` must have no bias with `decoder_self_attention` ssru, got "
+                f"{self.position_embedding_type!r}."
+            )
+        for field in ("merged_attention", "decoder_window"):
+            if value := getattr(self, field):
+                raise ValueError(f"`{field}` has no place with `decoder_self_attention` ssru, got {value}. Remove it.")
 
     def _check_rope(self) -> None:
         rope_type, theta = self.rope_parameters["rope_type"], self.rope_parameters["rope_theta"]

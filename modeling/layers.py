@@ -12,10 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import takes_cache
-from .configuration_metaphrase import MetaphraseConfig, StackSizes
+from .configuration_metaphrase import SSRU, MetaphraseConfig, StackSizes
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm, soft_cap
 from .packing import Packing, packed_attention
 from .positions import RelativePositionBias, rotate
+from .recurrence import MetaphraseSSRU
 
 
 def repeat_key_value(states: torch.Tensor, groups: int) -> torch.Tensor:
@@ -352,11 +353,14 @@ class MetaphraseEncoderLayer(_ResidualLayer):
 
 
 class MetaphraseDecoderLayer(_ResidualLayer):
-    """Causal self-attention, cross-attention and feed-forward network. A merged attention is both attentions."""
+    """Causal self-attention or SSRU, cross-attention and feed-forward network. A merged attention is both attentions."""
 
     def __init__(self, config: MetaphraseConfig, layer_idx: int):
         sizes, source_size = config.stack_sizes("decoder"), config.stack_sizes("encoder").hidden_size
-        self_attn = MetaphraseAttention(config, sizes, layer_idx, is_causal=True, is_merged=config.merged_attention)
+        if config.decoder_self_attention == SSRU:
+            self_attn = MetaphraseSSRU(config, sizes, layer_idx)
+        else:
+            self_attn = MetaphraseAttention(config, sizes, layer_idx, is_causal=True, is_merged=config.merged_attention)
         sublayers: dict[str, nn.Module] = {"self_attn": self_attn}
         if not config.merged_attention:
             sublayers["cross_attn"] = MetaphraseAttention(config, sizes, layer_idx, source_size=source_size)

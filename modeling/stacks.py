@@ -16,7 +16,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .compat import CACHE_NAME, CACHE_NAMES, is_loaded, takes_cache
-from .configuration_metaphrase import SLIDING, MetaphraseConfig
+from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig
 from .layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseEncoderLayer, combine_bias
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm
 from .packing import MergedPacking, Packing, Segments, choose_kernel, packed_mask, rows_as_segments
@@ -404,7 +404,7 @@ class MetaphraseDecoder(Stack):
         if self.training:
             # Once for all layers.
             encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
-        embeddings = self._embed(input_ids, inputs_embeds)
+        embeddings, is_recurrent = self._embed(input_ids, inputs_embeds), self.config.decoder_self_attention == SSRU
         rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
         if rows % sources:
             raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
@@ -417,7 +417,10 @@ class MetaphraseDecoder(Stack):
             source_segments = packed_segments(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
             hidden_states, rotations = self.enter(embeddings, segments.positions, segments.longest)
             sources = source_segments if self.config.merged_attention else None
-            layer_masks = self._packed_layer_masks(segments, hidden_states, sources)
+            if is_recurrent:
+                layer_masks = [(Packing(segments, segments, True, "recurrence"), None)] * len(self.layers)
+            else:
+                layer_masks = self._packed_layer_masks(segments, hidden_states, sources)
             source_mask: LayerMask = (None, None)
             if sources is None:
                 cross = Packing(segments, source_segments, False, self._choose_kernel(hidden_states, is_plain=True))
@@ -455,7 +458,10 @@ class MetaphraseDecoder(Stack):
         # Torch's kernel can do without a mask. The reference cannot, and a merged attention has one mask for both parts.
         arguments["allow_is_causal_skip"] = self.config.attn_logit_softcapping is None and not is_merged
         positions = query_positions, key_positions, offset
-        layer_masks = self._layer_masks(create_causal_mask, *positions, hidden_states, **arguments)
+        if is_recurrent:
+            layer_masks = [(None, attention_mask)] * len(self.layers)
+        else:
+            layer_masks = self._layer_masks(create_causal_mask, *positions, hidden_states, **arguments)
         if is_merged:
             # (sources, 1, copies * query, source) -> (batch, 1, query, source)
             of_source = encoder_mask.unflatten(2, (rows // sources, length)).flatten(0, 2)[:, None]

@@ -30,7 +30,7 @@ RARE_FIELDS = {
         *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
         *("norm_plus_one", "attn_logit_softcapping", "final_logit_softcapping", "embedding_norm_before_positions"),
         *("sliding_rope_theta", "merged_attention", "decoder_max_position_embeddings", "type_vocab_size"),
-        "head_transform",
+        *("head_transform", "decoder_self_attention"),
     )
 }
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.conversion.exports import export_folder, position_table
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.configuration_metaphrase import STACKS
+from metaphrase.modeling.configuration_metaphrase import SSRU, STACKS
 from metaphrase.modeling.positions import has_changing_rotation
 from metaphrase.tokenization import TokenizerPair
 
@@ -141,7 +141,9 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: f
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
-    """Return rotations that ONNX cannot express, because a graph has fixed frequencies."""
+    """Return rotations that ONNX cannot express, because a graph has fixed frequencies, and recurrences."""
+    if config.decoder_self_attention == SSRU:
+        return ["`decoder_self_attention` 'ssru', whose cache has other tensors"]
     if not has_changing_rotation(config):
         return []
     kind = config.rope_parameters["rope_type"]

@@ -24,6 +24,7 @@ from metaphrase.decoding.fast_generation import (
 )
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
+from metaphrase.modeling.stacks import MetaphraseDecoder
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
@@ -128,6 +129,14 @@ class EnsembleSearch:
 class BlockState(DecoderState):
     """The state of one target. It reads blocks of tokens, and a smaller `length` lets it forget the last tokens again."""
 
+    def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
+        super().__init__(decoder, encoder_output, attention_mask)
+        if self._states:
+            raise ValueError(
+                "`assistant_model` must be left out with `decoder_self_attention` ssru, got one: a recurrence cannot forget "
+                "its last tokens."
+            )
+
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read tokens (1, width) behind the target, and return the decoder's output (1, width, H)."""
         past = self.length + input_ids.shape[1]
@@ -168,7 +177,7 @@ class BlockState(DecoderState):
         keys[..., self.length : past] = key.permute(0, 2, 3, 1)
         values[:, :, self.length : past] = value.transpose(1, 2)
         views = keys[..., :past].flatten(0, 1), values[:, :, :past].flatten(0, 1)
-        return layer.self_output(self._attend(query, views, self._target_biases[index], layer.self_scaling, 1))
+        return layer.self_output(self._attend(query, views, self._target_biases[index], layer.scaling, 1))
 
     def _attend(
         self,

@@ -191,6 +191,7 @@ REFUSED = {
     **{f"`{name}`": {name: 2.0} for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     **{f"`{name}`": {name: True} for name in ("norm_plus_one", "merged_attention", "embedding_norm_before_positions")},
     "`head_transform`": {"head_transform": True},
+    "`decoder_self_attention`": {"decoder_self_attention": "ssru"},
     **{f"`{name}`": {name: 2, "position_embedding_type": "learned"} for name in _OF_LEARNED},
 }
 

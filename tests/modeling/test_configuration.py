@@ -81,8 +81,9 @@ INHERITED = {"output_attentions": True, "output_hidden_states": True, "return_di
 
 
 def test_every_field_survives_saving_and_copying(tmp_path):
-    # A merged attention excludes the different width and the position bias.
-    assert set(DIFFERENT) == set(inspect.get_annotations(MetaphraseConfig)) - {"merged_attention"}
+    # A merged attention excludes the different width and the position bias, and a recurrence windows.
+    excluded = {"merged_attention", "decoder_self_attention"}
+    assert set(DIFFERENT) == set(inspect.get_annotations(MetaphraseConfig)) - excluded
     assert all(f" {field}" in MetaphraseConfig.__doc__ for field in list(DIFFERENT)[:-6])
     config = MetaphraseConfig(**DIFFERENT, **INHERITED, dtype="float16", attn_implementation="eager")
     config.to_json_file(tmp_path / "config.json")
@@ -154,6 +155,8 @@ RULES = [
     {"decoder_hidden_size": 24},
     {"decoder_hidden_size": 24, "share_embeddings": False, "merged_attention": True},
     {"position_embedding_type": "relative", "merged_attention": True},
+    {"position_embedding_type": "alibi", "decoder_self_attention": "ssru"},
+    {"merged_attention": True, "decoder_self_attention": "ssru"},
     {"decoder_max_position_embeddings": 0},
     *({field: 9} for field in ("decoder_max_position_embeddings", "type_vocab_size")),
     {"type_vocab_size": 0, "position_embedding_type": "learned"},

@@ -39,6 +39,7 @@ DESIGNS = {
     "windows with a bias": {**WINDOWS, "position_embedding_type": "relative", "relative_attention_shared": False},
     "windows with alibi": {**WINDOWS, "position_embedding_type": "alibi"},
     "windows with every dropout": {**WINDOWS, **_DROPOUTS},
+    "recurrent decoder": {"decoder_self_attention": "ssru"},
     "merged, with capped logits": {"merged_attention": True, "final_logit_softcapping": 5.0},
 }
 

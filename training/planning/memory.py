@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.configuration_metaphrase import SLIDING
+from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
 from metaphrase.modeling.packing import block_size, grid_width
 from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
 from metaphrase.ops.projected_loss import chunk_rows
@@ -219,8 +219,11 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
     feed_forward = element * (hidden + tensors * inner) + MASK_BYTES * inner * (config.activation_dropout > 0)
     norms = 2 if config.norm_position == "both" else 1
     sublayer = norms * _norm(config, precision, hidden) + MASK_BYTES * hidden * (config.dropout > 0)
-    size = tokens * (2 * sublayer + query + key + feed_forward)
-    size += _scores(config, shape, precision, heads, side, side, block_scores)
+    self_attention = tokens * (query + key) + _scores(config, shape, precision, heads, side, side, block_scores)
+    if side == "target" and config.decoder_self_attention == SSRU:
+        # Its input, and in float32 both factors, the states and the output.
+        self_attention = tokens * hidden * (2 * element + FLOAT32_BYTES * (4 + shape.is_packed))
+    size = tokens * (2 * sublayer + feed_forward) + self_attention
     if side == "target":
         size += tokens * (sublayer + query) * (not config.merged_attention) + shape.source_tokens * key
         size += _scores(config, shape, precision, heads, "target", "source")
