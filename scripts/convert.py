@@ -9,14 +9,15 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    written = conversion.convert(
-        arguments.source,
-        arguments.output,
-        to=arguments.to,
-        revision=arguments.revision,
-        overwrite=arguments.overwrite,
-        max_shard_size=arguments.max_shard_size,
-    )
+    options = {name: getattr(arguments, name) for name in ("revision", "overwrite", "max_shard_size")}
+    if (files := arguments.trim_vocabulary) is None:
+        written = conversion.convert(arguments.source, arguments.output, to=arguments.to, **options)
+    elif arguments.to in (None, "metaphrase"):
+        written = conversion.trim_vocabulary(arguments.source, arguments.output, files, **options)
+    else:
+        raise ValueError(
+            f"`to` must be left out with `trim_vocabulary`, got {arguments.to!r}: trim the model first, then convert it."
+        )
     logger.info("Written to %s", written)
 
 

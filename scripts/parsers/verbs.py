@@ -416,6 +416,7 @@ VERBS = {
             "output DIR": "folder to write",
             "--to FAMILY": "convert to t5, mt5, umt5, longt5, bart, mbart, plbart, mvp, led, blenderbot, blenderbot-small, "
             "pegasus, marian, m2m_100, fsmt, encoder-decoder, t5gemma or t5gemma2",
+            "--trim_vocabulary FILE...": "keep only the tokens that these text files use, and special tokens",
             "--revision TEXT": "branch, tag or commit on the Hub",
             "--overwrite": "replace an existing conversion",
             "--max_shard_size SIZE = 5GB": "maximum size of a file of weights, such as 500MB",

@@ -1,0 +1,230 @@
+"""Trimmed vocabulary: a model with only the tokens that some texts use. Its other weights stay."""
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
+from metaphrase.conversion.folders import (
+    DEFAULT_SHARD_SIZE,
+    OURS,
+    PROVENANCE_NAME,
+    convert,
+    copy_licences,
+    find_folder,
+    refuse_weights,
+    shard_bytes,
+    skeleton,
+    stored_names,
+)
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
+from metaphrase.storage.loading import check_model_folder
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.texts import iterate_lines
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD, HEAD_BIAS)
+# Fields of settings with ids of tokens, beside those that end in `_token_id`.
+_ID_LISTS = ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens")
+_TEXTS_PER_BATCH = 10_000
+# The converted model, until it is trimmed.
+_WHOLE = "whole"
+
+
+def trim_vocabulary(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    files: Sequence[str | os.PathLike],
+    *,
+    revision: str | None = None,
+    overwrite: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+) -> Path:
+    """Write a Metaphrase model with only the tokens that texts use. A model of a known family is converted first.
+
+    Special tokens, language codes, added tokens, and the bytes and characters of the texts stay, too. The texts keep their
+    tokens, and these tokens keep their logits. Ids change.
+
+    Args:
+        source: Folder or Hub id of a model with one fast tokenizer.
+        output: The folder to write.
+        files: Text files in the languages to keep, plain or `.gz`. A tab ends a text.
+        revision: Branch, tag or commit on the Hub.
+        overwrite: True to replace an `output` that this package wrote.
+        max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ValueError: If the files hold no text, or the model's tokenizer cannot be trimmed.
+        OSError: If the model or a file cannot be read.
+    """
+    output, folder, max_shard_bytes = Path(output), find_folder(source, revision), shard_bytes(max_shard_size)
+    check = functools.partial(check_output, output, [folder], overwrite, PROVENANCE_NAME, "converted")
+    check()
+    check_model_folder(folder)
+    fields = read_json(folder / CONFIG_NAME)
+    tokenizers = TokenizerPair.from_pretrained(folder)
+    tokenizer = tokenizers.source
+    if not tokenizer.is_fast or not tokenizers.is_joint:
+        name = "two tokenizers" if tokenizer.is_fast else f"a {type(tokenizer).__name__}, which runs in Python"
+        raise ValueError(
+            f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. Take a model such as NLLB, mBART or mT5, "
+            "or distill the model into a student with a small vocabulary."
+        )
+    texts = _texts(files)
+    first_texts = [*itertools.islice(texts, _TEXTS_PER_BATCH)]
+    if not first_texts:
+        raise ValueError(f"`trim_vocabulary` must name files with texts, got no text in {', '.join(map(str, files))}.")
+    used: set[int] = set()
+    texts = itertools.chain(_prefixes(fields), first_texts, texts)
+    while batch := [*itertools.islice(texts, _TEXTS_PER_BATCH)]:
+        used.update(*tokenizers.encode_sources(batch))
+    used |= _needed_ids(tokenizer, used)
+    with folder_in_one_step(output, check) as partial, contextlib.ExitStack() as opened:
+        whole = folder
+        if fields["model_type"] != OURS:
+            whole = convert(folder, partial / _WHOLE, max_shard_size=max_shard_size)
+        config = MetaphraseConfig.from_pretrained(whole).to_dict()
+        generation = read_json(whole / GENERATION_CONFIG_NAME)
+        if generation.get("sequence_bias"):
+            raise ValueError(f"`sequence_bias` in {GENERATION_CONFIG_NAME} cannot be trimmed. Remove it.")
+        for settings in (config, generation):
+            _map_ids(settings, used.add)
+        ids, size = sorted(used), config["vocab_size"]
+        if ids[-1] >= size:
+            raise ValueError(f"Ids of tokens must be rows of the embedding, from 0 to {size - 1}, got {ids[-1]}.")
+        new_ids = {index: new for new, index in enumerate(ids)}
+        config = _map_ids(config, new_ids.get) | {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
+        model = skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
+        weights, names = WeightFiles(whole, opened), stored_names(model)
+        refuse_weights("are missing", [name for name in names if name not in weights.kinds])
+        planned = {name: _plan(name, weights, ids) for name in names}
+        custom_object_save(model, partial, config=model.config)
+        model.config.save_pretrained(partial)
+        write_json(partial / GENERATION_CONFIG_NAME, _map_ids(generation, new_ids.get))
+        write_weights(partial, planned, max_shard_bytes)
+        tokenizers.save_pretrained(partial)
+        path = partial / "tokenizer.json"
+        write_json(path, _trim_state(read_json(path), new_ids))
+        _check_tokenizer(tokenizers, partial, new_ids, first_texts)
+        copy_licences(folder, partial)
+        shutil.rmtree(partial / _WHOLE, ignore_errors=True)
+        write_provenance(partial / PROVENANCE_NAME, source, **{"from": fields["model_type"], "to": OURS})
+    before, after = (sum(tensor.nbytes for tensor in tensors.values()) / 1e6 for tensors in (weights.kinds, planned))
+    logger.info("Kept %d of %d tokens. The weights have %.1f MB, %.1f MB less.", len(ids), size, after, before - after)
+    return output
+
+
+def _texts(files: Sequence[str | os.PathLike]) -> Iterator[str]:
+    return (text for line in iterate_lines(files) for text in line.split("\t") if text.strip())
+
+
+def _prefixes(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts that a model's settings put before sources, such as T5's."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _prefixes(value)
+        elif name == "prefix" and value:
+            yield value
+
+
+def _needed_ids(tokenizer: PreTrainedTokenizerBase, used: Iterable[int]) -> set[int]:
+    """Return the ids of special and added tokens, and those without which a used token, byte or character is unknown."""
+    state, vocabulary = json.loads(tokenizer.backend_tokenizer.to_str()), tokenizer.get_vocab()
+    model, names = state["model"], {index: token for token, index in vocabulary.items()}
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), *getattr(tokenizer, "lang_code_to_id", ())}
+    tokens = {names[index] for index in used} - special
+    characters = set("".join(tokens))
+    if '"ByteLevel"' in json.dumps([state["normalizer"], state["pre_tokenizer"]]):
+        characters |= {*pre_tokenizers.ByteLevel.alphabet()}
+    prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""
+    tokens |= {token for token in vocabulary if token.removeprefix(prefix).removesuffix(suffix) in characters}
+    if model.get("byte_fallback"):
+        tokens |= {f"<0x{byte:02X}>" for byte in range(256)}
+    if model["type"] == "BPE":
+        ranks = {tuple(merge): rank for rank, merge in enumerate(model["merges"])}
+        tokens |= {part for token in [*tokens] for part in _merged(token, ranks, suffix)}
+    if model["type"] == "Unigram":
+        # An unknown character costs more than the least probable piece.
+        tokens.add(min(model["vocab"], key=lambda entry: entry[1])[0])
+    return {vocabulary[token] for token in tokens | special if token in vocabulary}
+
+
+def _merged(token: str, ranks: Mapping[tuple[str, str], int], suffix: str) -> Iterator[str]:
+    """Yield the tokens of which byte pair encoding makes a token, which do not depend on the text around."""
+    stem = token.removesuffix(suffix)
+    parts = [*stem[:-1], stem[-1:] + token[len(stem) :]]
+    while True:
+        yield from parts
+        pairs = [(ranks[pair], index) for index, pair in enumerate(itertools.pairwise(parts)) if pair in ranks]
+        if not pairs:
+            return
+        _, index = min(pairs)
+        parts[index : index + 2] = ["".join(parts[index : index + 2])]
+
+
+def _map_ids(value: Any, function: Callable[[int], Any], name: str = "") -> Any:
+    """Return settings in which a function has replaced each id of a token."""
+    if isinstance(value, dict):
+        return {key: _map_ids(inner, function, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_map_ids(inner, function, name) for inner in value]
+    is_id = type(value) is int and (name.endswith("_token_id") or name in _ID_LISTS)
+    return function(value) if is_id else value
+
+
+def _trim_state(state: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
+    """Return the content of a `tokenizer.json` with fewer tokens."""
+    model = state["model"]
+    if model["type"] == "Unigram":
+        model["vocab"] = [entry for index, entry in enumerate(model["vocab"]) if index in new_ids]
+        model["unk_id"] = new_ids.get(model["unk_id"])
+    else:
+        model["vocab"] = {token: new_ids[index] for token, index in model["vocab"].items() if index in new_ids}
+    if model["type"] == "BPE":
+        vocabulary = model["vocab"]
+        model["merges"] = [merge for merge in model["merges"] if {*merge, "".join(merge)} <= vocabulary.keys()]
+    for token in state["added_tokens"]:
+        token["id"] = new_ids[token["id"]]
+    if state["padding"]:
+        state["padding"]["pad_id"] = new_ids[state["padding"]["pad_id"]]
+    processor = state["post_processor"] or {}
+    for step in processor.get("processors", [processor]):
+        for token in step.get("special_tokens", {}).values():
+            token["ids"] = [new_ids[index] for index in token["ids"]]
+        for name in {"cls", "sep"} & step.keys():
+            step[name][1] = new_ids[step[name][1]]
+    return state
+
+
+def _plan(name: str, weights: WeightFiles, ids: list[int]) -> PlannedTensor:
+    kind = weights.kinds[name]
+    if name not in _ROWS:
+        return PlannedTensor(kind.nbytes, lambda: weights.read(name))
+    return PlannedTensor(kind.nbytes // kind.shape[0] * len(ids), lambda: weights.read(name)[ids])
+
+
+def _check_tokenizer(tokenizers: TokenizerPair, folder: Path, new_ids: Mapping[int, int], texts: list[str]) -> None:
+    """Check the trimmed tokenizer as it loads: some classes make a vocabulary of their own."""
+    trimmed = TokenizerPair.from_pretrained(folder)
+    vocabulary = {token: new_ids[index] for token, index in tokenizers.source.get_vocab().items() if index in new_ids}
+    rows = [[new_ids[index] for index in row] for row in tokenizers.encode_sources(texts)]
+    if trimmed.source.get_vocab() != vocabulary or trimmed.encode_sources(texts) != rows:
+        raise ValueError(f"A {type(tokenizers.source).__name__} cannot be trimmed: it loads with other tokens.")
