@@ -1,20 +1,47 @@
-"""Decode whole texts, HTML and XML: sentences one by one, with layout, tags and terms in their places."""
+"""Decode whole texts, HTML, XML and files: sentences one by one, with layout, tags and terms in their places."""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.inference.alignment import AttentionMap, aligned_layer, cross_attentions, membership
 from metaphrase.inference.generator import Generator, split_texts
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
 from metaphrase.inference.texts.plan import Links, Sentence, Terms, TextPlan, find_loop, find_words
+from metaphrase.inference.texts.subtitles import Subtitles
 from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
+
+if TYPE_CHECKING:
+    from metaphrase.inference.texts.word_files import WordFile
 
 # A line break of markup is a space.
 _SPACES = re.compile(r"[ \t\r\n\f]+")
 FORMATS = ("text", "html", "xml")
+FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
+
+
+def read_file(path: Path) -> "Subtitles | WordFile":
+    """Read subtitles or a Word document, by the suffix. The `texts` are XML, in which a line break ends a line.
+
+    Raises:
+        ImportError: If a package for the format is missing.
+        ValueError: If the suffix is unknown, or the file is damaged or without text.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in FILE_SUFFIXES:
+        raise ValueError(f"A file must end in one of {', '.join(FILE_SUFFIXES)}, got {str(path)!r}.")
+    if suffix == ".docx":
+        from metaphrase.inference.texts.word_files import WordFile
+
+        file = WordFile(path)
+    else:
+        file = Subtitles.read(path)
+    if not file.texts:
+        raise ValueError(f"A file must hold text to decode, got none in {str(path)!r}.")
+    return file
 
 
 class TextDecoder:
@@ -37,6 +64,7 @@ class TextDecoder:
         split_sentences: bool | str = True,
         terms: Terms | None = None,
         keep_tags: Collection[str] = (),
+        has_lines: bool = False,
     ):
         """Join the parts.
 
@@ -46,6 +74,7 @@ class TextDecoder:
             split_sentences: As for `Generator.generate()`.
             terms: Parts that targets keep, and terms with a given translation.
             keep_tags: As for `parse_markup`.
+            has_lines: True if a line break in markup ends a line, as in plain text, and is no space.
 
         Raises:
             ValueError: If the format is unknown.
@@ -57,6 +86,7 @@ class TextDecoder:
         self.split_sentences = split_sentences
         self.terms = Terms() if terms is None else terms
         self.keep_tags = keep_tags
+        self.has_lines = has_lines or text_format == "text"
         self.counts: Counter[str] = Counter()
         self.placed: list[str] = []
         self.run_alone: Callable[[Callable[[], list[Links]]], list[Links]] = lambda function: function()
@@ -68,8 +98,8 @@ class TextDecoder:
         else:
             pages = [parse_markup(text, self.text_format == "html", self.keep_tags) for text in checked_texts(texts)]
         marked = [part for page in pages for part in page if isinstance(part, MarkedText)]
-        has_lines, parts = self.text_format == "text", [part.text for part in marked]
-        documents, num_cut = split_texts([self.generator], parts, self.split_sentences, has_lines)
+        parts = [part.text for part in marked]
+        documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
         self.counts["num_cut"] += num_cut
         plans = [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
         rows = iter(

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from transformers import set_seed
 
@@ -22,7 +23,7 @@ from metaphrase.inference.line_files import (
     read_lines,
 )
 from metaphrase.inference.texts.plan import Terms, read_glossary
-from metaphrase.inference.whole_texts import TextDecoder
+from metaphrase.inference.whole_texts import TextDecoder, read_file
 from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
@@ -30,6 +31,7 @@ from metaphrase.scripts.parsers import (
     chosen_models,
     given_options,
 )
+from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.texts import shard_range
 
 logger = logging.getLogger(__name__)
@@ -40,16 +42,18 @@ MAX_SHOWN = 10
 def main(arguments: argparse.Namespace) -> None:
     needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
     check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
-    options = prepare(arguments, {"input": arguments.input} | given_options(arguments, ("glossary",)))
+    options = prepare(arguments, {"input": arguments.input} | given_options(arguments, ("glossary", "file")))
     options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
-    if arguments.format != "text" or arguments.keep or arguments.glossary is not None:
+    if arguments.file is not None:
+        check_file_options(arguments)
+    if arguments.format != "text" or arguments.keep or arguments.glossary is not None or arguments.file is not None:
         names = ("ensemble", "mbr_candidates", "resume", "shard")
         refused = {name: getattr(arguments, name) for name in names}
         refused |= {"n_best": n_best, "num_processes": arguments.num_processes > 1}
         refused["engine"] = arguments.engine == "ctranslate2"
         if names := [name for name, value in refused.items() if value]:
-            raise ValueError(f"--format, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
+            raise ValueError(f"--format, --file, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
         write_texts(arguments, options)
         return
     risk = None
@@ -83,7 +87,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     if arguments.resume:
         check_regular(arguments.output)
     set_seed(arguments.seed)
-    if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
+    if arguments.input is None and "file" not in inputs and sys.stdin is not None and sys.stdin.isatty():
         logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
     return chosen_generation_options(arguments)
 
@@ -109,25 +113,45 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | G
     yield Generator.from_pretrained(names, **loading)
 
 
+def check_file_options(arguments: argparse.Namespace) -> None:
+    """Raise `ValueError` if options do not fit with `--file`."""
+    suffix, output = Path(arguments.file).suffix, arguments.output
+    if arguments.input is not None or arguments.format != "text":
+        raise ValueError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
+    if output is None or Path(output).suffix.lower() != suffix.lower():
+        raise ValueError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
+
+
 def write_texts(arguments: argparse.Namespace, options: dict) -> None:
-    """Decode a page, or lines with terms, into the output, and log counts."""
+    """Decode a page, a file of a known format, or lines with terms, into the output, and log counts."""
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
+    file = None if arguments.file is None else read_file(Path(arguments.file))
     is_page = arguments.format != "text"
-    lines = read_lines(arguments.input, arguments.max_line_characters)
+    lines = read_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
     if is_page:
         lines = iter(["\n".join(lines)])
     with load(arguments, options) as generator:
         decoder = TextDecoder(
             generator,
-            text_format=arguments.format,
-            split_sentences=arguments.split_sentences or is_page,
+            text_format=arguments.format if file is None else "xml",
+            split_sentences=arguments.split_sentences or is_page or file is not None,
             terms=terms,
+            has_lines=file is not None,
         )
-        with OutputFile(arguments.output) as output:
-            for chunk in read_chunks(lines, arguments.chunk_size):
-                for text in decoder.decode(chunk.texts, **options):
-                    output.write(text + "\n")
-            output.finish()
+        targets = (
+            target
+            for chunk in read_chunks(lines, arguments.chunk_size)
+            for target in decoder.decode(chunk.texts, **options)
+        )
+        if file is not None:
+            targets = list(targets)
+            with file_in_one_step(Path(arguments.output)) as path:
+                file.write(targets, path)
+        else:
+            with OutputFile(arguments.output) as output:
+                for target in targets:
+                    output.write(target + "\n")
+                output.finish()
     counts = decoder.counts
     warn_of_lengths(generator, counts["num_sentences"])
     logger.info("Sentences: %d.", counts["num_sentences"])

@@ -389,6 +389,7 @@ VERBS = {
             "whole texts": {
                 **_SPLIT,
                 "--format text|html|xml = text": "format of the input; tags of html and xml return to their words",
+                "--file FILE": "subtitles (.srt, .vtt, .ass, .ssa) or a .docx file, in place of the input; layout and times stay",
                 '--keep NAME... = ""': "parts that every target keeps: url, email, placeholder, number, or a regular expression",
                 "--glossary FILE": "file with a source term, a tab and a target term on each line",
             },

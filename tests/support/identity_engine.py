@@ -6,6 +6,7 @@ from tiny_generator import tiny_pair
 from transformers import GenerationConfig
 
 from metaphrase.inference import Generator, Hypothesis
+from metaphrase.inference.texts.plan import Links, find_words
 
 
 class IdentityEngine:
@@ -29,3 +30,16 @@ class IdentityEngine:
 
 def identity_generator(change: Callable[[str], str] | None = None, **options) -> Generator:
     return Generator(IdentityEngine(change), tiny_pair(kind="byte_bpe"), **options)
+
+
+def align_by(chooser):
+    """Return a stand-in for the alignment: a function that chooses the source word of each target word."""
+
+    def align(self, sentences, targets):
+        rows = []
+        for sentence, target in zip(sentences, targets, strict=True):
+            source, words = find_words(sentence.text), find_words(target)
+            rows.append(Links(source, words, [chooser(index, len(source)) for index in range(len(words))]))
+        return rows
+
+    return align

@@ -6,11 +6,11 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from identity_engine import identity_generator
+from identity_engine import align_by, identity_generator
 from tiny_generator import tiny_generator
 
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
-from metaphrase.inference.texts.plan import Links, find_words
+from metaphrase.inference.texts.plan import Links
 from metaphrase.inference.whole_texts import TextDecoder
 
 WORDS = ["cat", "dog", "One.", "Two!", "&amp;", "&lt;", "x &gt; y", "Ende.", "Dr. Who", "3", "été"]
@@ -43,19 +43,6 @@ def draw_tree(draw: random.Random, gaps: tuple[str, ...], depth: int = 2) -> str
         inner = draw_tree(draw, gaps, depth - 1) if depth and draw.random() < 0.4 else draw_inline(draw, 3, gaps)
         parts.append(f"<{name}>{inner}</{name}>" if draw.random() < 0.9 else inner)
     return "".join(parts)
-
-
-def align_by(chooser):
-    """Return a stand-in for the alignment: a function that chooses the source word of each target word."""
-
-    def align(self, sentences, targets):
-        rows = []
-        for sentence, target in zip(sentences, targets, strict=True):
-            source, words = find_words(sentence.text), find_words(target)
-            rows.append(Links(source, words, [chooser(index, len(source)) for index in range(len(words))]))
-        return rows
-
-    return align
 
 
 def tags(page: str) -> list[str]:

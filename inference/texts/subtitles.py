@@ -1,0 +1,202 @@
+"""Subtitles: texts of .srt, .vtt, .ass and .ssa files to decode, and the targets in their places. All else stays as it is."""
+
+import html
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Libraries for subtitles write a file anew. They lose the settings and comments of WebVTT, and further sections of ASS.
+_CUE = re.compile(r"^([^\n]*-->[^\n]*)()\n((?:(?![^\n]*-->)[^\n]*\S[^\n]*(?:\n|\Z))*)", re.MULTILINE)
+_DIALOGUE = re.compile(r"^Dialogue:[^\n,]*,([^\n,]*,[^\n,]*),((?:[^\n,]*,){6})([^\n]*)", re.MULTILINE)
+_TIME = re.compile(r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)")
+# Shapes, and songs with a time for each syllable.
+_NO_TEXT = re.compile(r"\{[^{}]*\\(?:p[1-9]|[kK])")
+_TAG = re.compile(r"<(?P<end>/?)(?P<name>[A-Za-z]\w*)[^<>]*>|\{\\(?P<style>[ibus])(?P<on>[01])\}|\{[^{}]*\}")
+_HAS_TEXT = re.compile(r"[^\W_]")
+_SENTENCE_END = re.compile(r"[.!?…:;。！？：；\])♪\"”»\-–—]$")
+# Dashes of speakers, sounds in brackets, and songs.
+_OWN_SENTENCE = re.compile(r"[-–—\[(♪>]")
+# A line break is a space, but not before the dash of another speaker.
+_LINE_BREAK = re.compile(r"\s*\n(?!\s*(?:<[^<>]*>)*[-–—])\s*")
+_PIECE = re.compile(r"<[^<>]*>|&#?\w+;|\s+|.")
+_CHINESE = re.compile(r"[\u3040-\u9fff]")
+_MOST_SECONDS, _MOST_EVENTS = 2.0, 5
+_LONGEST_LINE = 42
+
+
+@dataclass
+class _Event:
+    """Text of one event as markup with numbered tags, without the tags around all of it."""
+
+    span: tuple[int, int]  # in the file
+    text: str
+    before: str
+    after: str
+    style: str
+    start: float
+    end: float
+
+    def goes_on(self, other: "_Event") -> bool:
+        """Return True if the next event continues the sentence of this one."""
+        is_near = abs(other.start - self.end) <= _MOST_SECONDS and self.style == other.style
+        ends = _SENTENCE_END.search(_strip_tags(self.text)) or _OWN_SENTENCE.match(_strip_tags(other.text))
+        return is_near and not ends
+
+
+@dataclass
+class Subtitles:
+    """A file of subtitles.
+
+    Attributes:
+        texts: The texts to decode, as XML. A sentence that goes over several events is in one of them.
+    """
+
+    content: str
+    newline: str
+    is_vtt: bool
+    is_ass: bool
+    groups: list[list[_Event]] = field(default_factory=list)
+    # What a numbered tag stands for.
+    markup: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> "Subtitles":
+        """Read a file. Raises `ValueError` if the file is not UTF-8, or UTF-16 with a mark."""
+        data, suffix = path.read_bytes(), path.suffix.lower()
+        encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
+        try:
+            content = data.decode(encoding)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"A file of subtitles must be UTF-8, got {path}: {error}. Convert it first.") from error
+        newline = "\r\n" if "\r\n" in content else "\n"
+        subtitles = cls(content.replace("\r\n", "\n"), newline, suffix == ".vtt", suffix in (".ass", ".ssa"))
+        for event in subtitles._read_events():
+            last = subtitles.groups[-1] if subtitles.groups else []
+            if last and len(last) < _MOST_EVENTS and last[-1].goes_on(event):
+                last.append(event)
+            else:
+                subtitles.groups.append([event])
+        return subtitles
+
+    @property
+    def texts(self) -> list[str]:
+        return [" ".join(event.text for event in group) for group in self.groups]
+
+    def write(self, targets: Sequence[str], path: Path) -> None:
+        """Write the file with the targets of the texts. A target is divided among its events by their lengths."""
+        parts, position = [], 0
+        for group, target in zip(self.groups, targets, strict=True):
+            lengths = [len(_strip_tags(event.text)) for event in group]
+            for event, text in zip(group, _divide(target, lengths), strict=True):
+                if len(_strip_tags(text)) > _LONGEST_LINE and "\n" not in text:
+                    text = "\n".join(_divide(text, [1, 1]))
+                start, end = event.span
+                parts += [self.content[position:start], event.before, self._restore(text), event.after]
+                position = end
+        content = "".join([*parts, self.content[position:]])
+        path.write_text(content, encoding="utf-8", newline=self.newline)
+
+    def _read_events(self) -> Iterator[_Event]:
+        for match in (_DIALOGUE if self.is_ass else _CUE).finditer(self.content):
+            raw = match[3].rstrip()
+            times = [_seconds(*time.groups()) for time in _TIME.finditer(match[1])][:2]
+            if len(times) < 2 or _NO_TEXT.search(raw) or not _HAS_TEXT.search(_TAG.sub("", raw)):
+                continue
+            # Times of single words.
+            raw = re.sub(r"<[\d:.]+>", "", raw)
+            if self.is_ass:
+                raw = re.sub(r"\\[Nn]", "\n", raw).replace("\\h", "\u00a0")
+            start = match.start(3)
+            text, before, after = self._number_tags(raw)
+            yield _Event((start, start + len(match[3].rstrip())), text, before, after, match[2], *times)
+
+    def _number_tags(self, raw: str) -> tuple[str, str, str]:
+        """Return a text with numbered tags, and the markup before and behind all of its words."""
+        pieces, position = [], 0
+        for match in _TAG.finditer(raw):
+            pieces += [raw[position : match.start()], match]
+            position = match.end()
+        pieces = [piece for piece in [*pieces, raw[position:]] if piece]
+        partners, opened = {}, {}
+        for index, piece in enumerate(pieces):
+            if isinstance(piece, re.Match) and (name := piece["name"] or piece["style"]):
+                if not (piece["end"] or piece["on"] == "0"):
+                    opened.setdefault(name, []).append(index)
+                elif opened.get(name):
+                    partners[opened[name].pop()] = index
+        closing = {last: first for first, last in partners.items()}
+        first, last = 0, len(pieces)
+        while True:
+            if isinstance(pieces[first], re.Match) and first not in partners:
+                first += 1
+            elif isinstance(pieces[last - 1], re.Match) and last - 1 not in closing:
+                last -= 1
+            elif partners.get(first) == last - 1:
+                first, last = first + 1, last - 1
+            else:
+                break
+        parts, offset = [], len(self.markup)
+        for index, piece in enumerate(pieces[first:last], start=first):
+            if isinstance(piece, str):
+                # Only WebVTT has entities.
+                parts.append(piece if self.is_vtt else html.escape(piece, quote=False))
+                continue
+            if index in closing:
+                tag = f"</t{offset + closing[index]}>"
+            else:
+                tag = f"<t{offset + index}>" if index in partners else f'<t{offset + index} translate="no"/>'
+            self.markup[tag] = piece.group()
+            parts.append(tag)
+        text = _LINE_BREAK.sub(" ", "".join(parts).strip())
+        before, after = (
+            "".join(piece if isinstance(piece, str) else piece.group() for piece in part)
+            for part in (pieces[:first], pieces[last:])
+        )
+        return text, self._join_lines(before), self._join_lines(after)
+
+    def _restore(self, text: str) -> str:
+        """Return a decoded text as the file writes it."""
+        pieces = re.split(r"(<[^<>]*>)", text)
+        if not self.is_vtt:
+            pieces[::2] = map(html.unescape, pieces[::2])
+        return self._join_lines("".join(self.markup.get(piece, piece) for piece in pieces))
+
+    def _join_lines(self, text: str) -> str:
+        return text.replace("\n", "\\N") if self.is_ass else text
+
+
+def _seconds(hours: str | None, minutes: str, seconds: str, fraction: str) -> float:
+    return 3600 * int(hours or 0) + 60 * int(minutes) + int(seconds) + float(f"0.{fraction}")
+
+
+def _strip_tags(text: str) -> str:
+    return html.unescape(re.sub(r"<[^<>]*>", "", text)).strip()
+
+
+def _divide(text: str, shares: Sequence[int]) -> list[str]:
+    """Cut a text into parts of about these shares, between words, and outside of elements if there is such a place.
+
+    Chinese and Japanese text is cut anywhere.
+    """
+    pieces = [match.group() for match in _PIECE.finditer(text)]
+    lengths, depths, length, depth = [], [], 0, 0
+    for piece in pieces:
+        lengths.append(length)
+        depths.append(depth)
+        if piece.startswith("<"):
+            depth += 0 if piece.endswith("/>") else -1 if piece.startswith("</") else 1
+        else:
+            length += len(piece) if piece.isspace() else 1
+    gaps = [index for index, piece in enumerate(pieces) if piece.isspace() or _CHINESE.match(piece)]
+    outer = [index for index in gaps if not depths[index]]
+    gaps = outer if len(outer) >= len(shares) - 1 else gaps
+    parts, position, done = [], 0, 0
+    for number, share in enumerate(shares[:-1], start=1):
+        done += share
+        # Later parts need a place, too.
+        free = [index for index in gaps if index > position][: (number - len(shares) + 1) or None]
+        cut = min(free, key=lambda index: abs(lengths[index] - length * done / sum(shares)), default=len(pieces))
+        parts.append("".join(pieces[position:cut]).strip())
+        position = cut
+    return [*parts, "".join(pieces[position:]).strip()]

@@ -1,0 +1,218 @@
+"""Word documents: texts of a .docx file to decode, and the targets in their places. All else stays as it is."""
+
+import copy
+import html
+import itertools
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+try:
+    import docx
+except ModuleNotFoundError as error:
+    if error.name != "docx":
+        raise
+    raise ImportError("A .docx file needs python-docx. Install it: pip install 'metaphrase[files]'") from error
+from docx.opc.constants import CONTENT_TYPE
+from docx.opc.part import PartFactory, XmlPart
+from docx.oxml import OxmlElement
+from docx.oxml.ns import qn
+from lxml import etree
+
+_MOST_BYTES = 256 * 2**20
+_HAS_TEXT = re.compile(r"[^\W_]")
+# Characters that XML cannot hold.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_NOTES = (CONTENT_TYPE.WML_FOOTNOTES, CONTENT_TYPE.WML_ENDNOTES)
+_PARTS = (CONTENT_TYPE.WML_DOCUMENT_MAIN, CONTENT_TYPE.WML_HEADER, CONTENT_TYPE.WML_FOOTER, *_NOTES)
+_PARAGRAPH, _RUN, _TEXT, _FORMATTING = map(qn, ("w:p", "w:r", "w:t", "w:rPr"))
+_CONTAINERS = {*map(qn, ("w:hyperlink", "w:ins", "w:moveTo", "w:smartTag", "w:customXml", "w:sdt", "w:dir", "w:bdo"))}
+_CHARACTERS = {"w:tab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\u2011", "w:softHyphen": ""}
+_CHARACTERS = {qn(name): text for name, text in _CHARACTERS.items()}
+# Marks of the spelling and the pages of the source.
+_NO_CONTENT = {*map(qn, ("w:proofErr", "w:lastRenderedPageBreak"))}
+# They part runs that look the same.
+_NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}
+
+
+class WordFile:
+    """A .docx file.
+
+    Attributes:
+        texts: The texts to decode, as XML: the paragraphs of the body, tables, text boxes, headers, footers and notes. Formatted
+            words are in elements. Images, references and fields are elements that stay as they are.
+    """
+
+    def __init__(self, path: Path):
+        """Read a file. Raises `ValueError` if this is no Word document, or would need too much memory."""
+        # By default the library does not parse notes.
+        PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
+        try:
+            with zipfile.ZipFile(path) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+            self._document = docx.Document(str(path)) if size <= _MOST_BYTES else None
+        except OSError:
+            raise
+        except Exception as error:
+            # The library raises errors of many kinds for damaged files.
+            raise ValueError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
+        if self._document is None:
+            most, size = _MOST_BYTES >> 20, size >> 20
+            raise ValueError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
+        self._paragraphs = []
+        for part in self._document.part.package.iter_parts():
+            if part.content_type in _PARTS:
+                fields = _OpenFields()
+                paragraphs = [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
+                self._paragraphs += [paragraph for paragraph in paragraphs if paragraph.has_text]
+        self.texts = [paragraph.text for paragraph in self._paragraphs]
+
+    def write(self, targets: Sequence[str], path: Path) -> None:
+        """Write the document with the targets of the texts."""
+        for paragraph, target in zip(self._paragraphs, targets, strict=True):
+            paragraph.fill(target)
+        self._document.save(str(path))
+
+
+class _OpenFields:
+    """Fields without their end so far. A table of contents goes over many paragraphs."""
+
+    number = 0
+
+
+class _Piece(NamedTuple):
+    """A part of a paragraph.
+
+    The kind `text` is characters with the formatting of their run, `kept` an element that stays as it is, `field` an element of
+    a field, `begin` and `end` a container, such as a link.
+    """
+
+    kind: str
+    content: Any
+    formatting: Any = None
+
+    @property
+    def key(self) -> tuple:
+        """Equal for neighbors that are one part."""
+        if self.kind == "text":
+            parts = () if self.formatting is None else self.formatting
+            return self.kind, *(etree.tostring(part) for part in parts if part.tag not in _NO_LOOK)
+        return (self.kind,) if self.kind == "field" else (self.kind, id(self.content))
+
+
+class _Paragraph:
+    """A paragraph, and its text as XML. The numbers in the tags are indices of `_parts`."""
+
+    def __init__(self, element: Any, fields: _OpenFields):
+        self._element, self._parts, self.text = element, [], ""
+        pieces = list(_read_pieces(element, fields))
+        self.has_text = any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces)
+        if not self.has_text:
+            return
+        lengths = Counter()
+        for piece in pieces:
+            lengths[piece.key] += len(piece.content) if piece.kind == "text" else 0
+        # Most characters have this formatting. They need no element.
+        usual = max(lengths, key=lengths.get)
+        self._formatting = next(piece.formatting for piece in pieces if piece.key == usual)
+        open_numbers = []
+        for key, neighbors in itertools.groupby(pieces, key=lambda piece: piece.key):
+            part, number = list(neighbors), len(self._parts)
+            self._parts.append(part)
+            text, kind = _escape(part), part[0].kind
+            if kind == "begin":
+                open_numbers.append(number)
+                self.text += f"<t{number}>"
+            elif kind == "end":
+                self.text += f"</t{open_numbers.pop()}>"
+            elif kind == "text":
+                self.text += text if key == usual else f"<t{number}>{text}</t{number}>"
+            else:
+                self.text += f'<t{number} translate="no">{text}</t{number}>'
+
+    def fill(self, target: str) -> None:
+        """Put a decoded text in the place of the text."""
+        root = etree.fromstring(f"<t>{_FORBIDDEN.sub('', target)}</t>", etree.XMLParser(huge_tree=True))
+        self._fill(self._element, root, self._formatting)
+
+    def _fill(self, holder: Any, node: Any, formatting: Any) -> None:
+        # Bookmarks and comments are about the whole paragraph, since their words may part.
+        ends = [child for child in holder if str(child.tag).endswith("End")]
+        for child in list(holder):
+            if not _stays_in_front(child):
+                holder.remove(child)
+        self._add(holder, node, formatting)
+        holder.extend(ends)
+
+    def _add(self, holder: Any, node: Any, formatting: Any) -> None:
+        if node.text:
+            _add_run(holder, formatting).text = node.text
+        for child in node:
+            part = self._parts[int(child.tag[1:])]
+            kind, content, own_formatting = part[0]
+            if kind == "text":
+                self._add(holder, child, own_formatting)
+            elif kind == "begin":
+                holder.append(content)
+                self._fill(_holder_of(content), child, formatting)
+            elif kind == "kept" and content.getparent() is not None:
+                _add_run(holder, own_formatting).append(content)
+            else:
+                holder.extend(piece.content for piece in part)
+            if child.tail:
+                _add_run(holder, formatting).text = child.tail
+
+
+def _read_pieces(holder: Any, fields: _OpenFields) -> Iterator[_Piece]:
+    for child in holder:
+        if _stays_in_front(child) or str(child.tag).endswith("End") or child.tag in _NO_CONTENT:
+            continue
+        if child.tag in _CONTAINERS and not fields.number:
+            yield _Piece("begin", child)
+            yield from _read_pieces(_holder_of(child), fields)
+            yield _Piece("end", child)
+            continue
+        marks = [mark.get(qn("w:fldCharType")) for mark in child.iter(qn("w:fldChar"))]
+        if marks or fields.number or child.tag == qn("w:fldSimple"):
+            fields.number = max(0, fields.number + marks.count("begin") - marks.count("end"))
+            yield _Piece("field", child)
+        elif child.tag != _RUN:
+            yield _Piece("kept", child)
+        else:
+            formatting = child.find(_FORMATTING)
+            for item in child:
+                text = re.sub(r"\s", " ", item.text or "") if item.tag == _TEXT else _CHARACTERS.get(item.tag)
+                if text is None or item.get(qn("w:type"), "textWrapping") != "textWrapping":
+                    if item.tag != _FORMATTING and item.tag not in _NO_CONTENT:
+                        yield _Piece("kept", item, formatting)
+                else:
+                    yield _Piece("text", text, formatting)
+
+
+def _escape(part: Sequence[_Piece]) -> str:
+    """Return the characters of a part, or the text that a field shows."""
+    texts = [piece.content for piece in part if piece.kind == "text"]
+    texts += [text.text or "" for piece in part if piece.kind == "field" for text in piece.content.iter(_TEXT)]
+    return html.escape("".join(texts), quote=False)
+
+
+def _stays_in_front(child: Any) -> bool:
+    """Return True for properties, and for the beginnings of bookmarks and comments."""
+    return str(child.tag).endswith(("Pr", "Start"))
+
+
+def _holder_of(container: Any) -> Any:
+    """Return the element that holds the runs of a container."""
+    content = container.find(qn("w:sdtContent"))
+    return container if content is None else content
+
+
+def _add_run(holder: Any, formatting: Any) -> Any:
+    run = OxmlElement("w:r")
+    if formatting is not None:
+        run.append(copy.deepcopy(formatting))
+    holder.append(run)
+    return run
