@@ -203,8 +203,6 @@ def _trim_state(state: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, 
         model["merges"] = [merge for merge in model["merges"] if {*merge, "".join(merge)} <= vocabulary.keys()]
     for token in state["added_tokens"]:
         token["id"] = new_ids[token["id"]]
-    if state["padding"]:
-        state["padding"]["pad_id"] = new_ids[state["padding"]["pad_id"]]
     processor = state["post_processor"] or {}
     for step in processor.get("processors", [processor]):
         for token in step.get("special_tokens", {}).values():

@@ -11,7 +11,7 @@ from converted_models import TOLERANCE, fill_randomly
 from tiny_generator import tiny_pair
 from tiny_languages import CODES
 from tiny_models import tiny_model
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForSeq2SeqLM,
     M2M100Config,
@@ -237,6 +237,32 @@ def test_lists_of_ids_follow_and_keep_their_tokens(small, tmp_path):
     write_json(path, read_json(path) | {"sequence_bias": [[ids, 1.0]]})
     with pytest.raises(ValueError, match=r"`sequence_bias` in generation_config\.json cannot be trimmed"):
         trim_vocabulary(folder, tmp_path / "more", [small / "texts"])
+
+
+@pytest.mark.parametrize("is_template", [True, False])
+def test_special_tokens_behind_others_and_unknown_letters(is_template, tmp_path):
+    """Without the least probable piece, unknown letters would cost less: `abXcd` would become `ab`, `<unk>`, `cd`."""
+    scores = {"<unk>": 0.0, "q": -5.0, "a": -9.0, "ab": -1.0, "bXc": -9.0, "cd": -1.0, "d": -9.0, "z": -20.0}
+    names = [*scores, "<s>", "</s>", "<pad>"]
+    backend = Tokenizer(models.Unigram([(name, scores.get(name, 0.0)) for name in names], 0, False))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    start, end = ((name, names.index(name)) for name in names[-3:-1])
+    backend.post_processor = (
+        processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[start, end])
+        if is_template
+        else processors.BertProcessing(end, start)
+    )
+    tokenizer = fast(backend)
+    fields = TokenizerPair(tokenizer, tokenizer).config_fields()
+    tiny_model(**fields).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "texts").write_text("abXcd\nab cd\n", encoding="utf-8")
+    trim_vocabulary(tmp_path / "model", tmp_path / "out", [tmp_path / "texts"])
+    trimmed = TokenizerPair.from_pretrained(tmp_path / "out").source
+    assert trimmed.convert_ids_to_tokens(range(len(trimmed))) == [name for name in names if name != "q"]
+    rows = trimmed.backend_tokenizer.encode_batch(["abXcd", "ab"])
+    assert [row.tokens for row in rows] == [["<s>", "a", "bXc", "d", "</s>"], ["<s>", "ab", "</s>"]]
+    assert [row.ids for row in rows] == [trimmed.convert_tokens_to_ids(row.tokens) for row in rows]
 
 
 def test_command_counts_tokens_and_bytes(small, tmp_path, caplog):
