@@ -85,6 +85,7 @@ def template(tmp_path_factory):
     save_generator(student, folder / "runs" / "student")
     made = make_vocabulary_map([("the cat", "eine Katze")], student.tokenizers)
     made.save(folder / "runs" / "student" / VOCABULARY_MAP_NAME, student.tokenizers)
+    save_generator(tiny_generator(layers=1, kind="unigram"), folder / "runs" / "en-de")
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     first_lines = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(first_lines), encoding="utf-8")

@@ -452,12 +452,15 @@ VERBS = {
         usage="%(prog)s MODEL PAIRS [option ...]",
     ),
     "export": Verb(
-        "export a model to CTranslate2, ONNX or a web page, with tokenizers and settings",
+        "export a model to CTranslate2, ONNX, a web page or Argos Translate, with tokenizers and settings",
         {
             "model MODEL": "folder or Hub id of a Metaphrase model",
-            "output DIR": "folder to write",
-            "--format ctranslate2|onnx|web!": "format to write; web is for browsers and Node, with a page",
+            "output DIR": "folder to write; for argos a file, such as en_de.argosmodel",
+            "--format ctranslate2|onnx|web|argos!": "format to write; web is for browsers and Node, with a page; argos is for "
+            "LibreTranslate",
             "--quantization TYPE": "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float16 ...",
+            "--source_lang CODE": "source language of --format argos, such as en",
+            "--target_lang CODE": "target language of --format argos",
             "--library DIR": "node_modules with @huggingface/transformers, which the page of --format web gets a copy of",
             "--overwrite, --force": "replace an existing export",
         },
