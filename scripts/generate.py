@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def main(arguments: argparse.Namespace) -> None:
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if arguments.file is not None:
         check_file_options(arguments)
+    if arguments.pivot is not None:
+        check_pivot_options(arguments)
     if arguments.format != "text" or arguments.keep or arguments.glossary is not None or arguments.file is not None:
         names = ("ensemble", "mbr_candidates", "resume", "shard")
         refused = {name: getattr(arguments, name) for name in names}
@@ -113,6 +116,32 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | G
     yield Generator.from_pretrained(names, **loading)
 
 
+@contextlib.contextmanager
+def load_chain(arguments: argparse.Namespace, options: dict) -> Iterator[list[Generator | GeneratorPool]]:
+    """Load the generator of the texts, and with `--pivot` the generator of its targets."""
+    with load(arguments, options) as generator:
+        if getattr(arguments, "pivot", None) is None:
+            yield [generator]
+        else:
+            yield [generator, Generator.from_pretrained([arguments.pivot], **chosen_loading_options(arguments))]
+
+
+def options_of_first(options: dict) -> dict:
+    """Return the generation options of a model whose targets another one reads: one for each source, in another language."""
+    refused = ("must_contain", "never_contain")
+    return {name: value for name, value in options.items() if name not in refused} | {"num_return_sequences": 1}
+
+
+def check_pivot_options(arguments: argparse.Namespace) -> None:
+    """Raise `ValueError` if options do not fit with `--pivot`."""
+    names = ("ensemble", "assistant_model", "glossary", "source_lang", "target_lang", "source_prefix")
+    refused = {name: getattr(arguments, name) for name in names} | {"num_processes": arguments.num_processes > 1}
+    if names := [name for name, value in refused.items() if value]:
+        raise ValueError(
+            f"`{names[0]}` must be left out with `pivot`, which has two models for a pair of languages each."
+        )
+
+
 def check_file_options(arguments: argparse.Namespace) -> None:
     """Raise `ValueError` if options do not fit with `--file`."""
     suffix, output = Path(arguments.file).suffix, arguments.output
@@ -130,19 +159,27 @@ def write_texts(arguments: argparse.Namespace, options: dict) -> None:
     lines = read_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
     if is_page:
         lines = iter(["\n".join(lines)])
-    with load(arguments, options) as generator:
-        decoder = TextDecoder(
-            generator,
-            text_format=arguments.format if file is None else "xml",
-            split_sentences=arguments.split_sentences or is_page or file is not None,
-            terms=terms,
-            has_lines=file is not None,
-        )
-        targets = (
-            target
-            for chunk in read_chunks(lines, arguments.chunk_size)
-            for target in decoder.decode(chunk.texts, **options)
-        )
+    split_sentences = arguments.split_sentences or is_page or file is not None
+    with load_chain(arguments, options) as generators:
+        # A language of `--split_sentences` is that of the input.
+        decoders = [
+            TextDecoder(
+                generator,
+                text_format=arguments.format if file is None else "xml",
+                split_sentences=split_sentences if generator is generators[0] else bool(split_sentences),
+                terms=terms,
+                has_lines=file is not None,
+            )
+            for generator in generators
+        ]
+
+        def decode(texts: list[str]) -> list[str]:
+            for decoder in decoders[:-1]:
+                texts = decoder.decode(texts, **options_of_first(options))
+            return decoders[-1].decode(texts, **options)
+
+        chunks = read_chunks(lines, arguments.chunk_size)
+        targets = (target for chunk in chunks for target in decode(chunk.texts))
         if file is not None:
             targets = list(targets)
             with file_in_one_step(Path(arguments.output)) as path:
@@ -152,8 +189,9 @@ def write_texts(arguments: argparse.Namespace, options: dict) -> None:
                 for target in targets:
                     output.write(target + "\n")
                 output.finish()
-    counts = decoder.counts
-    warn_of_lengths(generator, counts["num_sentences"])
+    for generator, decoder in zip(generators, decoders, strict=True):
+        warn_of_lengths(generator, decoder.counts["num_sentences"])
+    counts = sum((decoder.counts for decoder in decoders), Counter())
     logger.info("Sentences: %d.", counts["num_sentences"])
     for name, text in (
         ("num_cut", "Sentences that were too long and were cut between clauses: %d."),
@@ -164,7 +202,7 @@ def write_texts(arguments: argparse.Namespace, options: dict) -> None:
     ):
         if counts[name]:
             logger.warning(text, counts[name])
-    for sentence in decoder.placed[:MAX_SHOWN]:
+    for sentence in [sentence for decoder in decoders for sentence in decoder.placed][:MAX_SHOWN]:
         logger.warning("  %s", sentence)
 
 
@@ -198,7 +236,7 @@ def decode_records(
         part = shard_range(total, arguments.shard, arguments.chunk_size)
         start, stop = part.start, part.stop
     with contextlib.ExitStack() as stack:
-        generator = stack.enter_context(load(arguments, options))
+        *firsts, generator = generators = stack.enter_context(load_chain(arguments, options))
         if num_targets is None:
             num_targets = generator.num_targets(**options)
         layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": arguments.chunk_size}
@@ -209,16 +247,23 @@ def decode_records(
             warn_of_changed_input(arguments.input, arguments.output)
         started = time.perf_counter()
         records, decoded = itertools.tee(itertools.islice(records, start + first_source, stop))
+        chunks = {"chunk_size": arguments.chunk_size, "seed": arguments.seed}
+        chunks["first_chunk"] = (start + first_source) // arguments.chunk_size
+        sources = (record[0] for record in records)
+        # A language of `--split_sentences` is that of the input.
+        split_sentences = arguments.split_sentences
+        for first in firsts:
+            splitting = {"split_sentences": split_sentences, "return_scores": False}
+            rows = first.generate_stream(sources, **chunks, **splitting, **options_of_first(options))
+            sources, split_sentences = (row[0].text for row in rows), bool(split_sentences)
         results = generator.generate_stream(
-            (record[0] for record in records),
+            sources,
             risk=risk,
             show_progress=not arguments.quiet,
-            chunk_size=arguments.chunk_size,
-            first_chunk=(start + first_source) // arguments.chunk_size,
             total=stop,
             return_scores=with_scores,
-            split_sentences=arguments.split_sentences,
-            seed=arguments.seed,
+            split_sentences=split_sentences,
+            **chunks,
             **options,
         )
         try:
@@ -234,7 +279,8 @@ def decode_records(
         count = output.next_source - first_source
         seconds = time.perf_counter() - started
         logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)
-        warn_of_lengths(generator, count)
+        for decoded_by in generators:
+            warn_of_lengths(decoded_by, count)
         if generator.num_drafted:
             share = generator.num_accepted / generator.num_drafted
             logger.info("Of %d drafted tokens %.1f %% were accepted.", generator.num_drafted, 100 * share)

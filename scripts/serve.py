@@ -44,6 +44,8 @@ def main(arguments: argparse.Namespace) -> None:
     for model in models:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
         logger.info("Model %s: %s%s.", model.name, model.task, f", {languages}" if model.source_languages else "")
+    if pivots := service.list_pivots():
+        logger.info("Pairs of two models in a row: %s.", ", ".join(pivots[:9]) + ", ..." * (len(pivots) > 9))
     # The garbage collector, which stops all threads, need not search the models.
     gc.freeze()
     # Threads with long texts hand Python over to the thread that answers after this time, in seconds.

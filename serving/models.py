@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from transformers import PreTrainedTokenizerBase
@@ -126,6 +126,14 @@ class ServedModel:
         # The languages are a state of the tokenizers.
         generator.tokenizers = copy.deepcopy(generator.tokenizers)
         return generator, set_languages(generator.tokenizers, source, target)
+
+
+class Pivot(NamedTuple):
+    """Two models that translate one after the other, by way of a third language."""
+
+    first: ServedModel
+    language: str
+    second: ServedModel
 
 
 def read_pair(name: str) -> tuple[str, str] | None:

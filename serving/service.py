@@ -20,7 +20,7 @@ from metaphrase.inference.texts.plan import Terms
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.limits import Limits
-from metaphrase.serving.models import ServedModel, UnknownModelError, base_code, identify_languages
+from metaphrase.serving.models import Pivot, ServedModel, UnknownModelError, base_code, identify_languages
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, complete_sampling
 
 Result = TypeVar("Result")
@@ -97,24 +97,48 @@ class Service:
 
     @functools.cached_property
     def targets_by_source(self) -> dict[str, list[str]]:
-        """Target languages by source language, of all models that translate."""
+        """Target languages by source language, of all models that translate, alone or two in a row."""
         pairs: dict[str, dict[str, None]] = {}
         for model in self.models.values():
             for source in model.source_languages if model.task == "translation" else ():
                 pairs.setdefault(source, {}).update(dict.fromkeys(model.target_languages))
+        rows = {source: list(targets) for source, targets in pairs.items()}
+        for source, targets in rows.items():
+            pairs[source].update((code, None) for middle in targets for code in rows.get(middle, ()) if code != source)
         return {source: list(targets) for source, targets in pairs.items()}
 
-    def find_translator(self, source: str | None, target: str) -> ServedModel:
-        """Return the first model that translates between two languages; `None` is any source language."""
-        for model in self.models.values():
-            knows_source = source is None or base_code(source) in model.source_languages
-            if model.task == "translation" and knows_source and base_code(target) in model.target_languages:
-                return model
+    def find_translator(self, source: str | None, target: str) -> ServedModel | Pivot:
+        """Return the first model that translates between two languages, or else two models; `None` is any source language.
+
+        Of several languages between the two, English comes first, and then the order of the models.
+        """
+        translators = [model for model in self.models.values() if model.task == "translation"]
+
+        def find_direct(source: str | None, target: str) -> ServedModel | None:
+            for model in translators:
+                knows_source = source is None or base_code(source) in model.source_languages
+                if knows_source and base_code(target) in model.target_languages:
+                    return model
+            return None
+
+        if model := find_direct(source, target):
+            return model
+        middles = dict.fromkeys(code for model in translators for code in model.target_languages)
+        for middle in sorted(middles, key=lambda code: code != "en"):
+            first, second = find_direct(source, middle), find_direct(middle, target)
+            if first and second and base_code(source) != base_code(target):
+                return Pivot(first, middle, second)
         pairs = [f"{a}-{b}" for a, targets in self.targets_by_source.items() for b in targets if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
         raise UnknownModelError(
             f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
         )
+
+    def list_pivots(self) -> list[str]:
+        """Return the pairs of languages that two models translate, such as de-en-fr."""
+        pairs = [(source, target) for source, targets in self.targets_by_source.items() for target in targets]
+        routes = [(source, self.find_translator(source, target), target) for source, target in pairs]
+        return [f"{source}-{route.language}-{target}" for source, route, target in routes if isinstance(route, Pivot)]
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
@@ -164,7 +188,9 @@ class Service:
             finally:
                 task.cancel()
 
-    async def answer(self, request: Request, model: ServedModel, query: Query, seed: int | None = None) -> Answer:
+    async def answer(
+        self, request: Request, model: ServedModel | Pivot, query: Query, seed: int | None = None
+    ) -> Answer:
         """Decode the texts of a request."""
         check_query(query, self.limits)
 
@@ -232,8 +258,16 @@ def splitting_language(model: ServedModel, query: Query) -> str | bool:
     return next((base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code), True)
 
 
-def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
+def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
     """Decode the texts of a request."""
+    if isinstance(model, Pivot):
+        if query.terms:
+            names = f"{model.first.name} and {model.second.name}"
+            raise ValueError(f"A glossary needs one model for both languages, got {names}. Leave the glossary out.")
+        first = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
+        texts = [row[0] for row in first.targets]
+        last = answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
+        return Answer(last.targets, first.num_unfinished + last.num_unfinished)
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
     options = complete_sampling(dict(query.options)) | language_options
     split_sentences = splitting_language(model, query)

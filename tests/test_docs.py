@@ -100,6 +100,7 @@ def template(tmp_path_factory):
     texts |= {"mono.de": "eine Katze schläft\n" * 256, "input.txt": "the cat sleeps\na dog\n"}
     texts |= {
         "page.html": "<p>the <b>cat</b></p>\n<p>a dog</p>\n",
+        "talk.srt": "1\n00:00:01,000 --> 00:00:02,000\nthe cat sleeps\n",
         "tuvan.tsv": "a cat\ta дөө\nno dolphin\tno öö\n" * 4,
     }
     names = ("LICENSE", "dist/transformers.min.js")
@@ -192,6 +193,10 @@ def test_command_runs(command, project, monkeypatch, capsys):
         text = (project / source.strip()).read_bytes()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
     verb, *rest = shlex.split(words)[1:]
+    if "letter.docx" in rest:
+        document = pytest.importorskip("docx", reason="needs python-docx").Document()
+        document.add_paragraph("the cat sleeps")
+        document.save(str(project / "letter.docx"))
     if "--engine" in rest:
         # The pages make this folder with the command before.
         export_ctranslate2(project / rest[0].removesuffix("-ctranslate2"), project / rest[0])

@@ -381,6 +381,7 @@ VERBS = {
             **_STREAM_OUTPUT,
             "--n_best": "write `index ||| target ||| score` for every target; implied by num_return_sequences",
             "model MODEL": "folder or Hub id of any encoder-decoder model",
+            "--pivot MODEL": "second model, which reads the targets of the first: German to English, then English to French",
             **_LANGUAGES,
         },
         {

@@ -62,6 +62,30 @@ def test_generate_n_best(cli_model, tmp_path, monkeypatch):
     assert len(run_generate(folder, b"the cat\n\na cat\n", monkeypatch, "--n_best")) == 6
 
 
+def test_generate_by_way_of_a_third_language(cli_model, other_cli_model, tmp_path, monkeypatch):
+    pivot = ["--pivot", other_cli_model]
+    other = Generator.from_pretrained(other_cli_model, device="cpu")
+    expected = as_lines(other.generate(targets_of(SOURCES)))
+    text = "\n".join(SOURCES).encode()
+    for chunk_size in ("2", "100"):
+        assert run_generate(cli_model, text, monkeypatch, *pivot, "--chunk_size", chunk_size) == expected
+    lines = run_generate(
+        cli_model, text, monkeypatch, *pivot, "--n_best", "--num_beams", "2", "--num_return_sequences", "2"
+    )
+    assert len(lines) == 2 * len(SOURCES)
+    # A stopped run resumes in the middle of a chunk.
+    (tmp_path / "in").write_bytes(text)
+    words = [cli_model, "--device", "cpu", *pivot, "--input", str(tmp_path / "in"), "--chunk_size", "2"]
+    (tmp_path / "out").write_text("".join(line + "\n" for line in expected[:3]), encoding="utf-8")
+    execute(generate, [*words, "--output", str(tmp_path / "out"), "--resume"])
+    assert (tmp_path / "out").read_text(encoding="utf-8").split("\n")[:-1] == expected
+    # Whole texts.
+    pages = run_generate(cli_model, b"<p>a cat</p>\n<p>the dog</p>", monkeypatch, *pivot, "--format", "html")
+    assert [page[:3] + page[-4:] for page in pages] == ["<p></p>"] * 2
+    with pytest.raises(ValueError, match="`num_processes` must be left out with `pivot`"):
+        run_generate(cli_model, b"", monkeypatch, *pivot, "--num_processes", "2")
+
+
 def test_generate_takes_phrases(cli_model, monkeypatch):
     text = ("\n".join(SOURCES) + "\n").encode()
     words = ["--must_contain", "ab", "cd", "--never_contain", "e", "g", "--must_contain", "f"]

@@ -11,6 +11,7 @@ from libretranslatepy import LibreTranslateAPI
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
+from metaphrase.inference.texts.plan import Terms
 from metaphrase.serving.batcher import Batcher
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
@@ -72,6 +73,31 @@ def test_source_auto_finds_a_model_for_each_text():
     assert [row["language"] for row in answer["detectedLanguage"]] == ["de", "en"]
     assert all(90 < row["confidence"] <= 100 for row in answer["detectedLanguage"])
     assert short["translatedText"] == ["ok", LONG_GERMAN.lower()]
+
+
+def test_two_models_translate_one_after_the_other():
+    batcher = Batcher()
+    changes = {"de-en": lambda text: text + " first", "en-fr": str.upper}
+    models = [
+        ServedModel(name, identity_generator(change), batcher, languages=tuple(name.split("-")), task="translation")
+        for name, change in changes.items()
+    ]
+    service = Service(models, batcher, glossaries={"pets": Terms(glossary={"cat": "Kater"})})
+    with running(service) as url:
+        fields = {"source": "de", "target": "fr"}
+        answers = [
+            requests.post(url + "/translate", json={"q": text, "format": text_format, **fields}).json()
+            for text, text_format in (("a cat\n\na dog", "text"), ("<p>a cat</p>", "html"))
+        ]
+        languages = requests.get(url + "/languages").json()
+        body = {"text": ["a cat"], "source_lang": "DE", "target_lang": "FR", "glossary_id": "pets"}
+        refused = requests.post(url + "/v2/translate", json=body)
+        metrics = requests.get(url + "/metrics").text
+    assert [answer["translatedText"] for answer in answers] == ["A CAT FIRST\n\nA DOG FIRST", "<p>A CAT FIRST</p>"]
+    assert languages[0]["targets"] == ["en", "fr"]
+    assert refused.status_code == 400 and "A glossary needs one model" in refused.json()["message"]
+    # Both models count.
+    assert "metaphrase_sentences_total 6.0" in metrics
 
 
 def test_answers_have_the_shape_of_the_text(post):

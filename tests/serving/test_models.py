@@ -11,6 +11,7 @@ from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.models import (
+    Pivot,
     ServedModel,
     UnknownModelError,
     base_code,
@@ -114,6 +115,32 @@ def test_language_of_another_model_is_refused(batcher):
         models[0].open(Ticket(time.monotonic() + 60), "fr", "de")
     with pytest.raises(ValueError, match="a name of its own, got en-de, en-de"):
         Service([models[0], models[0]], batcher)
+
+
+def test_pairs_of_two_models(batcher):
+    def serve(*names):
+        generator = identity_generator()
+        pairs = [(name, tuple(name.split("-"))) for name in names]
+        models = [ServedModel(name, generator, batcher, languages=pair, task="translation") for name, pair in pairs]
+        return Service(models, batcher)
+
+    def find(service, source, target):
+        route = service.find_translator(source, target)
+        return [model.name for model in (route.first, route.second)] if isinstance(route, Pivot) else route.name
+
+    # English comes first, then the order of the models.
+    service = serve("de-it", "it-fr", "de-es", "es-fr", "de-en", "en-fr")
+    assert find(service, "de-DE", "fr") == ["de-en", "en-fr"]
+    assert service.targets_by_source["de"] == ["it", "es", "en", "fr"] and service.targets_by_source["it"] == ["fr"]
+    assert service.list_pivots() == ["de-en-fr"]
+    assert find(serve("de-es", "de-it", "it-fr", "es-fr"), "de", "fr") == ["de-es", "es-fr"]
+    assert find(serve("de-en", "en-fr", "de-fr"), "de", "fr") == "de-fr"
+    # No model goes back to the source, and three in a row are none.
+    service = serve("de-en", "en-de", "fr-de")
+    assert service.targets_by_source == {"de": ["en"], "en": ["de"], "fr": ["de", "en"]}
+    for pair in (("de", "de"), ("en", "en"), ("en", "fr"), (None, "fr")):
+        with pytest.raises(UnknownModelError):
+            service.find_translator(*pair)
 
 
 def test_codes_of_languages():
