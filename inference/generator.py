@@ -11,7 +11,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,7 @@ from metaphrase.inference.minimum_bayes_risk import (
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.texts.documents import Document, keep_whole, split_documents
+from metaphrase.inference.texts.plan import find_loop
 from metaphrase.storage.folders import members_of
 from metaphrase.storage.generation_options import complete_sampling
 from metaphrase.storage.loading import check_device, default_device, is_exported, load_whole, naming
@@ -59,7 +60,9 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, rea
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 ENGINES = ("auto", "torch", "ctranslate2")
-COUNTERS = ("num_unfinished", "num_truncated", "num_cut", "num_drafted", "num_accepted")
+COUNTERS = ("num_unfinished", "num_truncated", "num_cut", "num_loops", "num_looping", "num_drafted", "num_accepted")
+# Tokens of a phrase that a target may not repeat, once it is a loop.
+_LOOP_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,13 @@ class TextStream:
         num_unfinished: Hypotheses that met the length limit before their end of sequence.
         num_truncated: Sources that were truncated.
         num_cut: Sentences of whole texts that were too long and were cut into parts.
+        num_loops: Targets that repeated themselves and were decoded again, with `end_loops`.
+        num_looping: Of these, targets that still repeat themselves.
         num_drafted: Tokens that draft models proposed.
         num_accepted: Proposed tokens that became part of a target.
     """
 
-    num_unfinished = num_truncated = num_cut = num_drafted = num_accepted = 0
+    num_unfinished = num_truncated = num_cut = num_loops = num_looping = num_drafted = num_accepted = 0
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the counters, by name."""
@@ -170,18 +175,20 @@ class Plan:
     joint_search: EnsembleSearch | SpeculativeSearch | None
     options: dict[str, Any]
     num_targets: int
+    ends_loops: bool = False
 
     @classmethod
     def of(cls, generator: "Generator", options: Mapping[str, Any]) -> "Plan":
         """Read the options of a call, arguments of `generate()`. Raises `ValueError` if they do not fit."""
-        options = read_options(complete_sampling(options))
+        ends_loops = bool(options.get("end_loops"))
+        options = read_options(complete_sampling({k: v for k, v in options.items() if k != "end_loops"}))
         partners, joint_search = generator.members, EnsembleSearch() if generator.members else None
         if options.get("assistant_model") is not None:
             partners, joint_search = _read_assistant(generator, options)
         config = generator.model.generation_config
         num_targets = options.get("num_return_sequences", config.num_return_sequences or 1)
         options = encode_phrases(generator.tokenizers.target, config, options)
-        return cls([generator, *partners], joint_search, options, num_targets)
+        return cls([generator, *partners], joint_search, options, num_targets, ends_loops)
 
     def encode(self, texts: list[str], split_sentences: bool | str = False) -> EncodedTexts:
         """Return the ids of the texts that are not blank, or of their sentences. `TooLongError` for too many tokens."""
@@ -436,6 +443,8 @@ class Generator(TextStream):
         - `temperature`, `top_k`, `top_p` and the like: sample, unless `do_sample` is False.
         - `must_contain`: phrases that every target contains. An item may be a list of phrases, of which one is enough.
         - `never_contain`: phrases that no target contains.
+        - `end_loops`: True to decode a target again that repeats a part of itself, with no phrase of three tokens twice. The
+          second target counts if it has no such loop. Looping and still looping targets are counted.
         - `assistant_model`: a smaller Metaphrase model with the same vocabulary, or a generator of one. It drafts
           `num_assistant_tokens` tokens at a time for greedy search. The result stays the same.
 
@@ -661,7 +670,33 @@ class Generator(TextStream):
     ) -> list[list[ScoredText]]:
         encoded = plan.encode(texts, split_sentences)
         hypotheses = self.search_encoded(plan, encoded, return_scores, show_progress=show_progress, on_batch=on_batch)
+        if plan.ends_loops:
+            self._end_loops(plan, encoded, hypotheses, return_scores)
         return plan.decode_texts(encoded.documents, hypotheses, return_scores)
+
+    def _end_loops(
+        self, plan: Plan, encoded: EncodedTexts, hypotheses: list[list[Hypothesis]], return_scores: bool
+    ) -> None:
+        """Replace the hypotheses of sentences whose best target repeats itself, if others do not."""
+        sentences = [sentence for document in encoded.documents for sentence in document.sentences]
+
+        def find_looping(rows: Mapping[int, list[Hypothesis]]) -> list[int]:
+            targets = self.tokenizers.decode_targets([best.ids for best, *_ in rows.values()])
+            return [i for i, target in zip(rows, targets, strict=True) if find_loop(sentences[i], target)]
+
+        looping = find_looping(dict(enumerate(hypotheses)))
+        if not looping:
+            return
+        again = replace(plan, options=plan.options | {"no_repeat_ngram_size": _LOOP_TOKENS})
+        part = EncodedTexts([[ids[i] for i in looping] for ids in encoded.ids], [], {})
+        rows = dict(zip(looping, self.search_encoded(again, part, return_scores), strict=True))
+        still_looping = find_looping(rows)
+        for i in {*looping} - {*still_looping}:
+            hypotheses[i], rows[i] = rows[i], hypotheses[i]
+        num_unfinished = sum(not hypothesis.is_finished for row in rows.values() for hypothesis in row)
+        counts = {"num_loops": len(looping), "num_looping": len(still_looping)}
+        # The hypotheses that are left out count no longer.
+        self.count({**counts, "num_unfinished": -num_unfinished})
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of sources as the model reads them."""

@@ -50,8 +50,7 @@ class TextDecoder:
     Attributes:
         counts: `num_sentences` sentences; `num_cut` that were too long and were cut into parts; `num_forced` that were decoded
             again so that they contain their terms; `num_placed` terms and kept parts that still were missing, and took the place
-            of the words aligned to them; `num_loops` sentences that repeated themselves and were decoded again; `num_looping` of
-            these that still do.
+            of the words aligned to them.
         placed: Decoded sentences with such terms, for a reader to check.
         run_alone: Calls a function while no other thread decodes, because an alignment changes the kernels of the model.
     """
@@ -112,6 +111,7 @@ class TextDecoder:
         sources = [sentence.text for _, sentence in planned]
         if self.text_format != "text":
             sources = [_SPACES.sub(" ", source) for source in sources]
+        options = {**options, "end_loops": True}
         targets = self.generator.generate(sources, **options)
         self.counts["num_sentences"] += len(sources)
         for index, (_, sentence) in enumerate(planned):
@@ -135,12 +135,7 @@ class TextDecoder:
         return rendered
 
     def _mend(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
-        """Decode a sentence again if its target repeats itself or lacks terms. Returns the better target."""
-        if find_loop(source, target):
-            self.counts["num_loops"] += 1
-            [other] = self.generator.generate([source], **{**options, "no_repeat_ngram_size": 3})
-            target = target if find_loop(source, other) else other
-            self.counts["num_looping"] += find_loop(source, target) is not None
+        """Decode a sentence again if its target lacks terms. Returns the better target."""
         _, missing = sentence.find_atoms(target)
         if not missing or not is_metaphrase(self.generator.model) or options.get("do_sample"):
             return target

@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
     needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
     check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
     options = prepare(arguments, {"input": arguments.input} | given_options(arguments, ("glossary", "file")))
-    options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
+    options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens", "end_loops"))
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if arguments.file is not None:
         check_file_options(arguments)
@@ -197,8 +197,6 @@ def write_texts(arguments: argparse.Namespace, options: dict) -> None:
         ("num_cut", "Sentences that were too long and were cut between clauses: %d."),
         ("num_forced", "Sentences decoded again, so that they contain their terms: %d."),
         ("num_placed", "In %d places the model left out a term, which attention put in. Check the sentences below."),
-        ("num_loops", "Sentences that repeated themselves and were decoded again: %d."),
-        ("num_looping", "Of these still repeat themselves: %d."),
     ):
         if counts[name]:
             logger.warning(text, counts[name])
@@ -298,10 +296,13 @@ def warn_of_changed_input(source: str | None, output: str) -> None:
 
 
 def warn_of_lengths(generator: Generator | GeneratorPool, num_sources: int) -> None:
-    """Log the numbers of unfinished targets and of truncated sources, if any."""
+    """Log the numbers of unfinished and of looping targets, and of truncated sources, if any."""
     if generator.num_unfinished:
         text = "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_length or max_new_tokens."
         logger.warning(text, generator.num_unfinished, num_sources)
+    if generator.num_loops:
+        text = "Targets that repeated themselves and were decoded again: %d. Of these still repeat themselves: %d."
+        logger.warning(text, generator.num_loops, generator.num_looping)
     if generator.num_truncated:
         text = "%d of %d sources had more than max_source_length tokens and were truncated."
         logger.warning(text, generator.num_truncated, num_sources)

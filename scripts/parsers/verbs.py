@@ -394,7 +394,7 @@ VERBS = {
                 '--keep NAME... = ""': "parts that every target keeps: url, email, placeholder, number, or a regular expression",
                 "--glossary FILE": "file with a source term, a tab and a target term on each line",
             },
-            "generation": _GENERATION,
+            "generation": {**_GENERATION, "--end_loops": "decode a target again that repeats a part of itself"},
             "speculative and minimum Bayes risk decoding": {
                 "--assistant_model MODEL": "smaller model that drafts tokens for the model: same output, less time",
                 "--num_assistant_tokens INT": "tokens in a draft",

@@ -7,6 +7,7 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.inference import generator as module
+from metaphrase.inference.texts.plan import find_loop
 
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 
@@ -102,6 +103,27 @@ def test_unfinished_targets_are_counted(generator):
     assert generator.num_unfinished == 3 * len(SOURCES)
     generator.generate(SOURCES, eos_token_id=list(range(len(generator.tokenizers.target))))
     assert generator.num_unfinished == 3 * len(SOURCES)
+
+
+@pytest.mark.parametrize("members", [0, 1])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_target_that_repeats_itself_is_decoded_again(beams, members):
+    generator = tiny_generator(kind="byte_bpe")
+    generator = Generator(generator.model, generator.tokenizers, members=[generator] * members)
+    options = {"num_beams": beams, "max_new_tokens": 40}
+    plain = generator.generate(SOURCES, **options)
+    looping = [index for index, target in enumerate(plain) if find_loop(SOURCES[index], target)]
+    # An untrained model has real loops.
+    assert 0 < len(looping) < len(SOURCES) or beams > 1
+    num_unfinished = generator.num_unfinished
+    mended = generator.generate(SOURCES, end_loops=True, **options)
+    assert generator.num_loops == len(looping) and generator.num_looping == 0
+    assert generator.num_unfinished <= 2 * num_unfinished
+    again = generator.generate([SOURCES[index] for index in looping], no_repeat_ngram_size=3, **options)
+    for index, target in enumerate(mended):
+        assert target == (again[looping.index(index)] if index in looping else plain[index])
+    rows = [row[0].text for row in generator.generate_stream(SOURCES, end_loops=True, chunk_size=2, **options)]
+    assert rows == mended
 
 
 def test_prefix_stands_before_every_text_that_is_not_empty(generator):

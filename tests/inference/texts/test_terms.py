@@ -155,7 +155,7 @@ def test_terms_that_cannot_be_forced_are_placed():
 def test_loops_are_decoded_again_and_counted():
     decoder = TextDecoder(identity_generator(lambda text: "so so " * 10))
     decoder.decode(["a cat"])
-    assert decoder.counts["num_loops"] == decoder.counts["num_looping"] == 1
+    assert decoder.generator.num_loops == decoder.generator.num_looping == 1
 
 
 def run_generate(monkeypatch, folder, text, *words):
