@@ -35,6 +35,16 @@ from metaphrase.conversion.families.family import (
     Family,
     Weights,
 )
+from metaphrase.conversion.marian.files import find_model_file, read_model_file, write_npz
+from metaphrase.conversion.marian.network import (
+    marian_name,
+    marian_shape,
+    read_config,
+    to_marian,
+    to_ours,
+    write_options,
+)
+from metaphrase.conversion.marian.vocabulary import find_vocabularies, read_vocabularies, read_vocabulary_map
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import (
     check_output,
@@ -47,10 +57,13 @@ from metaphrase.storage.folders import (
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
 logger = logging.getLogger(__name__)
 
 OURS = MetaphraseConfig.model_type
+# Marian's own file, in the place of a family of transformers.
+MARIAN_FILE = "marian-npz"
 DEFAULT_SHARD_SIZE = "5GB"
 PROVENANCE_NAME = "conversion.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -82,9 +95,11 @@ def convert(
     at a time. Tokenizers and generation settings are copied. The folder appears only when it is complete.
 
     Args:
-        source: Folder or Hub id of a model, in safetensors or in a `pytorch_model.bin`.
+        source: Folder or Hub id of a model, in safetensors or in a `pytorch_model.bin`. Also a model file of Marian, .npz or
+            .bin, with its vocabularies beside it, or the folder of these files.
         output: The folder to write.
-        to: `model_type` of the family to write. None or metaphrase for a checkpoint of another family.
+        to: `model_type` of the family to write, or marian-npz for a file of Marian. None or metaphrase for a checkpoint of
+            another family.
         revision: Branch, tag or commit on the Hub.
         overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
@@ -96,16 +111,27 @@ def convert(
         ValueError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
         OSError: If the checkpoint cannot be read.
     """
-    output, folder, max_shard_bytes = Path(output), find_folder(source, revision), shard_bytes(max_shard_size)
+    marian_file = find_model_file(source)
+    folder = find_folder(source, revision) if marian_file is None else marian_file.parent
+    output, max_shard_bytes = Path(output), shard_bytes(max_shard_size)
     check = functools.partial(check_output, output, [folder], overwrite, PROVENANCE_NAME, "converted")
     check()
     check_model_folder(folder)
-    config = read_json(folder / CONFIG_NAME)
+    config = read_json(folder / CONFIG_NAME) if marian_file is None else {"model_type": MARIAN_FILE}
     model_type = config.get("model_type")
     if model_type != OURS and to not in (None, OURS):
         raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
     if model_type in REFUSED:
         raise ValueError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
+    if MARIAN_FILE in (model_type, to):
+        with folder_in_one_step(output, check) as partial:
+            if marian_file is None:
+                _write_marian(folder, partial)
+            else:
+                _read_marian(marian_file, partial, max_shard_bytes)
+            _copy_files(folder, partial, (*_LICENCES, "*.spm"))
+            write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
+        return output
     family = FAMILIES.get(to if model_type == OURS else model_type)
     if family is None:
         field, value = ("to", to) if model_type == OURS else ("model_type", model_type)
@@ -188,6 +214,61 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
     write_json(output / CONFIG_NAME, written, sort_keys=True)
     _read_generation_config(folder).save_pretrained(output)
     write_weights(output, planned, max_shard_bytes)
+
+
+def _read_marian(file: Path, output: Path, max_shard_bytes: int) -> None:
+    tokenizers = read_vocabularies(find_vocabularies(file.parent))
+    options, weights = read_model_file(file)
+    config = read_config(options, tokenizers.target.pad_token_id, tokenizers.target.eos_token_id)
+    if max(config.encoder_layers, config.decoder_layers) > len(weights):
+        raise ValueError(f"`enc-depth` and `dec-depth` must fit the {len(weights)} weights of {file}.")
+    config.architectures = [MetaphraseForConditionalGeneration.__name__]
+    model = skeleton(MetaphraseForConditionalGeneration, config)
+    decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
+    if len(decoder_layers) != config.decoder_layers:
+        raise ValueError(f"`transformer-tied-layers` must name {config.decoder_layers} layers, got {decoder_layers}.")
+    shapes = _shapes(model)
+    names = {name: marian_name(name, config, decoder_layers) for name in stored_names(model)}
+    refuse_weights("are missing", [theirs for theirs in names.values() if theirs not in weights])
+    refuse_weights("have no place in the model", sorted(weights.keys() - {*names.values()}))
+    planned = {}
+    for name, theirs in names.items():
+        check_shape(theirs, weights[theirs].shape, marian_shape(name, shapes[name]))
+        planned[name] = PlannedTensor(weights[theirs].nbytes, functools.partial(to_ours, name, weights[theirs]))
+    custom_object_save(model, output, config=config)
+    config.save_pretrained(output)
+    # Marian writes no unknown token, and has the limit of 512 tokens in models of OPUS-MT.
+    ids = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
+    suppressed = [tokenizers.target.unk_token_id]
+    GenerationConfig(**ids, max_length=512, suppress_tokens=suppressed).save_pretrained(output)
+    write_weights(output, planned, max_shard_bytes)
+    tokenizers.save_pretrained(output)
+    shortlists = sorted(file.parent.glob("lex*.bin"))
+    if len(shortlists) == 1:
+        read_vocabulary_map(shortlists[0], tokenizers).save(output / VOCABULARY_MAP_NAME, tokenizers)
+    elif shortlists:
+        logger.warning(
+            "The shortlists are left behind: there must be one, got %s.", listed([p.name for p in shortlists])
+        )
+
+
+def _write_marian(folder: Path, output: Path) -> None:
+    config = MetaphraseConfig.from_pretrained(folder)
+    options = write_options(config)
+    model = skeleton(MetaphraseForConditionalGeneration, config)
+    shapes, names = _shapes(model), stored_names(model)
+    arrays = {}
+    with contextlib.ExitStack() as files:
+        weights = WeightFiles(folder, files)
+        refuse_weights("are missing", [name for name in names if name not in weights.kinds])
+        refuse_weights("have no place in the model", [name for name in weights.kinds if name not in shapes])
+        for name in names:
+            check_shape(name, weights.kinds[name].shape, shapes[name])
+            theirs = marian_name(name, config, range(1, config.decoder_layers + 1))
+            arrays[theirs] = to_marian(name, weights.read(name))
+    write_npz(output / "model.npz", options, arrays)
+    if not any(folder.glob("*.spm")):
+        logger.warning("%s holds no vocabulary *.spm: put that of the model of Marian beside model.npz.", folder)
 
 
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:

@@ -414,10 +414,10 @@ VERBS = {
     "convert": Verb(
         "convert weights of T5, BART, Marian and others, or back with --to",
         {
-            "source MODEL": "folder or Hub id, with weights in safetensors or pytorch_model.bin",
+            "source MODEL": "folder or Hub id, with weights in safetensors or pytorch_model.bin; or Marian's .npz or .bin file",
             "output DIR": "folder to write",
             "--to FAMILY": "convert to t5, mt5, umt5, longt5, bart, mbart, plbart, mvp, led, blenderbot, blenderbot-small, "
-            "pegasus, marian, m2m_100, fsmt, encoder-decoder, t5gemma or t5gemma2",
+            "pegasus, marian, m2m_100, fsmt, encoder-decoder, t5gemma, t5gemma2 or marian-npz",
             "--trim_vocabulary FILE...": "keep only the tokens that these text files use, and special tokens",
             "--revision TEXT": "branch, tag or commit on the Hub",
             "--overwrite": "replace an existing conversion",

@@ -1,0 +1,1 @@
+"""Conversion from and to Marian's own files."""
