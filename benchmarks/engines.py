@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from metaphrase.conversion import convert
+from metaphrase.conversion.ctranslate2.export import find_obstacles
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.presets import PRESETS
@@ -154,11 +155,13 @@ def main() -> None:
                     peer = AutoModelForSeq2SeqLM.from_pretrained(theirs, dtype=torch.float32).eval()
             else:
                 model, texts = Path(name), list(iterate_lines(arguments.source))[: max(SENTENCES.values())]
+            engines = [engine for engine in arguments.engines if engine != PEER]
+            if find_obstacles(MetaphraseConfig.from_pretrained(model)):
+                engines = ["torch"]
             for dtype in arguments.dtypes:
                 generators = {
                     engine: Generator.from_pretrained(model, engine=engine, device="cpu", dtype=dtype)
-                    for engine in arguments.engines
-                    if engine != PEER
+                    for engine in engines
                 }
                 if peer is not None:
                     generators[PEER] = Generator(peer, TokenizerPair.from_pretrained(model))

@@ -94,6 +94,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, dict]] = {
     "metaphrase-large": (1024, 24, 8, 16, 2816, {}),
     "metaphrase-long": (256, 6, 3, 4, 704, _LONG),
     "student-tiny": (256, 6, 2, 4, 1024, {}),
+    "student-ssru": (256, 6, 2, 4, 1024, {"decoder_self_attention": "ssru"}),
     "student-base": (512, 6, 2, 8, 1408, {}),
 }
 

@@ -243,6 +243,7 @@ PRESETS = {
     "metaphrase-large": (477_440_000, (24, 8), (16, 16), "silu", 0.1),
     "metaphrase-long": (16_209_664, (6, 3), (4, 4), "silu", 0.1),
     "student-tiny": (17_110_016, (6, 2), (4, 4), "silu", 0.1),
+    "student-ssru": (16_848_384, (6, 2), (4, 4), "silu", 0.1),
     "student-base": (44_181_504, (6, 2), (8, 8), "silu", 0.1),
 }
 
