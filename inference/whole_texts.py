@@ -23,8 +23,10 @@ FORMATS = ("text", "html", "xml")
 FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 
 
-def read_file(path: Path) -> "Subtitles | WordFile":
+def read_file(path: Path, most_bytes: int | None = None) -> "Subtitles | WordFile":
     """Read subtitles or a Word document, by the suffix. The `texts` are XML, in which a line break ends a line.
+
+    A document that unpacks to more than `most_bytes` is refused, by default 256 MB.
 
     Raises:
         ImportError: If a package for the format is missing.
@@ -36,7 +38,7 @@ def read_file(path: Path) -> "Subtitles | WordFile":
     if suffix == ".docx":
         from metaphrase.inference.texts.word_files import WordFile
 
-        file = WordFile(path)
+        file = WordFile(path) if most_bytes is None else WordFile(path, most_bytes)
     else:
         file = Subtitles.read(path)
     if not file.texts:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from email import message_from_bytes
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -14,6 +15,16 @@ Fields = TypeVar("Fields", bound=BaseModel)
 _FORM = "application/x-www-form-urlencoded"
 
 
+async def read_bytes(request: Request) -> bytes:
+    """Return the body. Raises `HTTPException` if it is too large."""
+    body, most = b"", request.app.state.limits.max_body_kilobytes
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > 1024 * most:
+            raise HTTPException(413, f"The body must have at most {most} kB.", {"Connection": "close"})
+    return body
+
+
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
     """Return the fields of a JSON or form body. A form may repeat the fields `lists`.
 
@@ -21,11 +32,7 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
         HTTPException: If the body is too large.
         ValueError: If the body cannot be read, or a field is missing or wrong.
     """
-    body, most = b"", request.app.state.limits.max_body_kilobytes
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > 1024 * most:
-            raise HTTPException(413, f"The body must have at most {most} kB.", {"Connection": "close"})
+    body = await read_bytes(request)
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     try:
         # curl calls every body a form.
@@ -39,6 +46,27 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
     if not isinstance(content, dict):
         raise ValueError(f"The body must be an object with fields, got {type(content).__name__}.")
     return check_fields(content, fields)
+
+
+async def read_upload(request: Request, fields: type[Fields]) -> tuple[Fields, str, bytes]:
+    """Return the fields of a form with a file, and the name and the content of its field `file`.
+
+    Raises:
+        HTTPException: If the body is too large.
+        ValueError: If the body is no such form, or a field is missing or wrong.
+    """
+    head = f"Content-Type: {request.headers.get('content-type', '')}\r\n\r\n".encode()
+    message = message_from_bytes(head + await read_bytes(request))
+    values, name, content = {}, None, b""
+    for part in message.get_payload() if message.is_multipart() else ():
+        field, data = part.get_param("name", header="content-disposition"), part.get_payload(decode=True) or b""
+        if field == "file":
+            name, content = part.get_filename(), data
+        elif isinstance(field, str):
+            values[field] = data.decode(errors="replace")
+    if not name:
+        raise ValueError("The body must be multipart/form-data with a `file` that has a name, got none.")
+    return check_fields(values, fields), name, content
 
 
 def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:

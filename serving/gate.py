@@ -26,7 +26,9 @@ PUBLIC_PATHS = (
     "/languages",
 )
 # LibreTranslate's clients send the key in the body.
-BODY_KEY_PATHS = ("/translate", "/detect")
+BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")
+# Nobody can guess the name of a file there.
+DOWNLOAD_PATH = "/download_file/"
 WRONG_KEY = "The API key must be one of the server's."
 # Schemes of the header Authorization.
 _SCHEMES = ("bearer ", "deepl-auth-key ")
@@ -85,7 +87,11 @@ APIS = (
     Api(("/v1",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
     Api(("/v2",), lambda status, message: {"message": message}, overload=429, wrong_key=403),
-    Api(("/translate", "/detect", "/languages"), lambda status, message: {"error": message}, wrong_key=403),
+    Api(
+        ("/translate", "/translate_file", "/download_file", "/detect", "/languages"),
+        lambda status, message: {"error": message},
+        wrong_key=403,
+    ),
     Api(("/",), _hugging_face_body, unknown_model=404),
 )
 
@@ -180,7 +186,7 @@ class Gate:
             logger.info("client=%s method=%s route=%s status=%d ms=%.1f", client, method, route, status, 1000 * seconds)
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if path in PUBLIC_PATHS:
+        if path in PUBLIC_PATHS or path.startswith(DOWNLOAD_PATH):
             return True
         key = read_key(headers.get(b"authorization", b"").decode("latin-1"))
         # Without a header, the endpoint checks the key of the body.

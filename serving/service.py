@@ -43,6 +43,7 @@ class Query:
     terms: Terms = field(default_factory=Terms)
     keep_tags: Collection[str] = ()
     num_targets: int = 1  # for each source; all but the first are alternatives
+    is_file: bool = False  # True if the texts are of one file, in one language, with lines
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -215,6 +216,8 @@ class Service:
 
             def identify() -> list[dict[str, float]]:
                 texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
+                if query.is_file:
+                    return identify_languages([" ".join(texts)], sources) * len(texts)
                 return identify_languages(texts, sources)
 
             languages = await self.run_in_thread(identify)
@@ -230,7 +233,7 @@ class Service:
 
 def check_query(query: Query, limits: Limits) -> None:
     """Check a request before it waits. Raises `ValueError` if a text or an option is beyond a limit."""
-    if len(query.texts) > limits.max_texts:
+    if len(query.texts) > limits.max_texts and not query.is_file:
         raise ValueError(f"A request must have at most {limits.max_texts} texts, got {len(query.texts)}.")
     if (total := sum(map(len, query.texts))) > limits.max_text_characters:
         raise ValueError(f"A request must have at most {limits.max_text_characters} characters, got {total}.")
@@ -289,6 +292,7 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
             split_sentences=split_sentences,
             terms=query.terms,
             keep_tags=query.keep_tags,
+            has_lines=query.is_file,
         )
         decoder.run_alone = functools.partial(model.batcher.call, ticket)
         targets = [[text] for text in decoder.decode(query.texts, **options)]

@@ -22,7 +22,7 @@ from docx.oxml import OxmlElement
 from docx.oxml.ns import qn
 from lxml import etree
 
-_MOST_BYTES = 256 * 2**20
+MOST_BYTES = 256 * 2**20
 _HAS_TEXT = re.compile(r"[^\W_]")
 # Characters that XML cannot hold.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -46,21 +46,21 @@ class WordFile:
             words are in elements. Images, references and fields are elements that stay as they are.
     """
 
-    def __init__(self, path: Path):
-        """Read a file. Raises `ValueError` if this is no Word document, or would need too much memory."""
+    def __init__(self, path: Path, most_bytes: int = MOST_BYTES):
+        """Read a file. Raises `ValueError` if this is no Word document, or unpacks to more than `most_bytes`."""
         # By default the library does not parse notes.
         PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
         try:
             with zipfile.ZipFile(path) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
-            self._document = docx.Document(str(path)) if size <= _MOST_BYTES else None
+            self._document = docx.Document(str(path)) if size <= most_bytes else None
         except OSError:
             raise
         except Exception as error:
             # The library raises errors of many kinds for damaged files.
             raise ValueError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
         if self._document is None:
-            most, size = _MOST_BYTES >> 20, size >> 20
+            most, size = most_bytes >> 20, size >> 20
             raise ValueError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():

@@ -140,3 +140,73 @@ def test_markup_and_alternatives_of_a_model():
         answer = requests.post(url + "/translate", json={"q": ["the cat"], "alternatives": 3, **languages}).json()
         [best], [others] = answer["translatedText"], answer["alternatives"]
         assert len({best, *others}) == 4
+
+
+SUBTITLES = b"1\n00:00:01,000 --> 00:00:02,000\n<i>the dog</i>\n\n2\n00:00:05,000 --> 00:00:06,000\nsleeps.\n"
+
+
+def upload(url, name, content, **fields):
+    fields = {"source": "en", "target": "de", "api_key": "right"} | fields
+    return requests.post(url + "/translate_file", data=fields, files={"file": (name, content)})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("talk.srt", SUBTITLES, SUBTITLES.upper().replace(b"I>", b"i>")),
+        ("Page.HTML", b"<h1>the dog</h1>\n<p>sleeps", b"<h1>THE DOG</h1>\n<p>SLEEPS"),
+        ("note.txt", "  the K\u00e4se\n\nis old".encode(), "  THE K\u00c4SE\n\nIS OLD".encode()),
+    ],
+)
+def test_files_are_translated(name, content, expected, guarded_url):
+    answer = upload(guarded_url, name, content)
+    assert answer.status_code == 200
+    url = answer.json()["translatedFileUrl"]
+    # The random name is the key.
+    downloaded = requests.get(url)
+    assert downloaded.content == expected and "attachment" in downloaded.headers["content-disposition"]
+    assert url.startswith(guarded_url + "/download_file/") and url.endswith(name[name.index(".") :].lower())
+
+
+def test_a_word_document_of_many_texts_is_translated(tmp_path):
+    docx = pytest.importorskip("docx")
+    # A file may have more texts than other requests.
+    document = docx.Document()
+    for number in range(200):
+        document.add_paragraph(f"dog {number}")
+    document.save(tmp_path / "letter.docx")
+    with running(upper_service()) as url:
+        answer = upload(url, "letter.docx", (tmp_path / "letter.docx").read_bytes(), source="auto")
+        (tmp_path / "again.docx").write_bytes(requests.get(answer.json()["translatedFileUrl"]).content)
+    texts = [paragraph.text for paragraph in docx.Document(tmp_path / "again.docx").paragraphs]
+    assert texts == [f"DOG {number}" for number in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "name", "content", "fields"),
+    [
+        (400, "A file must end in one of .srt", "talk.pdf", b"%PDF", {}),
+        (400, "must be a Word document, got 'a.docx'", "a.docx", b"PK\x03\x04", {}),
+        (400, "must hold text to decode, got none in 'talk.srt'", "talk.srt", b"\n", {}),
+        (400, "must be UTF-8", "note.txt", b"\xff\xfe\xff", {}),
+        (400, "xx is not supported", "talk.srt", SUBTITLES, {"target": "xx"}),
+        (403, "key", "talk.srt", SUBTITLES, {"api_key": "wrong"}),
+        (413, "at most 4 kB", "note.txt", b"a" * 5000, {}),
+    ],
+)
+def test_bad_files_are_refused(status, message, name, content, fields, guarded_url):
+    pytest.importorskip("docx")
+    answer = upload(guarded_url, name, content, **fields)
+    assert answer.status_code == status and message in answer.json()["error"]
+
+
+def test_bodies_without_a_file_are_refused(guarded_url):
+    for kind, body in (
+        ("application/json", "{}"),
+        ("multipart/form-data", "x"),
+        ("multipart/form-data; boundary=a", "--a--"),
+    ):
+        headers = {"Content-Type": kind, "Authorization": "Bearer right"}
+        answer = requests.post(guarded_url + "/translate_file", data=body, headers=headers)
+        assert answer.status_code == 400 and "multipart/form-data" in answer.json()["error"]
+    assert requests.get(guarded_url + "/download_file/none.srt").status_code == 404
