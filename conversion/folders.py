@@ -225,7 +225,7 @@ def _read_marian(file: Path, output: Path, max_shard_bytes: int) -> None:
     config.architectures = [MetaphraseForConditionalGeneration.__name__]
     model = skeleton(MetaphraseForConditionalGeneration, config)
     decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
-    if len(decoder_layers) != config.decoder_layers:
+    if isinstance(decoder_layers, int | str) or len(decoder_layers) != config.decoder_layers:
         raise ValueError(f"`transformer-tied-layers` must name {config.decoder_layers} layers, got {decoder_layers}.")
     shapes = _shapes(model)
     names = {name: marian_name(name, config, decoder_layers) for name in stored_names(model)}

@@ -16,6 +16,7 @@ import uvicorn
 import yaml
 from huggingface_hub import constants
 from local_server import demo_service, running
+from marian_models import write_model, write_shortlist
 from source_files import ROOT, SOURCES
 from tiny_generator import save_generator, tiny_generator, tiny_pair
 from tiny_languages import nllb_tokenizer
@@ -131,6 +132,10 @@ def template(tmp_path_factory):
         config = M2M100Config(**sizes | {"pad_token_id": 1, "vocab_size": len(tokenizer)}, max_position_embeddings=64)
         M2M100ForConditionalGeneration(config).save_pretrained(folder / "models" / name)
     convert(folder / "models" / "rus-tyv", folder / "runs" / "rus-tyv")
+    options, _ = write_model(folder / "models" / "enpt")
+    size = options["dim-vocabs"][0]
+    write_shortlist(folder / "models" / "enpt" / "lex.s2t.bin", size, 4, [[5]] * size)
+    convert(folder / "models" / "enpt", folder / "runs" / "enpt")
     return folder
 
 
