@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/engines.py --output benchmarks/results/engines_zen4.json
 
 A model is a preset with random weights, or the folder of a trained model. Random models get large logits, since flat ones are
-slower to search, and no end of sequence, so that all targets have the same length. Each engine makes the same batches of
+slower to search, and no end of sequence, so that all targets have the same length,
+`--max_new_tokens`. Each engine makes the same batches of
 similar length. Contestants take turns, and each round starts with another one, so that other load on the machine affects
 all of them. The time is processor time of one thread. transformers runs a random model as its own Marian class, in float32.
 The report also says how many calls torch makes in a step of ours, and which part of their time is matrix products.
@@ -34,10 +35,9 @@ from metaphrase.tokenization import TokenizerPair, iterate_lines
 BEAMS, BATCHES, DTYPES = (1, 4), (1, 32), ("float32", "int8")
 # Sentences of a batch of 1 take long.
 SENTENCES = {1: 16, 32: 96}
-MAX_NEW_TOKENS = 20
 PEER = "transformers"
 # Matrix products of torch.
-PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "mkl::_mkl_linear")
+PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "mkl::_mkl_linear", "mkldnn::_linear_pointwise")
 
 
 def save_random(config: MetaphraseConfig, folder: Path) -> Path:
@@ -71,11 +71,16 @@ def random_texts(count: int, vocab_size: int) -> list[str]:
 
 
 def measure(
-    generators: dict[str, Generator], texts: list[str], num_beams: int, batch_size: int, rounds: int
+    generators: dict[str, Generator],
+    texts: list[str],
+    num_beams: int,
+    batch_size: int,
+    rounds: int,
+    max_new_tokens: int,
 ) -> dict[str, dict]:
     """Return the report of one setting."""
     options = {"num_beams": num_beams, "do_sample": False, "early_stopping": num_beams > 1}
-    options["max_new_tokens"] = MAX_NEW_TOKENS
+    options["max_new_tokens"] = max_new_tokens
     names, outputs = list(generators), {}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for generator in generators.values():
@@ -106,7 +111,7 @@ def measure(
         report["auto"] |= {"better_engine": best, "speed_of_better": speed("auto", best)}
     profile = {}
     if "torch" in names:
-        profile = profile_steps(generators["torch"], chosen, options, MAX_NEW_TOKENS * -(-len(chosen) // batch_size))
+        profile = profile_steps(generators["torch"], chosen, options, max_new_tokens * -(-len(chosen) // batch_size))
     return {"sentences": len(chosen)} | report | profile
 
 
@@ -117,7 +122,7 @@ def profile_steps(generator: Generator, texts: list[str], options: dict, num_ste
     calls = profiler.key_averages()
     seconds = sum(call.self_cpu_time_total for call in calls)
     products = sum(call.self_cpu_time_total for call in calls if call.key in PRODUCTS)
-    number = sum(call.count for call in calls if call.key.startswith(("aten::", "mkl::")))
+    number = sum(call.count for call in calls if call.key.startswith(("aten::", "mkl")))
     return {"calls_per_step": round(number / num_steps), "share_of_products": round(products / seconds, 3)}
 
 
@@ -133,6 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", choices=(*ENGINES, PEER), default=["torch", "ctranslate2", "auto", PEER]
     )
+    parser.add_argument("--max_new_tokens", type=int, default=20, help="tokens of a target [%(default)s]")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each [%(default)s]")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     arguments = parser.parse_args()
@@ -168,7 +174,9 @@ def main() -> None:
                 for num_beams in arguments.beams:
                     for batch_size in arguments.batches:
                         setting = f"{dtype}, beam {num_beams}, batch {batch_size}"
-                        settings[setting] = measure(generators, texts, num_beams, batch_size, arguments.rounds)
+                        settings[setting] = measure(
+                            generators, texts, num_beams, batch_size, arguments.rounds, arguments.max_new_tokens
+                        )
                         print(name, setting, json.dumps(settings[setting]), flush=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
