@@ -126,6 +126,14 @@ def test_a_target_that_repeats_itself_is_decoded_again(beams, members):
     assert rows == mended
 
 
+def test_a_target_that_still_repeats_itself_stays(generator, monkeypatch):
+    plain = generator.generate(SOURCES, max_new_tokens=20)
+    assert plain != generator.generate(SOURCES, max_new_tokens=20, no_repeat_ngram_size=3)
+    monkeypatch.setattr(module, "find_loop", lambda source, target: target)
+    assert generator.generate(SOURCES, max_new_tokens=20, end_loops=True) == plain
+    assert generator.num_looping == len(SOURCES)
+
+
 def test_prefix_stands_before_every_text_that_is_not_empty(generator):
     prefixed = tiny_generator(source_prefix="the ")
     targets = prefixed.generate([*SOURCES, " "])

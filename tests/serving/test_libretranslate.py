@@ -2,6 +2,7 @@
 
 import io
 import json
+import zipfile
 from urllib.error import HTTPError
 
 import pytest
@@ -12,6 +13,7 @@ from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
 from metaphrase.inference.texts.plan import Terms
+from metaphrase.serving import libretranslate
 from metaphrase.serving.batcher import Batcher
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
@@ -145,6 +147,14 @@ def test_markup_and_alternatives_of_a_model():
 SUBTITLES = b"1\n00:00:01,000 --> 00:00:02,000\n<i>the dog</i>\n\n2\n00:00:05,000 --> 00:00:06,000\nsleeps.\n"
 
 
+def zipped(content):
+    """Return a zip archive of one file."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", content)
+    return stream.getvalue()
+
+
 def upload(url, name, content, **fields):
     fields = {"source": "en", "target": "de", "api_key": "right"} | fields
     return requests.post(url + "/translate_file", data=fields, files={"file": (name, content)})
@@ -168,6 +178,28 @@ def test_files_are_translated(name, content, expected, guarded_url):
     assert url.startswith(guarded_url + "/download_file/") and url.endswith(name[name.index(".") :].lower())
 
 
+def test_the_server_keeps_the_last_files(guarded_url, monkeypatch):
+    monkeypatch.setattr(libretranslate, "_MOST_FILES", 1)
+    first, second = (upload(guarded_url, "note.txt", b"a cat").json()["translatedFileUrl"] for _ in range(2))
+    assert (requests.get(first).status_code, requests.get(second).status_code) == (404, 200)
+
+
+def test_a_file_has_one_language():
+    batcher, upper, lower = Batcher(), identity_generator(str.upper), identity_generator(str.lower)
+    models = [
+        ServedModel(f"{source}-fr", generator, batcher, languages=(source, "fr"), task="translation")
+        for source, generator in (("en", upper), ("de", lower))
+    ]
+    english = "The small dog runs through the garden."
+    content = SUBTITLES.replace(b"<i>the dog</i>", f"{LONG_GERMAN} {LONG_GERMAN}".encode()).replace(
+        b"sleeps.", english.encode()
+    )
+    with running(Service(models, batcher)) as url:
+        answer = upload(url, "talk.srt", content, source="auto", target="fr")
+        text = requests.get(answer.json()["translatedFileUrl"]).text
+    assert text.endswith(english.lower() + "\n")
+
+
 def test_a_word_document_of_many_texts_is_translated(tmp_path):
     docx = pytest.importorskip("docx")
     # A file may have more texts than other requests.
@@ -188,6 +220,7 @@ def test_a_word_document_of_many_texts_is_translated(tmp_path):
         (400, "A file must end in one of .srt", "talk.pdf", b"%PDF", {}),
         (400, "must be a Word document, got 'a.docx'", "a.docx", b"PK\x03\x04", {}),
         (400, "must hold text to decode, got none in 'talk.srt'", "talk.srt", b"\n", {}),
+        (400, "must unpack to at most", "bomb.docx", zipped(b"0" * 10**6), {}),
         (400, "must be UTF-8", "note.txt", b"\xff\xfe\xff", {}),
         (400, "xx is not supported", "talk.srt", SUBTITLES, {"target": "xx"}),
         (403, "key", "talk.srt", SUBTITLES, {"api_key": "wrong"}),
