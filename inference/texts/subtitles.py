@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Libraries for subtitles write a file anew. They lose the settings and comments of WebVTT, and further sections of ASS.
-_CUE = re.compile(r"^([^\n]*-->[^\n]*)()\n((?:(?![^\n]*-->)[^\n]*\S[^\n]*(?:\n|\Z))*)", re.MULTILINE)
+# A part of a line that stands once in a pattern cannot be tried in many ways, which would take hours for hostile lines.
+_CUE = re.compile(r"^(?=[^\n]*-->)([^\n]*)()\n((?:(?![^\n]*-->)(?=[^\n]*\S)[^\n]*(?:\n|\Z))*)", re.MULTILINE)
 _DIALOGUE = re.compile(r"^Dialogue:[^\n,]*,([^\n,]*,[^\n,]*),((?:[^\n,]*,){6})([^\n]*)", re.MULTILINE)
 _TIME = re.compile(r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)")
 # Shapes, and songs with a time for each syllable.
 _NO_TEXT = re.compile(r"\{[^{}]*\\(?:p[1-9]|[kK])")
-_TAG = re.compile(r"<(?P<end>/?)(?P<name>[A-Za-z]\w*)[^<>]*>|\{\\(?P<style>[ibus])(?P<on>[01])\}|\{[^{}]*\}")
+_TAG = re.compile(r"<(?P<end>/?)(?P<name>[A-Za-z]\w*)\b[^<>]*>|\{\\(?P<style>[ibus])(?P<on>[01])\}|\{[^{}]*\}")
 _HAS_TEXT = re.compile(r"[^\W_]")
 _SENTENCE_END = re.compile(r"[.!?…:;。！？：；\])♪\"”»\-–—]$")
 # Dashes of speakers, sounds in brackets, and songs.
 _OWN_SENTENCE = re.compile(r"[-–—\[(♪>]")
-# A line break is a space, but not before the dash of another speaker.
-_LINE_BREAK = re.compile(r"\s*\n(?!\s*(?:<[^<>]*>)*[-–—])\s*")
+_DASH = re.compile(r"(?:<[^<>]*>)*[-–—]")
 _PIECE = re.compile(r"<[^<>]*>|&#?\w+;|\s+|.")
 _CHINESE = re.compile(r"[\u3040-\u9fff]")
 _MOST_SECONDS, _MOST_EVENTS = 2.0, 5
@@ -57,7 +57,7 @@ class Subtitles:
     is_vtt: bool
     is_ass: bool
     groups: list[list[_Event]] = field(default_factory=list)
-    # What a numbered tag stands for.
+    # The markup of each numbered tag.
     markup: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -148,7 +148,11 @@ class Subtitles:
                 tag = f"<t{offset + index}>" if index in partners else f'<t{offset + index} translate="no"/>'
             self.markup[tag] = piece.group()
             parts.append(tag)
-        text = _LINE_BREAK.sub(" ", "".join(parts).strip())
+        lines = [line.strip() for line in "".join(parts).split("\n") if line.strip()]
+        # A line break is a space, but not before the dash of another speaker.
+        text = "".join(
+            (("\n" if _DASH.match(line) else " ") if index else "") + line for index, line in enumerate(lines)
+        )
         before, after = (
             "".join(piece if isinstance(piece, str) else piece.group() for piece in part)
             for part in (pieces[:first], pieces[last:])

@@ -188,3 +188,23 @@ def test_errors_leave_the_output(monkeypatch, tmp_path, name, content, words, me
     with pytest.raises(ValueError, match=message):
         run(monkeypatch, tmp_path, name, *(() if "--resume" in words else ("--overwrite",)), *words)
     assert (tmp_path / f"out.{name}").read_text() == "old"
+
+
+HOSTILE = {
+    "arrows": ".srt\n" + "-->" * 100_000,
+    "open tag": ".srt\n1\n00:00:01,000 --> 00:00:02,000\n<" + "a" * 100_000,
+    "spaces": ".vtt\n00:01.000 --> 00:02.000\n" + " " * 100_000,
+    "breaks": ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "\\N" * 50_000 + "- b",
+    "braces": ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "{" * 100_000 + "\\" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_lines_are_read_in_one_pass(name, tmp_path):
+    # Patterns that try a line in many ways would not end.
+    suffix, _, content = HOSTILE[name].partition("\n")
+    path = tmp_path / f"talk{suffix}"
+    path.write_text(content, encoding="utf-8")
+    subtitles = Subtitles.read(path)
+    subtitles.write(subtitles.texts, path)
+    assert len(subtitles.texts) <= 1
