@@ -1,8 +1,8 @@
 """Read the body of a request: JSON or a form, checked by a model of its fields."""
 
 import json
+import re
 from collections.abc import Mapping
-from email import message_from_bytes
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from metaphrase.storage.hints import explain_error
 
 Fields = TypeVar("Fields", bound=BaseModel)
+# Characters of the head of a part of a form.
+_LONGEST_HEAD = 1000
 _FORM = "application/x-www-form-urlencoded"
 
 
@@ -55,15 +57,18 @@ async def read_upload(request: Request, fields: type[Fields]) -> tuple[Fields, s
         HTTPException: If the body is too large.
         ValueError: If the body is no such form, or a field is missing or wrong.
     """
-    head = f"Content-Type: {request.headers.get('content-type', '')}\r\n\r\n".encode()
-    message = message_from_bytes(head + await read_bytes(request))
+    boundary = re.search('boundary="?([^";,\\s]{1,70})', request.headers.get("content-type", ""))
+    body = b"\r\n" + await read_bytes(request)
     values, name, content = {}, None, b""
-    for part in message.get_payload() if message.is_multipart() else ():
-        field, data = part.get_param("name", header="content-disposition"), part.get_payload(decode=True) or b""
-        if field == "file":
-            name, content = part.get_filename(), data
-        elif isinstance(field, str):
-            values[field] = data.decode(errors="replace")
+    for part in body.split(b"\r\n--" + boundary[1].encode())[1:] if boundary else ():
+        head, _, data = part.partition(b"\r\n\r\n")
+        # A short head alone is searched, since a search may be slow for a hostile one.
+        head = head[:_LONGEST_HEAD].decode(errors="replace")
+        field, file = re.search('[; ]name="([^"]*)"', head), re.search('filename\\*?=(?:[^"; ]*\'\')?"?([^";]*)', head)
+        if field and field[1] == "file" and file:
+            name, content = file[1].strip(), data
+        elif field:
+            values[field[1]] = data.decode(errors="replace")
     if not name:
         raise ValueError("The body must be multipart/form-data with a `file` that has a name, got none.")
     return check_fields(values, fields), name, content

@@ -243,3 +243,26 @@ def test_bodies_without_a_file_are_refused(guarded_url):
         answer = requests.post(guarded_url + "/translate_file", data=body, headers=headers)
         assert answer.status_code == 400 and "multipart/form-data" in answer.json()["error"]
     assert requests.get(guarded_url + "/download_file/none.srt").status_code == 404
+
+
+HOSTILE = {
+    "a long header": b'--a\r\nContent-Disposition: form-data; a="' + b";" * 900_000,
+    "nested parts": b"".join(
+        b"--%s\r\nContent-Type: multipart/mixed; boundary=%s\r\n\r\n" % (b"a" * n, b"a" * (n + 1))
+        for n in range(1, 900)
+    ),
+    "many parts": b"--a\r\n\r\nx\r\n" * 90_000,
+}
+
+
+def test_names_of_files_may_be_of_any_letters(guarded_url):
+    # requests writes such a name by its second form.
+    assert upload(guarded_url, "Äpfel und \u4e2d.srt", SUBTITLES).status_code == 200
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_forms_are_refused(name):
+    with running(upper_service()) as url:
+        headers = {"Content-Type": "multipart/form-data; boundary=a"}
+        answer = requests.post(url + "/translate_file", data=HOSTILE[name], headers=headers, timeout=20)
+    assert answer.status_code == 400 and "multipart/form-data" in answer.json()["error"]
