@@ -16,9 +16,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTra
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
-from metaphrase.conversion.families.family import HEAD, are_equal
-from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
-from metaphrase.conversion.folders import (
+from metaphrase.conversion.checkpoints import (
     DEFAULT_SHARD_SIZE,
     OURS,
     check_shape,
@@ -29,6 +27,8 @@ from metaphrase.conversion.folders import (
     skeleton,
     stored_names,
 )
+from metaphrase.conversion.families.family import HEAD, are_equal
+from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING, STACKS
 from metaphrase.storage.folders import (

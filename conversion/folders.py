@@ -1,18 +1,11 @@
 """Conversion of a checkpoint folder, one tensor at a time."""
 
 import contextlib
-import fnmatch
 import functools
 import logging
 import os
-import re
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -23,8 +16,23 @@ from transformers import (
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
-from transformers.utils.hub import convert_file_size_to_int
 
+from metaphrase.conversion.checkpoints import (
+    DEFAULT_SHARD_SIZE,
+    OURS,
+    PROVENANCE_NAME,
+    TOKENIZER_FILES,
+    check_shape,
+    copy_files,
+    copy_licences,
+    find_folder,
+    matches_any,
+    refuse_weights,
+    shapes,
+    shard_bytes,
+    skeleton,
+    stored_names,
+)
 from metaphrase.conversion.families import FAMILIES, REFUSED
 from metaphrase.conversion.families.family import (
     DECODER_EMBEDDING,
@@ -35,43 +43,17 @@ from metaphrase.conversion.families.family import (
     Family,
     Weights,
 )
-from metaphrase.conversion.marian.files import find_model_file, read_model_file, write_npz
-from metaphrase.conversion.marian.network import (
-    marian_name,
-    marian_shape,
-    read_config,
-    to_marian,
-    to_ours,
-    write_options,
-)
-from metaphrase.conversion.marian.vocabulary import find_vocabularies, read_vocabularies, read_vocabulary_map
+from metaphrase.conversion.marian.files import find_model_file
+from metaphrase.conversion.marian.folder import MARIAN_FILE, read_marian, write_marian
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.folders import (
-    check_output,
-    folder_in_one_step,
-    read_json,
-    refuse_outer_links,
-    write_json,
-    write_provenance,
-)
+from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
 logger = logging.getLogger(__name__)
 
-OURS = MetaphraseConfig.model_type
-# Marian's own file, in the place of a family of transformers.
-MARIAN_FILE = "marian-npz"
-DEFAULT_SHARD_SIZE = "5GB"
-PROVENANCE_NAME = "conversion.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_TOKENIZER_FILES = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt", "*.spm", "*.model"),
-    *("spiece.*", "chat_template*", "dict.txt", "bpe.codes"),
-)
-_LICENCES = ("LICENSE*", "NOTICE*")
 # Pipelines read these fields of every family's configuration.
 _TASK_FIELDS = ("prefix", "task_specific_params")
 # transformers does not list these unless sentencepiece is installed.
@@ -126,10 +108,11 @@ def convert(
     if MARIAN_FILE in (model_type, to):
         with folder_in_one_step(output, check) as partial:
             if marian_file is None:
-                _write_marian(folder, partial)
+                write_marian(folder, partial)
             else:
-                _read_marian(marian_file, partial, max_shard_bytes)
-            _copy_files(folder, partial, (*_LICENCES, "*.spm"))
+                read_marian(marian_file, partial, max_shard_bytes)
+            copy_licences(folder, partial)
+            copy_files(folder, partial, ["*.spm"])
             write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
         return output
     family = FAMILIES.get(to if model_type == OURS else model_type)
@@ -150,33 +133,6 @@ def convert(
             _copy_tokenizers(folder, partial, model_type)
             write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
     return output
-
-
-def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint, which is downloaded if it is a name on the Hub."""
-    name = os.fspath(source)
-    if os.path.isdir(name):
-        return Path(name)
-    files = ["*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*"]
-
-    def download(patterns: Sequence[str]) -> Path:
-        # Folders hold a run's checkpoints or other formats. A star also matches a slash.
-        ignored = ["*/*.safetensors", "*/*.bin"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
-
-    try:
-        folder = download(files)
-        # Many models have their weights in both formats.
-        return folder if weight_names(folder) else download([*files, "pytorch_model*.bin"])
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise ValueError(
-            f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
-        ) from error
-
-
-def shard_bytes(size: int | str) -> int:
-    """Return a limit of a weight file in bytes, such as 500MB."""
-    return int(size) if str(size).isdecimal() else convert_file_size_to_int(size)
 
 
 def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_bytes: int) -> None:
@@ -216,61 +172,6 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
     write_weights(output, planned, max_shard_bytes)
 
 
-def _read_marian(file: Path, output: Path, max_shard_bytes: int) -> None:
-    tokenizers = read_vocabularies(find_vocabularies(file.parent))
-    options, weights = read_model_file(file)
-    config = read_config(options, tokenizers.target.pad_token_id, tokenizers.target.eos_token_id)
-    if max(config.encoder_layers, config.decoder_layers) > len(weights):
-        raise ValueError(f"`enc-depth` and `dec-depth` must fit the {len(weights)} weights of {file}.")
-    config.architectures = [MetaphraseForConditionalGeneration.__name__]
-    model = skeleton(MetaphraseForConditionalGeneration, config)
-    decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
-    if isinstance(decoder_layers, int | str) or len(decoder_layers) != config.decoder_layers:
-        raise ValueError(f"`transformer-tied-layers` must name {config.decoder_layers} layers, got {decoder_layers}.")
-    shapes = _shapes(model)
-    names = {name: marian_name(name, config, decoder_layers) for name in stored_names(model)}
-    refuse_weights("are missing", [theirs for theirs in names.values() if theirs not in weights])
-    refuse_weights("have no place in the model", sorted(weights.keys() - {*names.values()}))
-    planned = {}
-    for name, theirs in names.items():
-        check_shape(theirs, weights[theirs].shape, marian_shape(name, shapes[name]))
-        planned[name] = PlannedTensor(weights[theirs].nbytes, functools.partial(to_ours, name, weights[theirs]))
-    custom_object_save(model, output, config=config)
-    config.save_pretrained(output)
-    # Marian writes no unknown token, and has the limit of 512 tokens in models of OPUS-MT.
-    ids = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
-    suppressed = [tokenizers.target.unk_token_id]
-    GenerationConfig(**ids, max_length=512, suppress_tokens=suppressed).save_pretrained(output)
-    write_weights(output, planned, max_shard_bytes)
-    tokenizers.save_pretrained(output)
-    shortlists = sorted(file.parent.glob("lex*.bin"))
-    if len(shortlists) == 1:
-        read_vocabulary_map(shortlists[0], tokenizers).save(output / VOCABULARY_MAP_NAME, tokenizers)
-    elif shortlists:
-        logger.warning(
-            "The shortlists are left behind: there must be one, got %s.", listed([p.name for p in shortlists])
-        )
-
-
-def _write_marian(folder: Path, output: Path) -> None:
-    config = MetaphraseConfig.from_pretrained(folder)
-    options = write_options(config)
-    model = skeleton(MetaphraseForConditionalGeneration, config)
-    shapes, names = _shapes(model), stored_names(model)
-    arrays = {}
-    with contextlib.ExitStack() as files:
-        weights = WeightFiles(folder, files)
-        refuse_weights("are missing", [name for name in names if name not in weights.kinds])
-        refuse_weights("have no place in the model", [name for name in weights.kinds if name not in shapes])
-        for name in names:
-            check_shape(name, weights.kinds[name].shape, shapes[name])
-            theirs = marian_name(name, config, range(1, config.decoder_layers + 1))
-            arrays[theirs] = to_marian(name, weights.read(name))
-    write_npz(output / "model.npz", options, arrays)
-    if not any(folder.glob("*.spm")):
-        logger.warning("%s holds no vocabulary *.spm: put that of the model of Marian beside model.npz.", folder)
-
-
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
     target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
 
@@ -285,34 +186,17 @@ def _read_generation_config(folder: Path) -> GenerationConfig:
 def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
     copy_licences(folder, output)
     for name in ("", TARGET_SUBFOLDER):
-        _copy_files(folder, output, _TOKENIZER_FILES, name)
+        copy_files(folder, output, TOKENIZER_FILES, name)
     settings, config = output / _TOKENIZER_CONFIG, read_json(folder / CONFIG_NAME)
     content = read_json(settings) if settings.is_file() else {}
     if model_type == "encoder-decoder":
         model_type = config["encoder"]["model_type"]
     named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
     tokenizer_class = _tokenizer_class(model_type, named_class)
-    has_tokenizer = any(_matches_any(path.name, _TOKENIZER_FILES) for path in output.iterdir())
+    has_tokenizer = any(matches_any(path.name, TOKENIZER_FILES) for path in output.iterdir())
     if has_tokenizer and tokenizer_class is not None:
         # Without a name transformers would choose by the model type, which has changed.
         write_json(settings, content | {"tokenizer_class": tokenizer_class})
-
-
-def copy_licences(folder: Path, output: Path) -> None:
-    """Copy licences and notices of a checkpoint."""
-    _copy_files(folder, output, _LICENCES)
-
-
-def _copy_files(folder: Path, output: Path, patterns: Sequence[str], name: str = "") -> None:
-    for path in sorted((folder / name).iterdir()) if (folder / name).is_dir() else ():
-        if path.is_file() and _matches_any(path.name, patterns):
-            refuse_outer_links(folder, [path], "source")
-            (output / name).mkdir(exist_ok=True)
-            shutil.copyfile(path, output / name / path.name)
-
-
-def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
@@ -321,26 +205,9 @@ def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
     return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class
 
 
-def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model with names and shapes of weights, but without memory for them."""
-    with torch.device("meta"):
-        return model_class(config)
-
-
-def stored_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the weights in a model's checkpoint. Tied weights are stored once."""
-    ignored = model._keys_to_ignore_on_save or ()
-    tied = model.all_tied_weights_keys
-    return [
-        name
-        for name in model.state_dict()
-        if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
-    ]
-
-
 def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
     """Plan our weights, with the shapes of the skeleton `ours`, from a family's checkpoint."""
-    config, shapes = ours.config, _shapes(ours)
+    config, our_shapes = ours.config, shapes(ours)
     counterparts = {
         name: Counterpart(family.embedding_name(name, weights))
         if name in family.embedding_names
@@ -362,7 +229,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
         kind = weights.kind(theirs.name)
         if not kind.is_floating_point:
             raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
-        check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
+        check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
         make = functools.partial(lambda theirs: theirs.to_ours(weights.read(theirs.name)), theirs)
         planned[name] = PlannedTensor(kind.nbytes, make)
     return planned
@@ -373,8 +240,8 @@ def plan_theirs(
 ) -> dict[str, PlannedTensor]:
     """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""
     config, stored = ours.config, stored_names(ours)
-    our_shapes = _shapes(ours)
-    their_shapes = {family.file_name(name): shape for name, shape in _shapes(theirs).items()}
+    our_shapes = shapes(ours)
+    their_shapes = {family.file_name(name): shape for name, shape in shapes(theirs).items()}
     refuse_weights("are missing", [name for name in stored if name not in weights.kinds])
     refuse_weights("have no place in the model", [name for name in weights.kinds if name not in our_shapes])
     for name in stored:
@@ -405,10 +272,6 @@ def plan_theirs(
     return planned
 
 
-def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
-
-
 def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, str]:
     """Return our stored weight for each of the family's `embedding_names`."""
     decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
@@ -424,15 +287,3 @@ def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, st
         for ours, names in family.embedding_names.items()
     }
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
-
-
-def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Refuse a weight of another shape."""
-    if shape != expected:
-        raise ValueError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
-
-
-def refuse_weights(problem: str, names: list[str]) -> None:
-    """Refuse weights, if there are any."""
-    if names:
-        raise ValueError(f"Weights {problem}: {listed(names)}.")

@@ -16,12 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
-from metaphrase.conversion.folders import (
+from metaphrase.conversion.checkpoints import (
     DEFAULT_SHARD_SIZE,
     OURS,
     PROVENANCE_NAME,
-    convert,
     copy_licences,
     find_folder,
     refuse_weights,
@@ -29,6 +27,8 @@ from metaphrase.conversion.folders import (
     skeleton,
     stored_names,
 )
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
+from metaphrase.conversion.folders import convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder

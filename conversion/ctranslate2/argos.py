@@ -8,8 +8,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from metaphrase.conversion.checkpoints import find_folder
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
-from metaphrase.conversion.folders import find_folder
 from metaphrase.storage.folders import file_in_one_step, json_text, read_json
 from metaphrase.tokenization import TokenizerPair
 

@@ -15,9 +15,7 @@ from marian_models import (
     NETWORKS,
     TEXTS,
     WIDTH,
-    draw_weights,
     marian_logits,
-    options_of,
     write_model,
     write_shortlist,
     yaml_bytes,
@@ -85,25 +83,6 @@ def test_way_back_is_the_same_to_the_last_bit(network, kind, tmp_path):
     first, second = (tmp_path / name / "model.safetensors" for name in ("ours", "ours-again"))
     assert first.read_bytes() == second.read_bytes()
     assert read(tmp_path / "ours" / "conversion.json")["from"] == "marian-npz"
-
-
-@pytest.mark.parametrize("network", ["ssru", "ssru-pre-norm"])
-def test_weights_of_the_recurrence_have_our_names(network, tmp_path):
-    """The mapping alone, without a network."""
-    from metaphrase.conversion.marian.network import marian_name, read_config, to_ours
-
-    options = options_of(network, 20)
-    weights = draw_weights(options)
-    config = read_config(options, 20, 0)
-    config.decoder_self_attention = "ssru"
-    layer = "model.decoder.layers.1."
-    names = [f"{layer}self_attn.input_proj.weight", f"{layer}self_attn.forget_proj.weight"]
-    names += [f"{layer}self_attn.forget_proj.bias", f"{layer}self_attn_norm.weight", f"{layer}cross_attn_norm.bias"]
-    theirs = [marian_name(name, config, range(1, 3)) for name in names]
-    assert set(theirs) < weights.keys()
-    assert theirs[:3] == ["decoder_l2_rnn_W", "decoder_l2_rnn_Wf", "decoder_l2_rnn_bf"]
-    assert np.array_equal(to_ours(names[0], weights[theirs[0]]), weights["decoder_l2_rnn_W"].T)
-    assert np.array_equal(to_ours(names[2], weights[theirs[2]]), weights["decoder_l2_rnn_bf"][0])
 
 
 @pytest.mark.parametrize(

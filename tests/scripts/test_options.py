@@ -3,8 +3,8 @@
 import pytest
 from transformers import GenerationConfig
 
+from metaphrase.conversion.checkpoints import DEFAULT_SHARD_SIZE
 from metaphrase.conversion.families import FAMILIES
-from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE
 from metaphrase.data.pairs import READERS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.inference import ENGINES
