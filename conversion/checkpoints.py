@@ -1,4 +1,4 @@
-"""Folders of checkpoints for all conversions: found, checked, copied, and as a network without memory for weights."""
+"""Helpers of all conversions: find a checkpoint, copy its files, and compare its weights with those of a network."""
 
 import fnmatch
 import os

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ValidationError
 from metaphrase.storage.hints import explain_error
 
 Fields = TypeVar("Fields", bound=BaseModel)
-# Characters of the head of a part of a form.
-_LONGEST_HEAD = 1000
 _FORM = "application/x-www-form-urlencoded"
 
 
@@ -62,8 +60,7 @@ async def read_upload(request: Request, fields: type[Fields]) -> tuple[Fields, s
     values, name, content = {}, None, b""
     for part in body.split(b"\r\n--" + boundary[1].encode())[1:] if boundary else ():
         head, _, data = part.partition(b"\r\n\r\n")
-        # A short head alone is searched, since a search may be slow for a hostile one.
-        head = head[:_LONGEST_HEAD].decode(errors="replace")
+        head = head.decode(errors="replace")
         field, file = re.search('[; ]name="([^"]*)"', head), re.search('filename\\*?=(?:[^"; ]*\'\')?"?([^";]*)', head)
         if field and field[1] == "file" and file:
             name, content = file[1].strip(), data

@@ -1,6 +1,7 @@
 """LibreTranslate's API: `libretranslatepy`, and the many applications that speak to a LibreTranslate server."""
 
 import asyncio
+import reprlib
 import secrets
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from metaphrase.inference.whole_texts import read_file
+from metaphrase.inference.whole_texts import FILE_SUFFIXES, read_file
 from metaphrase.serving.bodies import read_body, read_upload, schema_of
 from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
 from metaphrase.serving.models import base_code, identify_languages, name_of
@@ -103,6 +104,8 @@ def make_router(service: Service) -> APIRouter:
         body, name, content = await read_upload(request, File)
         check_key(request, body.api_key)
         source, suffix = check_languages(body.source, body.target), Path(name).suffix.lower()
+        if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
+            raise ValueError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         languages = {"source_lang": source, "target_lang": body.target}
         if suffix in _FORMATS:
             query = Query([decode_text(content)], **languages, text_format=_FORMATS[suffix])
@@ -155,7 +158,7 @@ def decode_text(content: bytes) -> str:
 
 
 def open_file(path: Path, name: str, most_bytes: int) -> Any:
-    """Read a file of a client; `ValueError` if the file is too large or damaged, or of another format."""
+    """Read a file of a client; `ValueError` if the file is too large or damaged, or a package for it is missing."""
     try:
         return read_file(path, most_bytes)
     except ImportError as error:

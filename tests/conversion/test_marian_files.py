@@ -65,6 +65,7 @@ def test_way_back_is_the_same_to_the_last_bit(network, kind, tmp_path):
     if kind == "bin" and network == "three-embeddings":
         pytest.skip("a separate head of 8 bits is refused")
     options, weights = write_model(tmp_path / "theirs", network, kind)
+    (tmp_path / "theirs" / "LICENSE").write_text("Free", encoding="utf-8")
     convert(tmp_path / "theirs", tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "again", to="marian-npz")
     written_options, written = read_model_file(tmp_path / "again" / "model.npz")
@@ -77,7 +78,8 @@ def test_way_back_is_the_same_to_the_last_bit(network, kind, tmp_path):
     ignored = {"version", "transformer-postprocess-emb", "transformer-tied-layers", "bert-type-vocab-size"}
     same = {name for name in options if name not in ignored}
     assert {name: written_options[name] for name in same} == {name: options[name] for name in same}
-    assert (tmp_path / "again" / "vocab.spm").read_bytes() == (tmp_path / "theirs" / "vocab.spm").read_bytes()
+    for name in ("vocab.spm", "LICENSE"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
     # Marian's file can be converted again.
     convert(tmp_path / "again" / "model.npz", tmp_path / "ours-again")
     first, second = (tmp_path / name / "model.safetensors" for name in ("ours", "ours-again"))

@@ -217,7 +217,8 @@ def test_a_word_document_of_many_texts_is_translated(tmp_path):
 @pytest.mark.parametrize(
     ("status", "message", "name", "content", "fields"),
     [
-        (400, "A file must end in one of .srt", "talk.pdf", b"%PDF", {}),
+        (400, "A file must end in one of .txt, .html, .htm, .srt", "talk.pdf", b"%PDF", {}),
+        (400, "A file must end in one of .txt", "talk." + "b" * 400, b"a cat", {}),
         (400, "must be a Word document, got 'a.docx'", "a.docx", b"PK\x03\x04", {}),
         (400, "must hold text to decode, got none in 'talk.srt'", "talk.srt", b"\n", {}),
         (400, "must unpack to at most", "bomb.docx", zipped(b"0" * 10**6), {}),
@@ -252,6 +253,7 @@ HOSTILE = {
         for n in range(1, 900)
     ),
     "many parts": b"--a\r\n\r\nx\r\n" * 90_000,
+    "many names": b"--a\r\nContent-Disposition: form-data" + b"; name='; filename=''" * 40_000,
 }
 
 
