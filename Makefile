@@ -35,9 +35,9 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/training.py $(ARGS)
 
 clean:
-	rm -rf .venv .editable build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
 
-.venv/installed: pyproject.toml setup.py constraints.txt
+.venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

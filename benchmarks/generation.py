@@ -30,10 +30,10 @@ from seeds import RESULTS
 from transformers import AutoModelForSeq2SeqLM, CompileConfig, PreTrainedModel
 
 from metaphrase.conversion import convert
+from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
 from metaphrase.evaluation.metrics import compute_metrics
 from metaphrase.inference import decode, quantize
 from metaphrase.inference.batches import pad_sources
-from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 

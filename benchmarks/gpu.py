@@ -123,7 +123,7 @@ def generate(preset: str, device: str, settings: dict[str, tuple[int, int]], rou
             "metaphrase": by_length(load(MetaphraseForConditionalGeneration, ours, half)),
         }
         try:
-            from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
+            from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
         except ImportError:
             print("CTranslate2 is not installed and takes no part.", flush=True)
         else:

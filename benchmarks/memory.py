@@ -8,9 +8,8 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.planning.estimate import meta_model
-from metaphrase.training.planning.memory import (
+from metaphrase.choices.estimate import meta_model
+from metaphrase.choices.memory import (
     BatchShape,
     Precision,
     Sharding,
@@ -18,6 +17,7 @@ from metaphrase.training.planning.memory import (
     estimate_states,
     optimizer_bytes,
 )
+from metaphrase.modeling import MetaphraseConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 # Names of the tables in the page.

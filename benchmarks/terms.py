@@ -15,7 +15,7 @@ from random import Random
 from machine import describe_machine
 from sacrebleu.metrics import BLEU
 
-from metaphrase.data.augmentation import TERM_TOKENS
+from metaphrase.augmentation.augmentation import TERM_TOKENS
 from metaphrase.filtering.lexicon import learn_terms
 from metaphrase.inference import Generator
 from metaphrase.tokenization.texts import SPACED_WORD

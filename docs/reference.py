@@ -31,7 +31,7 @@ API = {
     "metaphrase.training.experiment": "Train",
     "metaphrase.training.trainer": "The trainer",
     "metaphrase.training.recipe.recipe": "Recipes",
-    "metaphrase.training.choices.completion": "Choose settings",
+    "metaphrase.choices.completion": "Choose settings",
     "metaphrase.evaluation.evaluate": "Evaluate",
     "metaphrase.tokenization": "Tokenizers",
     "metaphrase.conversion": "Conversion",
@@ -42,7 +42,7 @@ PUBLIC = {
     "metaphrase.training.experiment": ["Experiment"],
     "metaphrase.training.trainer": ["MetaphraseTrainer"],
     "metaphrase.training.recipe.recipe": ["Recipe", "load_recipe"],
-    "metaphrase.training.choices.completion": ["complete"],
+    "metaphrase.choices.completion": ["complete"],
     "metaphrase.evaluation.evaluate": ["evaluate_generator"],
 }
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from metaphrase.analysis.explanation import Explanation
 from metaphrase.hub_card.figures import SCORE_LABELS, spell_out
-from metaphrase.inference.explanation import Explanation
 from metaphrase.storage.folders import file_in_one_step
 
 
@@ -158,7 +158,7 @@ def describe_tests(report: dict[str, Any]) -> str:
 
 
 def write_comparison_page(report: dict[str, Any], path: str | os.PathLike) -> Path:
-    """Write the report of `metaphrase.evaluation.comparison.compare` as a page that loads no other file."""
+    """Write the report of `metaphrase.analysis.comparison.compare` as a page that loads no other file."""
     baseline, *systems = report["systems"]
     sections = (section for part in report["differences"] for section in _difference_sections(report, part))
     signatures = (

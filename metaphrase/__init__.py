@@ -7,10 +7,7 @@ decoder, when the Auto classes or another import need them.
 import importlib.abc
 import importlib.util
 import sys
-from pkgutil import extend_path
 
-# In the repository, this folder holds no room. An editable install has links to the rooms in another folder of this name.
-__path__ = extend_path(__path__, __name__)
 __version__ = "0.1.0"
 _CONFIGURATIONS = "transformers.models.auto.configuration_auto"
 

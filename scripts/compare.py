@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from metaphrase.evaluation.comparison import TestSet, compare, compute_segments, external_segments
+from metaphrase.analysis.comparison import TestSet, compare, compute_segments, external_segments
 from metaphrase.evaluation.metrics import check_references, metric_options, write_metrics
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
 from metaphrase.hub_card.pages import (

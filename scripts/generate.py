@@ -23,8 +23,6 @@ from metaphrase.inference.line_files import (
     num_lines,
     read_lines,
 )
-from metaphrase.inference.texts.plan import Terms, read_glossary
-from metaphrase.inference.whole_texts import TextDecoder, read_file
 from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
@@ -33,6 +31,8 @@ from metaphrase.scripts.parsers import (
     given_options,
 )
 from metaphrase.storage.folders import file_in_one_step
+from metaphrase.texts.plan import Terms, read_glossary
+from metaphrase.texts.whole_texts import TextDecoder, read_file
 from metaphrase.tokenization.texts import shard_range
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from metaphrase.inference.texts.plan import Terms, read_glossary
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
 from metaphrase.storage.loading import check_device, default_device
+from metaphrase.texts.plan import Terms, read_glossary
 
 try:
     import uvicorn

@@ -21,6 +21,8 @@ import datasets
 import psutil
 from transformers.utils import logging as transformers_logging
 
+from metaphrase.choices.completion import complete
+from metaphrase.choices.estimate import dry_run
 from metaphrase.data.pairs import READERS, data_seed
 from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.hub_card import renew_model_card
@@ -31,11 +33,9 @@ from metaphrase.scripts.__main__ import run
 from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.training.callbacks import parse_seconds
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
-from metaphrase.training.choices.completion import complete
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning.estimate import dry_run
 from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
 from metaphrase.training.run_folder import holds_run, refuse_single_run, with_fields_of_run
 

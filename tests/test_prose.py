@@ -15,7 +15,7 @@ MAX_WEAK_NAMES = 0
 
 MAX_WORDS_PER_SENTENCE = 30
 WEAK_OPENING = re.compile(r"\W*(as|how|lets|of|so|that|those|what|when|where|whether|which|who|whom|whose|why)\b", re.I)
-WEAK_NAMES = {"asked", "each", "found", "given", "kept", "others", "own", "place", "places", "seen"}
+WEAK_NAMES = {"asked", "each", "found", "given", "kept", "others", "own", "seen"}
 # An item of a list, or an argument in a docstring, begins a new sentence.
 NEW_SENTENCE = re.compile(r"^(?=\s*([-*] |\d+\. |[`*\w][^:.\n]{0,60}:( |$)))", re.MULTILINE)
 

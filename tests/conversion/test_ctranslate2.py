@@ -19,8 +19,8 @@ from metaphrase.conversion.ctranslate2.export import (
     make_spec,
 )
 from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
+from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
 from metaphrase.inference import Generator, decode
-from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts import export
 

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from metaphrase.data.augmentation import AugmentedPairs, Augmenter
+from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.stages import Stage, StagedPairs, StagedSampler, parse_stages
 from metaphrase.tokenization import TokenizerPair

@@ -7,7 +7,7 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.inference import generator as module
-from metaphrase.inference.texts.plan import find_loop
+from metaphrase.texts.plan import find_loop
 
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 

@@ -5,7 +5,8 @@ import torch
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from verbs import execute
 
-from metaphrase.inference import Generator, engine_choice
+from metaphrase.engines import engine_choice
+from metaphrase.inference import Generator
 from metaphrase.scripts import generate, shortlist
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME

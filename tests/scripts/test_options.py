@@ -10,8 +10,6 @@ from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
-from metaphrase.inference.texts.plan import PATTERNS
-from metaphrase.inference.whole_texts import FORMATS as TEXT_FORMATS
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
 from metaphrase.scripts.export import FORMATS
 from metaphrase.scripts.parsers import (
@@ -23,6 +21,8 @@ from metaphrase.scripts.parsers import (
     verbs,
 )
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
+from metaphrase.texts.plan import PATTERNS
+from metaphrase.texts.whole_texts import FORMATS as TEXT_FORMATS
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_trainer import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC

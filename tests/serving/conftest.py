@@ -3,8 +3,8 @@
 import pytest
 from local_server import running, upper_service
 
-from metaphrase.inference.texts.plan import Terms
 from metaphrase.serving.limits import Limits
+from metaphrase.texts.plan import Terms
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import requests
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
-from metaphrase.inference.texts.plan import Terms
+from metaphrase.texts.plan import Terms
 
 GLOSSARY = Terms(glossary={"cat": "Kater"})
 KEY = {"Authorization": "DeepL-Auth-Key right"}

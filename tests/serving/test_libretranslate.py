@@ -12,11 +12,11 @@ from libretranslatepy import LibreTranslateAPI
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
-from metaphrase.inference.texts.plan import Terms
 from metaphrase.serving import libretranslate
 from metaphrase.serving.batcher import Batcher
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
+from metaphrase.texts.plan import Terms
 
 LONG_GERMAN = "Der kleine Hund läuft durch den Garten und die Katze schläft in der Sonne."
 

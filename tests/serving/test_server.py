@@ -14,10 +14,10 @@ from identity_engine import identity_generator
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
-from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts import serve
 from metaphrase.serving.limits import Limits
 from metaphrase.serving.service import Query, TextStream, cut_pieces
+from metaphrase.texts.whole_texts import TextDecoder
 
 SECRET = "a sentence that nobody else may read"
 

@@ -13,7 +13,7 @@ from identity_engine import identity_generator
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
-from metaphrase.inference.alignment import cross_attentions, word_weights
+from metaphrase.analysis.alignment import cross_attentions, word_weights
 from metaphrase.serving.batcher import Batcher
 from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import ServedModel

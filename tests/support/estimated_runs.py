@@ -5,8 +5,8 @@ from small_runs import QUIET
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.choices.memory import BatchShape, Precision
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING
-from metaphrase.training.planning.memory import BatchShape, Precision
 
 PAIRS, SOURCE, TARGET = 8, 32, 24
 FLOAT32, AUTOCAST = Precision(), Precision(compute_bytes=2)

@@ -6,7 +6,7 @@ from tiny_generator import tiny_pair
 from transformers import GenerationConfig
 
 from metaphrase.inference import Generator, Hypothesis
-from metaphrase.inference.texts.plan import Links, find_words
+from metaphrase.texts.plan import Links, find_words
 
 
 class IdentityEngine:

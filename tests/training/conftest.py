@@ -5,7 +5,7 @@ import shutil
 import pytest
 from small_experiments import ONE_STEP, train
 
-from metaphrase.training.planning import estimate
+from metaphrase.choices import estimate
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from tiny_models import tiny_config
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.choices.memory import Sharding
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.modeling.layers import MetaphraseDecoderLayer, MetaphraseEncoderLayer
-from metaphrase.training.planning.memory import Sharding
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
 FILES = {path.name: path for path in sorted(FOLDER.glob("*.yaml"))}

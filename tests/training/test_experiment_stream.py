@@ -8,7 +8,7 @@ import torch
 from small_experiments import make_recipe, weights
 from tiny_generator import save_generator, tiny_generator
 
-from metaphrase.data.denoising import DEFAULT_SENTINELS
+from metaphrase.augmentation.denoising import DEFAULT_SENTINELS
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 

@@ -1,0 +1,352 @@
+"""Augmentation: training pairs whose texts and segmentations are drawn anew in each epoch, and are the same in a resumed run."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from random import Random
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from tokenizers import Encoding
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from metaphrase.augmentation.rare_words import RareWords
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.texts import SPACED_WORD
+
+AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words")
+# Around a term that a source asks for. They stand behind the word that the term translates.
+TERM_TOKENS = ("<term>", "</term>")
+_MAX_TERMS = 3
+_IDS = ("input_ids", "labels")
+# Pairs on which the growth of the lengths is measured.
+_MEASURED_PAIRS = 1000
+_WORDS_PER_TYPO = 10
+_END_PUNCTUATION = ".!?…。！？؟।"
+# Kinds of new tokenizers that can be sampled from.
+SAMPLED_KINDS = ("byte_bpe", "bpe")
+Ids = tuple[int, ...]
+# Words and states of words in memory, of about 1 KB each. The first ones stay: frequent words come early in a text.
+_MAX_STATES = 100_000
+_NEAR_ZERO = 1e-300
+
+
+class EpochPairs(torch.utils.data.Dataset):
+    """Pairs that depend on the epoch, which lies in shared memory, so that persistent workers see it change.
+
+    `set_epoch` must be called before each epoch.
+    """
+
+    def __init__(self):
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the pairs, also in all workers of this process."""
+        self._epoch.fill_(epoch)
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        # Only the pickle of a loader keeps a tensor in shared memory.
+        self._epoch.share_memory_()
+
+
+def announce_epoch(loader: DataLoader, epoch: int) -> None:
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth.
+
+    The loaders of accelerate stop at the first sampler that takes an epoch.
+    """
+    parts = [loader, loader.dataset]
+    sampler = loader.batch_sampler
+    while sampler is not None:
+        parts += [sampler, getattr(sampler, "sampler", None)]
+        sampler = getattr(sampler, "batch_sampler", None)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+class SubwordSampler:
+    """BPE-dropout: segmentations of one tokenizer, drawn anew for each text. Each merge is skipped with a probability.
+
+    The dropout of the library `tokenizers` has no seed, so a resumed run would not repeat it. A word with an unknown character or
+    a byte token keeps its plain segmentation. The permitted merges of a state of a word are computed once.
+
+    Source: Provilkov et al. 2020, algorithm 1, arXiv 1910.13267.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rate: float):
+        """Take a tokenizer with BPE merges, and the probability of skipping a merge. 0 gives the plain segmentation."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        model = {} if backend is None else json.loads(backend.to_str())["model"]
+        has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        if model.get("type") != "BPE" or not model["merges"] or has_affixes:
+            raise ValueError(
+                "`subword_sampling` must come with a tokenizer of the library `tokenizers` that has BPE merges, "
+                f"got a {type(tokenizer).__name__} with {model.get('type', 'no such model')}."
+            )
+        self._vocabulary = model["vocab"]
+        self._pieces = {index: piece for piece, index in backend.get_vocab().items()}
+        self._whole = {*tokenizer.get_added_vocab().values(), tokenizer.unk_token_id}
+        if model.get("byte_fallback"):
+            self._whole |= {index for index, piece in self._pieces.items() if piece.startswith("<0x")}
+        # Divisors that turn a uniform number into a geometric one. They are finite, also for a rate of 0.
+        self._log_skipped, self._log_merged = math.log(rate or _NEAR_ZERO), math.log1p(-rate) or -_NEAR_ZERO
+        self._merges: dict[Ids, tuple[int, int]] = {}
+        for rank, merge in enumerate(model["merges"]):
+            first, second = merge.split(" ") if isinstance(merge, str) else merge
+            pair = self._vocabulary[first], self._vocabulary[second]
+            self._merges.setdefault(pair, (rank, self._vocabulary[first + second]))
+        self._words: dict[Ids, tuple[Ids, int]] = {}
+        self._permitted: dict[Ids, list[tuple[int, int]]] = {}
+
+    def __call__(self, encoding: Encoding, random: Random) -> list[int]:
+        """Return the ids of a text in a new segmentation, from the plain one."""
+        ids: list[int] = []
+        plain_ids, start = encoding.ids, 0
+        for word, tokens in groupby(encoding.word_ids):
+            end = start + len(list(tokens))
+            plain, start = tuple(plain_ids[start:end]), end
+            ids += plain if word is None or not self._whole.isdisjoint(plain) else self._sample(plain, random)
+        return ids
+
+    def _sample(self, plain: Ids, random: Random) -> Ids:
+        # Two of three words skip no merge at a rate of 0.1, and take a single draw.
+        ids, num_merges = self._words.get(plain) or self._word(plain)
+        draw, log = random.random, math.log
+        merged = int(log(1 - draw()) / self._log_merged)
+        if merged >= num_merges:
+            return plain
+        for _ in range(merged):
+            ids = _merge(ids, self._permitted_merges(ids)[0])
+        # The number of merges that are skipped before one is made.
+        skipped = 1 + int(log(1 - draw()) / self._log_skipped)
+        while skipped < len(merges := self._permitted_merges(ids)):
+            ids = _merge(ids, merges[skipped])
+            skipped = int(log(1 - draw()) / self._log_skipped)
+        return ids
+
+    def _word(self, plain: Ids) -> tuple[Ids, int]:
+        """Return the letters of a word, and the number of merges that make the plain segmentation of them."""
+        letters = tuple(self._vocabulary.get(letter) for index in plain for letter in self._pieces[index])
+        word = (plain, 0) if None in letters else (letters, len(letters) - len(plain))
+        if len(self._words) < _MAX_STATES:
+            self._words[plain] = word
+        return word
+
+    def _permitted_merges(self, ids: Ids) -> list[tuple[int, int]]:
+        """Return start and merged id of each permitted merge, first learned first."""
+        merges = self._permitted.get(ids)
+        if merges is None:
+            ranked = [
+                (*merge, start)
+                for start, pair in enumerate(pairwise(ids))
+                if (merge := self._merges.get(pair)) is not None
+            ]
+            ranked.sort(key=lambda merge: (merge[0], merge[2]))
+            merges = [(start, merged) for _, merged, start in ranked]
+            if len(self._permitted) < _MAX_STATES:
+                self._permitted[ids] = merges
+        return merges
+
+
+def _merge(ids: Ids, merge: tuple[int, int]) -> Ids:
+    start, merged = merge
+    return (*ids[:start], merged, *ids[start + 2 :])
+
+
+class Augmenter:
+    """Random changes of pairs: other segmentations, and other texts by named rates.
+
+    `rates` has the share of pairs for each of `AUGMENTATIONS`:
+
+    - `uppercase`, `titlecase`: both sides in upper case, or with each word capitalized. A pair gets one of them at most.
+    - `missing_punctuation`: both sides without the punctuation at their ends, if both have it.
+    - `typos`: a source with two letters swapped, a letter left out or a letter doubled, once in about ten words.
+    - `terms`: a source with up to three words of the target, each behind the word that it translates and between `TERM_TOKENS`
+      (Dinu et al. 2019, Training Neural Machine Translation to Apply Terminology Constraints). The model learns to copy them.
+    - `rare_words`: both sides with a rare word and its translation in place of another word and its translation.
+
+    Special tokens and prefixes stay. The changes of a pair depend on seed, epoch and row alone, so that they are equal in all
+    orders, batches, workers and processes.
+    """
+
+    def __init__(
+        self,
+        tokenizers: TokenizerPair,
+        seed: int,
+        limits: tuple[int, int],
+        subword_sampling: float | None = None,
+        rates: Mapping[str, float] | None = None,
+        prefixes: Sequence[str] = (),
+        terms: Mapping[str, Sequence[str]] | None = None,
+        rare_words: RareWords | None = None,
+    ):
+        """Take the most tokens of each side, the rates, beginnings of sources that stay, terms with case folded, and rare words.
+
+        A side over its limit stays as it was, and with changes of both texts the other side, too.
+        """
+        self.tokenizers, self.seed, self.limits = tokenizers, seed, limits
+        self._rates = dict.fromkeys(AUGMENTATIONS, 0.0) | dict(rates or {})
+        self._terms, self._rare_words = dict(terms or {}), rare_words
+        self._samplers: tuple[SubwordSampler | None, ...] = (None, None)
+        if subword_sampling is not None:
+            source = SubwordSampler(tokenizers.source, subword_sampling)
+            is_joint = tokenizers.is_joint
+            self._samplers = source, source if is_joint else SubwordSampler(tokenizers.target, subword_sampling)
+        tokens = {token for side in (tokenizers.source, tokenizers.target) for token in side.get_added_vocab()}
+        names = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+        starts = "|".join(re.escape(prefix) for prefix in sorted(prefixes, key=len, reverse=True))
+        self._unchanged = re.compile(f"(^(?:{starts})|{names})" if starts else f"({names})")
+
+    def __call__(
+        self, pairs: Sequence[Mapping[str, Any]], epoch: int, rows: Sequence[int]
+    ) -> list[dict[str, list[int]]]:
+        """Return new `input_ids` and `labels` of pairs with texts, in an epoch. Rows are the numbers of the pairs in all data."""
+        generators = [Random(f"{self.seed} {epoch} {row}") for row in rows]
+        texts = [
+            self.change_texts(*map(pair.get, SIDES), random) for pair, random in zip(pairs, generators, strict=True)
+        ]
+        sides = []
+        encoders = self.tokenizers.encode_sources, self.tokenizers.encode_targets
+        for encode, sampler, side in zip(encoders, self._samplers, zip(*texts, strict=True), strict=True):
+
+            def segment(number: int, encoding: Encoding, sampler=sampler) -> list[int]:
+                return sampler(encoding, generators[number])
+
+            sides.append(encode(list(side), None if sampler is None else segment))
+        return [self._within_limits(*row) for row in zip(pairs, texts, zip(*sides, strict=True), strict=True)]
+
+    def _within_limits(
+        self, pair: Mapping[str, Any], texts: tuple[str, str], ids: tuple[list[int], list[int]]
+    ) -> dict[str, list[int]]:
+        """Return the new ids of a pair, and its own for a side that is too long."""
+        fits = [len(side) <= limit for side, limit in zip(ids, self.limits, strict=True)]
+        if texts[1] != pair["target"]:
+            # A change of both sides, such as upper case, must not reach one alone.
+            fits = [all(fits)] * 2
+        return {name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)}
+
+    def change_texts(self, source: str, target: str, random: Random) -> tuple[str, str]:
+        """Return source and target with the changes of text that are drawn for the pair."""
+        rates = self._rates
+        if not any(rates.values()):
+            return source, target
+        if self._rare_words is not None and random.random() < rates["rare_words"]:
+            source, target = self._replace_word(source, target, random)
+        case, has_missing, has_typos, has_terms = (random.random() for _ in range(4))
+        if case < rates["uppercase"]:
+            source, target = (self._outside_tokens(str.upper, text) for text in (source, target))
+        elif case < rates["uppercase"] + rates["titlecase"]:
+            source, target = (self._outside_tokens(_capitalize, text) for text in (source, target))
+        if has_missing < rates["missing_punctuation"]:
+            bare = [text.rstrip().rstrip(_END_PUNCTUATION) for text in (source, target)]
+            is_shorter = [len(text) < len(whole.rstrip()) for text, whole in zip(bare, (source, target), strict=True)]
+            if all(is_shorter) and all(map(str.strip, bare)):
+                source, target = bare
+        if has_typos < rates["typos"]:
+            source = self._outside_tokens(lambda text: _misspell(text, random), source)
+        if has_terms < rates["terms"]:
+            source = self._insert_terms(source, target, random)
+        return source, target
+
+    def _replace_word(self, source: str, target: str, random: Random) -> tuple[str, str]:
+        """Return the pair with a rare word and its translation, or as it is if there is no word to replace."""
+        texts = source, target
+        drawn = self._rare_words.draw(*(" ".join(self._unchanged.split(text)[::2]) for text in texts), random)
+        if drawn is None:
+            return texts
+        patterns = [re.compile(rf"(?<!\S){re.escape(old)}(?!\S)") for old, _ in drawn]
+        source, target = (
+            self._outside_tokens(lambda part, pattern=pattern, new=new: pattern.sub(lambda _: new, part), text)
+            for pattern, (_, new), text in zip(patterns, drawn, texts, strict=True)
+        )
+        return source, target
+
+    def _insert_terms(self, source: str, target: str, random: Random) -> str:
+        """Return the source with words of the target behind some of the words that they translate."""
+        words = {word.casefold(): word for word in SPACED_WORD.findall(target)}
+        positions, start = [], 0
+        for number, part in enumerate(self._unchanged.split(source)):
+            if number % 2 == 0:
+                for match in SPACED_WORD.finditer(part):
+                    partners = self._terms.get(match.group().casefold(), ())
+                    if terms := [words[partner] for partner in partners if partner in words]:
+                        positions.append((start + match.end(), random.choice(terms)))
+            start += len(part)
+        chosen = sorted(random.sample(positions, min(len(positions), random.randint(1, _MAX_TERMS))), reverse=True)
+        opening, closing = TERM_TOKENS
+        for end, term in chosen:
+            source = f"{source[:end]} {opening} {term} {closing}{source[end:]}"
+        return source
+
+    def _outside_tokens(self, change: Any, text: str) -> str:
+        parts = self._unchanged.split(text)
+        # Each second part is a special token or a prefix.
+        return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
+
+
+def _capitalize(text: str) -> str:
+    return re.sub(r"\S+", lambda word: word[0][:1].upper() + word[0][1:], text)
+
+
+def _misspell(text: str, random: Random) -> str:
+    for _ in range(max(1, len(text.split()) // _WORDS_PER_TYPO)):
+        starts = [start for start in range(len(text) - 1) if text[start].isalpha() and text[start + 1].isalpha()]
+        if not starts:
+            return text
+        start = random.choice(starts)
+        first, second = text[start], text[start + 1]
+        changed = random.choice((second + first, second, first + first + second))
+        text = text[:start] + changed + text[start + 2 :]
+    return text
+
+
+class AugmentedPairs(EpochPairs):
+    """Training pairs with the changes of the present epoch.
+
+    `dataset["source_length"]` and `dataset["target_length"]` are the lengths to plan batches by: those of the plain pairs, times
+    the mean growth by the changes. So batches have about their token budget; some have more, others less.
+
+    Attributes:
+        pairs: The plain pairs of `encode_pairs`, with their texts.
+        column_names: Names of `dataset[name]`, and the fields of a pair.
+    """
+
+    def __init__(self, pairs: datasets.Dataset, augmenter: Augmenter):
+        super().__init__()
+        self.pairs, self.augmenter = pairs, augmenter
+        self.column_names = [name for name in pairs.column_names if name not in SIDES]
+        rows = np.unique(np.linspace(0, len(pairs) - 1, _MEASURED_PAIRS).astype(np.int64)).tolist()
+        sample = self.__getitems__(rows)
+        self._growth = {}
+        for ids, name, limit in zip(_IDS, LENGTH_COLUMNS, augmenter.limits, strict=True):
+            plain = np.asarray(pairs[rows][name])
+            self._growth[name] = sum(len(pair[ids]) for pair in sample) / int(plain.sum()), limit
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, key: int | str) -> dict[str, list[int]] | list[int]:
+        if not isinstance(key, str):
+            return self.__getitems__([key])[0]
+        if key not in LENGTH_COLUMNS:
+            return self.pairs[key][:]
+        growth, limit = self._growth[key]
+        return [min(limit, math.ceil(length * growth)) for length in self.pairs[key][:]]
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, list[int]]]:
+        """Return the pairs of a batch. A number beyond the end is that of a later reading. Loaders of torch call this method."""
+        columns = self.pairs.select_columns([*SIDES, *_IDS])[[row % len(self) for row in rows]]
+        pairs = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return self.augmenter(pairs, self.epoch, rows)

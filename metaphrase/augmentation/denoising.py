@@ -1,0 +1,500 @@
+"""Plain text as training pairs, by span corruption (T5), text infilling (BART), a mixture (UL2) or prefixes (prefix LM)."""
+
+import logging
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import numpy as np
+from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerBase
+
+from metaphrase.augmentation.augmentation import EpochPairs
+from metaphrase.data.encoding import tokenizer_fingerprint
+from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, read_cached
+from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SENTINELS = 100  # as T5
+MASK_TOKEN = "<mask>"
+SENTENCE_MARKS = (".", "!", "?", "…", "。", "！", "？", "．", "؟", "।")
+CLOSING_MARKS = "\"'”’»)]}」』）"
+# Names of the modes R, S and X in the paper of UL2, and in the published models.
+MODE_TOKENS = ({"R": "[R]", "S": "[S]", "X": "[X]"}, {"R": "[NLU]", "S": "[S2S]", "X": "[NLG]"})
+# Mode, mean span length in tokens, noise density.
+_UL2_SPANS = (("R", 3.0, 0.15), ("R", 8.0, 0.15), ("X", 3.0, 0.5), ("X", 8.0, 0.5), ("X", 64.0, 0.15), ("X", 64.0, 0.5))
+_UL2_SUFFIX_FRACTION = 0.25
+# A block has a token to keep and a token to hide.
+_SHORTEST_BLOCK, _LONGEST_BLOCK = 2, 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanCorruption:
+    """Objective that replaces spans of a block by sentinels. The target is each sentinel followed by its span.
+
+    The block `Thank you for inviting me to your party last week` may become the source
+    `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`, each with an end-of-sequence token.
+    As in the published training code, no further sentinel ends the target.
+
+    The length of a block decides how many tokens and spans are hidden; the generator decides which ones. As in the paper's
+    code, kept and hidden parts alternate and begin with a kept one: the first token is always kept and the last one always
+    hidden. A single span (up to 30 tokens by default) therefore never moves.
+
+    Source: Raffel et al. 2020, sections 3.1.4, 3.3.3 and 3.3.4 (arXiv 1910.10683).
+    """
+
+    sentinel_ids: Sequence[int]
+    eos_token_id: int
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+    # If false, `lengths` are upper bounds.
+    lengths_are_exact: ClassVar[bool] = True
+
+    def noise_counts(self, block_length: int) -> tuple[int, int]:
+        """Return the numbers of hidden tokens and of spans of a block."""
+        num_noise = min(max(round(block_length * self.noise_density), 1), block_length - 1)
+        num_spans = max(round(num_noise / self.mean_span_length), 1)
+        # A kept token stands before each span. The paper's code breaks if there are too few.
+        return num_noise, min(num_spans, block_length - num_noise)
+
+    def lengths(self, block_length: int) -> tuple[int, int]:
+        """Return the tokens of source and target of a block, with end-of-sequence tokens."""
+        num_noise, num_spans = self.noise_counts(block_length)
+        return block_length - num_noise + num_spans + 1, num_noise + num_spans + 1
+
+    def num_sentinels(self, block_length: int) -> int:
+        return self.noise_counts(block_length)[1]
+
+    def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Return source and target of a block of ids `(tokens,)`."""
+        num_noise, num_spans = self.noise_counts(len(block))
+        hidden = random_segmentation(num_noise, num_spans, generator)
+        ends = np.cumsum(random_segmentation(len(block) - num_noise, num_spans, generator) + hidden)
+        return replace_spans(block, np.stack([ends - hidden, ends], axis=1), self.sentinel_ids, self.eos_token_id)
+
+
+def random_segmentation(num_items: int, num_segments: int, generator: np.random.Generator) -> np.ndarray:
+    """Return the lengths `(num_segments,)` of segments of at least one item. All ways to cut are equally likely."""
+    cuts = np.sort(generator.choice(num_items - 1, size=num_segments - 1, replace=False)) + 1
+    return np.diff(cuts, prepend=0, append=num_items)
+
+
+def replace_spans(
+    block: Sequence[int] | np.ndarray, spans: np.ndarray, sentinel_ids: Sequence[int], eos_token_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the block with each span `(spans, 2)` replaced by a sentinel, and the target: each sentinel followed by its span."""
+    block = np.asarray(block, dtype=np.int64)
+    source, target, position = [], [], 0
+    for (start, end), sentinel in zip(spans, sentinel_ids[: len(spans)], strict=True):
+        source += [block[position:start], [sentinel]]
+        target += [[sentinel], block[start:end]]
+        position = end
+    source += [block[position:], [eos_token_id]]
+    target += [[eos_token_id]]
+    return np.concatenate(source).astype(np.int64), np.concatenate(target).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInfilling:
+    """Objective that shuffles the sentences of a block and replaces spans of tokens by one mask each. The target is the block.
+
+    Both sides get an end-of-sequence token. Sentences are shuffled within their document: an end-of-sequence token inside the
+    block ends a document and stays in place until masking, which treats it as any other token.
+
+    Span lengths follow a Poisson distribution. They are drawn until they reach the share of tokens to mask, and the last one
+    is shortened to match it exactly. An empty span inserts a mask. If there are more spans than masked tokens (only in tiny
+    blocks), surplus empty spans are dropped: a source is never longer than its block. All positions of the spans are equally
+    likely. Two spans that touch leave two masks.
+
+    Without `full_stop_ids`, which end a sentence, sentences keep their order.
+
+    Source: Lewis et al. 2020, section 2.2 for both kinds of noise, section 5.1 for the share (arXiv 1910.13461).
+    """
+
+    mask_token_id: int
+    eos_token_id: int
+    full_stop_ids: Sequence[int] = ()
+    noise_density: float = 0.3
+    mean_span_length: float = 3.0
+    lengths_are_exact: ClassVar[bool] = False
+
+    def lengths(self, block_length: int) -> tuple[int, int]:
+        return block_length + 1, block_length + 1
+
+    def num_sentinels(self, block_length: int) -> int:
+        return 0
+
+    def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        block = np.asarray(block, dtype=np.int64)
+        shuffled = self.permute_sentences(block, generator) if self.full_stop_ids else block
+        lengths = self.span_lengths(len(block), generator)
+        source = mask_spans(shuffled, lengths, self.mask_token_id, generator)
+        return np.append(source, self.eos_token_id), np.append(block, self.eos_token_id)
+
+    def span_lengths(self, block_length: int, generator: np.random.Generator) -> np.ndarray:
+        """Draw the lengths of the spans to mask, `(spans,)`, in random order."""
+        budget = max(round(block_length * self.noise_density), 1)
+        lengths = np.empty(0, dtype=np.int64)
+        while lengths.sum() < budget:
+            lengths = np.append(lengths, generator.poisson(self.mean_span_length, size=budget))
+        totals = np.cumsum(lengths)
+        last = int(np.searchsorted(totals, budget))
+        lengths = lengths[: last + 1]
+        lengths[last] -= totals[last] - budget
+        if (surplus := len(lengths) - budget) > 0:
+            lengths = np.delete(lengths, np.flatnonzero(lengths == 0)[:surplus])
+        # Otherwise the shortened span would always be the last of the text.
+        return generator.permutation(lengths)
+
+    def permute_sentences(self, block: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """Put the sentences of each document into a random order. All orders are equally likely."""
+        shuffled = block.copy()
+        bounds = [-1, *np.flatnonzero(block == self.eos_token_id), len(block)]
+        for before, behind in pairwise(bounds):
+            document = block[before + 1 : behind]
+            if len(document):
+                sentences = np.split(document, sentence_ends(document, self.full_stop_ids)[:-1])
+                order = generator.permutation(len(sentences))
+                shuffled[before + 1 : behind] = np.concatenate([sentences[index] for index in order])
+        return shuffled
+
+
+def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
+    """Return the index behind the last token of each sentence: behind each run of full stops, and at the end of the ids."""
+    is_full_stop = np.isin(ids, full_stop_ids)
+    is_last = is_full_stop & ~np.append(is_full_stop[1:], False)
+    is_last[-1] = True
+    return np.flatnonzero(is_last) + 1
+
+
+def mask_spans(ids: np.ndarray, lengths: np.ndarray, mask_token_id: int, generator: np.random.Generator) -> np.ndarray:
+    """Replace spans of the given lengths, in this order, by one mask each. All positions are equally likely."""
+    num_items = len(ids) - int(lengths.sum()) + len(lengths)
+    is_mask = np.zeros(num_items, dtype=bool)
+    is_mask[generator.choice(num_items, size=len(lengths), replace=False)] = True
+    widths = np.ones(num_items, dtype=np.int64)
+    widths[is_mask] = lengths
+    starts = np.cumsum(widths) - widths
+    masked = np.full(num_items, mask_token_id, dtype=np.int64)
+    masked[~is_mask] = ids[starts[~is_mask]]
+    return masked
+
+
+class MixtureOfDenoisers:
+    """Objective of UL2, which draws one of seven denoisers for each block, all equally often.
+
+    Six are span corruptions, with regular (R) or extreme (X) noise. The sequential one (S) splits a block: the source is its
+    beginning, the target is the rest. The paper gives only the mean length of that target. Here all lengths from one token to
+    twice the mean less one are equally likely. The paper leaves the distribution of span lengths open; its code draws spans as
+    T5, and so does this class.
+
+    Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
+    """
+
+    lengths_are_exact = False
+
+    def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int] | None = None):
+        """Take the token before the source by mode; None for no token. The first sentinel also replaces the rest of a block."""
+        self.sentinel_ids, self.eos_token_id, self.mode_token_ids = sentinel_ids, eos_token_id, mode_token_ids
+        tokens = {"sentinel_ids": sentinel_ids, "eos_token_id": eos_token_id}
+        self.spans = [
+            (mode, SpanCorruption(noise_density=density, mean_span_length=mean, **tokens))
+            for mode, mean, density in _UL2_SPANS
+        ]
+
+    def longest_suffix(self, block_length: int) -> int:
+        """Return the most tokens of a block that the target of the sequential denoiser can hold."""
+        mean = max(round(block_length * _UL2_SUFFIX_FRACTION), 1)
+        return min(2 * mean - 1, block_length - 1)
+
+    def lengths(self, block_length: int) -> tuple[int, int]:
+        sides = [spans.lengths(block_length) for _, spans in self.spans]
+        sides.append((block_length + 1, self.longest_suffix(block_length) + 2))
+        source, target = map(max, zip(*sides, strict=True))
+        return source + (self.mode_token_ids is not None), target
+
+    def num_sentinels(self, block_length: int) -> int:
+        return max(spans.num_sentinels(block_length) for _, spans in self.spans)
+
+    def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        count = len(self.spans) + 1
+        # Without `p`, NumPy would draw other numbers.
+        number = int(generator.choice(count, p=np.ones(count) / count))
+        if number < len(self.spans):
+            mode, spans = self.spans[number]
+            source, target = spans(block, generator)
+        else:
+            mode, end = "S", len(block)
+            start = end - int(generator.integers(1, self.longest_suffix(end), endpoint=True))
+            source, target = replace_spans(block, np.array([[start, end]]), self.sentinel_ids, self.eos_token_id)
+        return source if self.mode_token_ids is None else np.insert(source, 0, self.mode_token_ids[mode]), target
+
+
+@dataclass(frozen=True)
+class PrefixLM:
+    """Objective that splits a block: the source is its beginning, the target is the rest. All splits are equally likely.
+
+    It needs no tokens of its own, so that an adapted decoder-only model keeps its vocabulary.
+
+    Source: Raffel et al. 2020, section 3.3.1 (arXiv 1910.10683); Zhang et al. 2025, section 3 (arXiv 2504.06225).
+    """
+
+    eos_token_id: int
+    lengths_are_exact: ClassVar[bool] = False
+
+    def lengths(self, block_length: int) -> tuple[int, int]:
+        return block_length, block_length
+
+    def num_sentinels(self, block_length: int) -> int:
+        return 0
+
+    def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        parts = np.split(np.asarray(block, dtype=np.int64), [generator.integers(1, len(block))])
+        source, target = (np.append(part, self.eos_token_id) for part in parts)
+        return source, target
+
+
+Objective = SpanCorruption | TextInfilling | MixtureOfDenoisers | PrefixLM
+
+# Tokens of a tokenizer
+
+
+def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple[str, ...]:
+    """Return the special tokens that an objective of `make_objective` adds to a tokenizer."""
+    if name in ("text_infilling", "prefix_lm"):
+        return (MASK_TOKEN,) if name == "text_infilling" else ()
+    modes = tuple(MODE_TOKENS[0].values()) if name == "ul2" else ()
+    return (*modes, *sentinel_tokens(num_sentinels))
+
+
+def make_objective(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    noise_density: float | None = None,
+    mean_span_length: float | None = None,
+) -> Objective:
+    """Make an objective: `span_corruption` (T5), `ul2`, `prefix_lm`, or `text_infilling` with sentence permutation (BART).
+
+    The tokenizer has the tokens of `objective_tokens(name)`, or of a published T5, UL2 or BART. None is the value of the paper.
+    """
+    options = {"noise_density": noise_density, "mean_span_length": mean_span_length}
+    options = {option: value for option, value in options.items() if value is not None}
+    eos, vocabulary = tokenizer.eos_token_id, tokenizer.get_vocab()
+    if name == "prefix_lm":
+        return PrefixLM(eos)
+    if name == "text_infilling":
+        mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else vocabulary.get(MASK_TOKEN)
+        if mask is None:
+            raise ValueError(f"A tokenizer must have a mask token or {MASK_TOKEN} for `objective` {name}, got neither.")
+        full_stops = full_stop_ids_of(tokenizer)
+        return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
+    names = takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary)))
+    sentinels = tuple(vocabulary[name] for name in names)
+    if not sentinels:
+        raise ValueError(f"A tokenizer must have <extra_id_0> and further ones for `objective` {name}, got none.")
+    if name == "span_corruption":
+        return SpanCorruption(sentinel_ids=sentinels, eos_token_id=eos, **options)
+    modes = next((names for names in MODE_TOKENS if any(name in vocabulary for name in names.values())), None)
+    mode_token_ids = None if modes is None else {mode: vocabulary[name] for mode, name in modes.items()}
+    return MixtureOfDenoisers(sentinels, eos, mode_token_ids)
+
+
+def full_stop_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids of all tokens that end in one of `SENTENCE_MARKS`.
+
+    Closing quotes and brackets may follow the mark, and letters may stand before it. Abbreviations and ordinals look like ends
+    of sentences.
+    """
+    ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    return tuple(
+        token for token in ids if tokenizer.decode([token]).rstrip(CLOSING_MARKS + " ").endswith(SENTENCE_MARKS)
+    )
+
+
+# Data set
+
+
+class DenoisingDataset(EpochPairs):
+    """Blocks of plain text as pairs. `dataset[index]` is a block with the noise of the present epoch.
+
+    The data set draws the noise, because a collator knows neither the index of a block nor its length before the draw. The noise
+    of a block depends on seed, epoch and index alone, so that it is equal in all orders, batches, workers and processes.
+
+    `dataset["source_length"]`, `dataset["target_length"]` and their sum `dataset["length"]` are lengths in tokens, equal in all
+    epochs. The blocks have the column `input_ids` and one length.
+    """
+
+    def __init__(self, blocks: datasets.Dataset, objective: Objective, seed: int = 0):
+        super().__init__()
+        self.blocks = blocks.select_columns("input_ids").with_format("numpy")
+        self.objective, self.seed = objective, seed
+        self.column_names = ["input_ids", "labels", *LENGTH_COLUMNS, "length"]
+        block_length = len(self.blocks[0]["input_ids"])
+        sides = objective.lengths(block_length)
+        self._lengths = dict(zip(self.column_names[2:], (*sides, sum(sides)), strict=True))
+        if isinstance(objective, SpanCorruption) and objective.num_sentinels(block_length) == 1:
+            logger.warning(
+                "Blocks of %d tokens have a single hidden span, which is always their end. Set longer blocks, more noise, or "
+                "shorter spans.",
+                block_length,
+            )
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, key: int | str) -> dict[str, list[int]] | list[int]:
+        if isinstance(key, str):
+            return [self._lengths[key]] * len(self)
+        index = range(len(self))[key]
+        generator = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(self.epoch, index)))
+        source, target = self.objective(self.blocks[index]["input_ids"], generator)
+        return {"input_ids": source.tolist(), "labels": target.tolist()}
+
+
+def longest_block(objective: Objective, max_source_length: int, max_target_length: int | None = None) -> int:
+    """Return the length of the longest block whose pair is always within the limits, end-of-sequence tokens counted.
+
+    With `SpanCorruption` and no target limit the source has exactly `max_source_length` tokens. It grows by at most one token
+    with each token of the block.
+
+    Source: `random_spans_helper` of T5's code, for span corruption (Raffel et al. 2020, arXiv 1910.10683).
+    """
+
+    def is_too_long(block_length: int) -> bool:
+        source, target = objective.lengths(block_length)
+        return source > max_source_length or target > (max_target_length or math.inf)
+
+    longest = bisect_left(range(_LONGEST_BLOCK), True, lo=_SHORTEST_BLOCK, key=is_too_long) - 1
+    if longest < _SHORTEST_BLOCK:
+        raise ValueError(
+            f"`max_source_length` and `max_target_length` must hold the pair of a block of {_SHORTEST_BLOCK} tokens, "
+            f"{objective.lengths(_SHORTEST_BLOCK)}, got {max_source_length} and {max_target_length}."
+        )
+    needed, sentinels = objective.num_sentinels(longest), getattr(objective, "sentinel_ids", ())
+    if needed > len(sentinels):
+        raise ValueError(
+            f"`num_sentinels` must be at least {needed} for blocks of {longest} tokens, got a tokenizer with {len(sentinels)}."
+        )
+    return longest
+
+
+# Text
+
+_COUNTS = ("empty_documents", "invalid_documents")
+_FEATURES = datasets.Features(
+    {"input_ids": datasets.List(datasets.Value("int32")), **{name: datasets.Value("int64") for name in _COUNTS}}
+)
+TEXTS_PER_CALL = 1000
+# Part of every cache key. Raise it when the same texts would be cut into other blocks.
+CACHE_VERSION = 5
+
+
+@dataclass
+class BlockReport:
+    """Counts of all documents, of unused ones, of blocks, and of unused tokens behind the last block."""
+
+    documents: int
+    empty_documents: int
+    invalid_documents: int
+    block_length: int
+    blocks: int
+    remainder_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_length + self.remainder_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all counts as plain values for JSON."""
+        return {**asdict(self), "tokens": self.tokens}
+
+    def __str__(self) -> str:
+        unused = f"not used: {self.empty_documents} empty, {self.invalid_documents} not UTF-8"
+        blocks = f"{self.blocks} blocks of {self.block_length}, and {self.remainder_tokens} not used"
+        return f"{self.documents} documents, {unused}; {self.tokens} tokens in {blocks}."
+
+
+def load_texts(
+    file: str | Path,
+    max_samples: int | None = None,
+    cache_dir: str | Path | None = None,
+    invalid_utf8: Policy = "error",
+    max_line_characters: int = MAX_LINE_CHARACTERS,
+) -> datasets.Dataset:
+    """Read a UTF-8 text file with one document per line, compressed (`.gz`) or not, into the column `text`.
+
+    With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
+    """
+    features = datasets.Features({"text": datasets.Value("string")})
+    arguments = {"path": str(file), "keep_invalid": invalid_utf8 == "skip", "limit": max_line_characters}
+    texts = read_cached(_generate_texts, (str(file),), features, CACHE_VERSION, cache_dir, arguments)
+    return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
+
+
+def _generate_texts(path: str, cache_key: Any, keep_invalid: bool, limit: int) -> Iterator[dict[str, str | None]]:
+    is_empty = True
+    for line in iterate_lines(path, keep_invalid, limit):
+        is_empty = False
+        yield {"text": line}
+    if is_empty:
+        raise ValueError(f"A text file must hold at least one line, got none in {path}.")
+
+
+def text_blocks(
+    texts: datasets.Dataset, tokenizers: TokenizerPair, block_length: int
+) -> tuple[datasets.Dataset, BlockReport]:
+    """Join all documents in order, each with its end-of-sequence token, and cut them into blocks.
+
+    `datasets` caches the result by data set, tokenizer and length, on disk if `texts` is on disk. One process cuts, because each
+    block begins where the last one ended. A fast tokenizer uses all cores anyway. Tokens behind the last block are not used, and
+    counted. The result has the column `input_ids`.
+    """
+    if not tokenizers.is_joint:
+        raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
+    rest: list[int] = []  # tokens behind the last block
+    counts = dict.fromkeys(_COUNTS, 0)
+
+    def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[Any]]:
+        valid = [text for text in batch if text is not None]
+        counts["invalid_documents"] += len(batch) - len(valid)
+        for text, ids in zip(valid, tokenizers.encode_sources(valid), strict=True):
+            # An empty document has the end-of-sequence token alone.
+            if not text.strip() or len(ids) == 1:
+                counts["empty_documents"] += 1
+            else:
+                rest.extend(ids)
+        stop = len(rest) - len(rest) % block_length
+        blocks = [rest[start : start + block_length] for start in range(0, stop, block_length)]
+        del rest[:stop]
+        columns = {name: [0] * len(blocks) for name in _COUNTS}
+        if rows[-1] == len(texts) - 1:
+            # The last row holds the rest, which may be empty, and the counts, so that a cached run has them too.
+            blocks.append(rest)
+            columns = {name: [*column, counts[name]] for name, column in columns.items()}
+        return {"input_ids": blocks, **columns}
+
+    keys = (texts._fingerprint, tokenizer_fingerprint(tokenizers), block_length, CACHE_VERSION)
+    rows = texts.map(
+        cut,
+        batched=True,
+        batch_size=TEXTS_PER_CALL,
+        with_indices=True,
+        input_columns=["text"],
+        remove_columns=texts.column_names,
+        features=_FEATURES,
+        new_fingerprint=Hasher.hash(keys),
+        desc="Cutting blocks",
+    )
+    last = rows[len(rows) - 1]
+    unused, remainder = [last[name] for name in _COUNTS], len(last["input_ids"])
+    report = BlockReport(len(texts), *unused, block_length, len(rows) - 1, remainder)
+    if not report.blocks:
+        raise ValueError(f"The texts must fill at least one block of {block_length} tokens. {report}")
+    return rows.select(range(report.blocks)).select_columns("input_ids"), report

@@ -1,0 +1,364 @@
+"""Estimate of a run before it starts: parameters, memory per device, tokens, steps and hours."""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, TrainingArguments, set_seed
+
+from metaphrase.choices.memory import (
+    ActivationEstimate,
+    BatchShape,
+    Precision,
+    Sharding,
+    StateMemory,
+    estimate_activations,
+    estimate_states,
+    optimizer_bytes,
+)
+from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
+from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
+from metaphrase.data.stages import StagedPairs
+from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.compat import CHECKPOINTING
+from metaphrase.training.adapters import is_adapted
+from metaphrase.training.experiment import Experiment
+
+_MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
+# Number of largest batches by each size.
+_CANDIDATES = 16
+_NOTE_ON_PROCESS = (
+    "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+)
+_NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """Needs of a run. Bytes are those of one device, batches those of all devices. Tokens do not count padding.
+
+    Attributes:
+        trained_parameters: Number of weights that are not frozen.
+        largest_batch: The batch that needs most memory.
+        activations: Bytes of that batch.
+        is_checkpointed: True if layers are computed again in the backward pass.
+        peak: Maximum bytes of a step.
+        other_peak: `peak` for the opposite of `is_checkpointed`.
+        padding_share: Share of computed cells that hold no token, from 0 to 1.
+        steps: Optimizer steps of the run.
+        hours: Duration of the run; None without a rate.
+        notes: Assumptions and omissions.
+    """
+
+    parameters: int
+    trained_parameters: int
+    precision: Precision
+    sharding: Sharding
+    state: StateMemory
+    largest_batch: BatchShape
+    activations: ActivationEstimate
+    is_checkpointed: bool
+    peak: int
+    other_peak: int
+    pairs: int
+    source_tokens: int
+    target_tokens: int
+    padding_share: float
+    batches_per_epoch: int
+    steps_per_epoch: int
+    steps: int
+    hours: float | None
+    notes: list[str]
+
+    def __str__(self) -> str:
+        """Return a table with one line per quantity."""
+        time = "unknown"
+        if self.hours is not None:
+            time = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
+        state, batch = self.state, self.largest_batch
+        kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
+        sizes = {
+            "weights": state.weights,
+            "weights cast by autocast": state.cast_weights,
+            "gathered weights": state.gathered_weights,
+            "gradients": state.gradients,
+            "gradients on their way": state.buffers,
+            "optimizer": state.optimizer,
+            f"activations, {kind} checkpoints": self.activations.kept_bytes,
+            "workspace of the loss": self.activations.loss_workspace,
+            "workspace of a layer": self.activations.backward_workspace,
+        }
+        tokens = f"{batch.source_tokens:,} source and {batch.target_tokens:,} target tokens"
+        rows = [
+            ("parameters", f"{self.parameters:,}"),
+            ("  trained", f"{self.trained_parameters:,}"),
+            ("", ""),
+            ("pairs", f"{self.pairs:,}"),
+            ("tokens for each epoch", f"{self.source_tokens:,} source, {self.target_tokens:,} target"),
+            ("padding", f"{100 * self.padding_share:.1f} %"),
+            ("batches for each epoch", f"{self.batches_per_epoch:,}"),
+            ("steps", f"{self.steps:,}, {self.steps_per_epoch:,} for each epoch"),
+            ("", ""),
+            ("memory of each device", str(self.sharding)),
+            *((f"  {name}", _format_bytes(size)) for name, size in sizes.items() if size),
+            ("  most at a time", _format_bytes(self.peak)),
+            (f"  most {other} checkpoints", _format_bytes(self.other_peak)),
+            ("  largest batch", f"{batch.pairs:,} pairs, {tokens}"),
+            ("", ""),
+            ("time", time),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+
+def _format_bytes(size: int) -> str:
+    return f"{size / _GIBIBYTE:,.2f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:,.1f} MiB"
+
+
+def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
+    """Return a model on the meta device, which takes no memory."""
+    with torch.device("meta"):
+        return MetaphraseForConditionalGeneration(config)
+
+
+def plan_batches(
+    lengths: np.ndarray,
+    arguments: TrainingArguments,
+    max_tokens_per_batch: int | None,
+    devices: int,
+    length_multiple: int = 1,
+    staged: StagedPairs | None = None,
+) -> list[list[int]]:
+    """Return the batches of the first epoch, of all devices, as the trainer will form them. All stages are one epoch.
+
+    Widths are rounded up to `length_multiple`. `staged` are the training pairs, if they have stages.
+    """
+    seed = data_seed(arguments)
+    if max_tokens_per_batch is not None:
+        make_sampler = TokenBudgetSampler if staged is None else staged.sampler
+        sampler = make_sampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
+        # Indices beyond the end repeat a pair to fill up a batch.
+        return [[index % len(lengths) for index in batch] for batch in sampler.epoch_batches(0)]
+    rows = arguments.per_device_train_batch_size
+    if arguments.train_sampling_strategy == "group_by_length":
+        order = list(LengthGroupedSampler(lengths.sum(axis=1).tolist(), rows, seed))
+    else:
+        order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    batches = [order[start : start + rows] for start in range(0, len(order), rows)]
+    # Dropping the last leaves full batches alone, equally many on each device.
+    return batches[: len(order) // rows // devices * devices] if arguments.dataloader_drop_last else batches
+
+
+def estimate_run(
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    lengths: np.ndarray | Sequence[Sequence[int]],
+    *,
+    max_tokens_per_batch: int | None = None,
+    pad_to_multiple_of: int = 1,
+    r_drop_start_step: int | None = None,
+    devices: int | None = None,
+    on_accelerator: bool | None = None,
+    tokens_per_second: float | None = None,
+    staged: StagedPairs | None = None,
+) -> RunEstimate:
+    """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
+
+    Args:
+        model: An encoder-decoder of transformers.
+        arguments: Training arguments.
+        lengths: Tokens of source and target of each training pair, shape (pairs, 2).
+        max_tokens_per_batch: Token budget per device; None for `per_device_train_batch_size` pairs.
+        pad_to_multiple_of: Multiple that the collator rounds widths up to, if batches are not packed.
+        r_drop_start_step: Steps before R-Drop begins; None without R-Drop.
+        devices: Number of devices to plan for; those of this run by default.
+        on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
+        tokens_per_second: Rate of one device, padding counted, stated or measured.
+        staged: The training pairs, if they have stages.
+
+    Raises:
+        ValueError: If there are no lengths, or the budget cannot hold the longest pair.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if lengths.ndim != 2 or lengths.shape[1] != 2 or not len(lengths):
+        raise ValueError(f"`lengths` must be those of at least one pair, `(pairs, 2)`, got the shape {lengths.shape}.")
+    sharding = Sharding.of(arguments, devices)
+    is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
+    multiple = 1 if is_packed else pad_to_multiple_of
+    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple, staged)
+    padded = round_up(lengths, multiple)
+    shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
+    read = lengths if staged is None else lengths[np.concatenate(batches)]
+    source_tokens, target_tokens = map(int, read.sum(axis=0))
+    computed = sum(shape.tokens for shape in shapes)
+    steps_per_epoch = math.ceil(math.ceil(len(shapes) / sharding.devices) / arguments.gradient_accumulation_steps)
+    steps = passes = arguments.max_steps
+    if steps <= 0:
+        steps = passes = math.ceil(arguments.num_train_epochs * steps_per_epoch)
+    if on_accelerator is None:
+        on_accelerator = arguments.device.type != "cpu"
+    stored = next(iter(model.parameters())).element_size()
+    # `accelerate launch` sets `mixed_precision`.
+    is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
+    compute = 2 if is_half else stored
+    # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
+    precision = Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
+    # transformers has two names for it, and FSDP has a switch of its own.
+    fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
+    is_checkpointed = any((getattr(arguments, CHECKPOINTING), arguments.gradient_checkpointing, fsdp_switch))
+    if r_drop_start_step is not None:
+        passes += max(0, steps - r_drop_start_step)
+        shapes = [shape.repeated(2) for shape in shapes]
+    optimizer, remark = optimizer_bytes(model, arguments)
+    accumulates = arguments.gradient_accumulation_steps > 1
+    state = estimate_states(model, optimizer, precision, sharding, accumulates)
+
+    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate:
+        return estimate_activations(model.config, shape, precision, is_checkpointed)
+
+    # The batch that needs most memory is among the largest by one of these sizes.
+    sizes = (
+        lambda shape: shape.tokens,
+        lambda shape: shape.target_tokens,
+        lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
+    )
+    candidates = [shape for size in sizes for shape in nlargest(_CANDIDATES, shapes, key=size)]
+    largest = max(candidates, key=lambda shape: (state.peak(activations(shape)), shape.tokens))
+    hours = None
+    if tokens_per_second is not None:
+        tokens = passes * computed / steps_per_epoch
+        hours = tokens / (tokens_per_second * sharding.devices) / _SECONDS_PER_HOUR
+    is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    family = model.config.model_type
+    notes = (
+        (r_drop_start_step is not None, "R-Drop passes each batch twice: the largest one is counted with both."),
+        (remark, remark),
+        (not on_accelerator, _NOTE_ON_PROCESS),
+        (not on_accelerator and sharding.engine == "fsdp", _NOTE_ON_FSDP),
+        (family != MetaphraseConfig.model_type, f"The activations of {family} follow a formula for Transformers."),
+        (is_frozen, "Some weights are frozen: activations are counted as if all were trained."),
+        (hours is None, "No time is given, because no rate of the device was measured or stated."),
+    )
+    return RunEstimate(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        precision=precision,
+        sharding=sharding,
+        state=state,
+        largest_batch=largest,
+        activations=activations(largest),
+        is_checkpointed=is_checkpointed,
+        peak=state.peak(activations(largest)),
+        other_peak=state.peak(activations(largest, not is_checkpointed)),
+        pairs=len(read),
+        source_tokens=source_tokens,
+        target_tokens=target_tokens,
+        padding_share=1 - (source_tokens + target_tokens) / computed,
+        batches_per_epoch=len(batches),
+        steps_per_epoch=steps_per_epoch,
+        steps=steps,
+        hours=hours,
+        notes=[note for applies, note in notes if applies],
+    )
+
+
+# Steps to time, fewer if they take longer than this.
+TIMED_STEPS, TIMED_SECONDS = 12, 4.0
+# Larger models are not made for a timing.
+MAX_TIMED_PARAMETERS = 300_000_000
+
+
+def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
+    """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written.
+
+    Memory is counted on a model without weights. The hours follow from a few steps of a real model, unless it is too large;
+    evaluations are not counted.
+
+    Args:
+        experiment: An experiment before training.
+        devices: Number of devices to plan for; those of this run by default.
+
+    Raises:
+        ValueError: If the training pairs are streamed, so that their lengths are unknown.
+    """
+    recipe, arguments = experiment.recipe, experiment.arguments
+    if recipe.streaming:
+        raise ValueError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
+    set_seed(arguments.seed)
+    tokenizers, encoded = experiment.prepare()
+    train = encoded["train"]
+    lengths = np.stack([np.asarray(train[side][:]) for side in LENGTH_COLUMNS], axis=1)
+    with torch.device("meta"):
+        model = experiment.make_model(tokenizers, with_weights=False)
+    if is_adapted(model):
+        # Adapters replace the layers that they wrap.
+        model = model.get_base_model()
+    rate = None
+    if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
+        rate = _measured_rate(experiment, experiment.make_model(tokenizers), train, lengths)
+    estimate = estimate_run(
+        model,
+        arguments,
+        lengths,
+        max_tokens_per_batch=recipe.max_tokens_per_batch,
+        pad_to_multiple_of=experiment.pad_to_multiple_of,
+        r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
+        devices=devices,
+        tokens_per_second=rate,
+        staged=train if isinstance(train, StagedPairs) else None,
+    )
+    objective = getattr(train, "objective", None)
+    if objective is not None and not objective.lengths_are_exact:
+        note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
+        estimate.notes.append(note)
+    return estimate
+
+
+def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, lengths: np.ndarray) -> float:
+    """Return the median tokens per second of real training steps by AdamW with a learning rate of 0.
+
+    The batches are the first of an epoch, formed as the trainer does. The first one warms up.
+    """
+    budget, arguments = experiment.recipe.max_tokens_per_batch, experiment.arguments
+    is_packed = budget is not None and getattr(model, "supports_packing", False)
+    multiple = 1 if is_packed else experiment.pad_to_multiple_of
+    collate = PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, multiple)
+    planned = plan_batches(lengths, arguments, budget, 1, multiple)
+    if arguments.gradient_checkpointing:
+        getattr(model, f"{CHECKPOINTING}_enable")()
+    model.to(arguments.device).train()
+    # The optimizer of a Trainer by default.
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
+    kind, rates, total = arguments.device.type, [], 0.0
+    for number in range(TIMED_STEPS + 1):
+        # A corpus with too few batches repeats them.
+        pairs = [train[index] for index in planned[number % len(planned)]]
+        batch = collate([{name: pair[name] for name in ("input_ids", "labels")} for pair in pairs])
+        batch = with_decoder_inputs(model, batch)
+        batch = {name: value.to(kind) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        start = _now(kind)
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=arguments.bf16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = _now(kind) - start
+        total += seconds
+        rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / seconds)
+        if len(rates) > 3 and total > TIMED_SECONDS:
+            break
+    return statistics.median(rates[1:])
+
+
+def _now(kind: str) -> float:
+    if kind != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,197 @@
+"""Choice between torch and CTranslate2 for each call of a generator, by measured speed."""
+
+import logging
+import math
+import tempfile
+import textwrap
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from metaphrase.decoding.prepacked_weights import WeightRecord
+from metaphrase.inference.batches import Engine, longest_target
+from metaphrase.modeling import MetaphraseForConditionalGeneration
+from metaphrase.storage.loading import free_main_memory
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.vocabulary_map import VocabularyMap
+
+logger = logging.getLogger(__name__)
+
+# Most weights of a model that CTranslate2 decodes faster than torch, by type, search and batch: `benchmarks/engines.py` on one
+# core of Zen 4.
+_MAX_WEIGHTS = {
+    ("float32", "greedy", "alone"): 10e6,
+    ("float32", "greedy", "batch"): 15e6,
+    ("float32", "beam", "alone"): 15e6,
+    ("float32", "beam", "batch"): 20e6,
+    ("int8", "greedy", "alone"): 40e6,
+    ("int8", "greedy", "batch"): math.inf,
+    ("int8", "beam", "alone"): math.inf,
+    ("int8", "beam", "batch"): math.inf,
+}
+# Loading the copy takes longer than it saves with fewer sentences.
+MIN_SENTENCES = 64
+# Part of the free memory that a copy may take.
+_MEMORY_SHARE = 0.5
+
+
+def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> bool:
+    """Return True if CTranslate2 decodes faster than torch by the table of measured speeds."""
+    key = dtype, "beam" if num_beams > 1 else "greedy", "batch" if batch_size > 1 else "alone"
+    return num_weights <= _MAX_WEIGHTS[key]
+
+
+class EngineChoice:
+    """A torch model, its copy in CTranslate2, and the choice between the two for each call.
+
+    In float32 both write the same tokens. The first call that the copy makes faster makes and loads it. From then on the weights
+    are in memory twice.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizers: TokenizerPair,
+        quantization: str | None = None,
+        vocabulary_map: VocabularyMap | None = None,
+    ):
+        """Find out if the model can have a copy. If it is going to be quantized, write the copy's files."""
+        self._tokenizers, self._map = tokenizers, vocabulary_map
+        self._dtype = quantization or str(model.dtype).removeprefix("torch.")
+        self._num_weights = sum(weight.numel() for weight in model.parameters())
+        self._num_sentences = 0
+        # A start that varies is not in the copy.
+        is_fixed = not getattr(model.config, "decoder_start_from_labels", False)
+        self._start = model.generation_config.decoder_start_token_id if is_fixed else None
+        self._max_length: int | None = None
+        self._files: tempfile.TemporaryDirectory | None = None
+        self._engine: Engine | None = None
+        self._record: WeightRecord | None = None
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+        self._obstacle = self._find_obstacle(model)
+        if quantization and self._obstacle is None:
+            # The weights in float32 are gone afterwards.
+            self._obstacle = self._write_files(model)
+
+    def expect_many(self) -> None:
+        """Load the copy for the next call that it makes faster, even for few sentences."""
+        self._num_sentences = MIN_SENTENCES
+
+    def choose(
+        self,
+        model: PreTrainedModel,
+        options: Mapping[str, Any],
+        sources: Sequence[Sequence[int]],
+        batch_size: int,
+        return_scores: bool,
+        has_partners: bool = False,
+    ) -> PreTrainedModel | Engine:
+        """Return the copy if it decodes these sources faster and writes the same tokens, else the model. Log the reason once.
+
+        Partners, of an ensemble or for drafts, decode with the model.
+        """
+        self._num_sentences += len(sources)
+        if self._dtype == "float32":
+            # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.
+            batch_size = min(batch_size, len(sources))
+        reason = "CTranslate2 takes one model at a time" if has_partners else self._obstacle
+        reason = reason or self._reason_for_torch(model, options, sources, batch_size, return_scores)
+        if reason is None:
+            with self._lock:
+                reason = self._obstacle = self._load(model)
+        # A reason may hold values of the call, such as long lists of ids.
+        text = (
+            f"torch ({textwrap.shorten(reason, 200)})" if reason else "CTranslate2 (faster for this model and search)"
+        )
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.info("Engine: %s", text)
+        return model if reason else self._engine
+
+    def _find_obstacle(self, model: PreTrainedModel) -> str | None:
+        """Return the reason why no call can use a copy, or None."""
+        if type(model) is not MetaphraseForConditionalGeneration:
+            return "CTranslate2 takes Metaphrase models only"
+        if model.device.type != "cpu" or self._dtype not in ("float32", "int8"):
+            return f"CTranslate2 is not used in {self._dtype} on {model.device.type}"
+        if not any(is_faster(self._num_weights, self._dtype, *setting) for setting in ((1, 1), (1, 2), (4, 1), (4, 2))):
+            return f"faster for {self._num_weights:,} weights in {self._dtype}"
+        try:
+            from metaphrase.conversion.ctranslate2.export import find_obstacles  # Needs an extra.
+            from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
+        except ImportError as error:
+            return str(error)
+        if obstacles := find_obstacles(model.config):
+            return f"CTranslate2 cannot express {'; '.join(obstacles)}"
+        self._max_length = longest_target(model)
+        if model.config.position_embedding_type == "sinusoidal":
+            self._max_length = max(model.config.max_position_embeddings, SINUSOIDAL_POSITIONS)
+        return None
+
+    def _reason_for_torch(
+        self,
+        model: PreTrainedModel,
+        options: Mapping[str, Any],
+        sources: Sequence[Sequence[int]],
+        batch_size: int,
+        return_scores: bool,
+    ) -> str | None:
+        """Return the reason why this call should run in torch, or None."""
+        from metaphrase.engines.ctranslate2_engine import translate_exactly  # Needs an extra.
+
+        try:
+            search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
+        except ValueError as error:
+            return str(error).removesuffix(".")
+        num_beams = search.options["beam_size"]
+        if not is_faster(self._num_weights, self._dtype, num_beams, batch_size):
+            return f"faster for {self._num_weights:,} weights in {self._dtype} with `num_beams` {num_beams}"
+        if search.start is None or self._start not in (None, search.start):
+            return "CTranslate2 does not support another `decoder_start_token_id`"
+        longest = max(*map(len, sources), search.options["max_decoding_length"] + 1)
+        if self._max_length is not None and longest > self._max_length:
+            return f"the positions of CTranslate2 end at {self._max_length}, and the longest text may have {longest}"
+        if self._dtype == "float32" and return_scores:
+            return "scores of CTranslate2 differ in the last digits"
+        if self._dtype == "float32" and self._num_sentences < MIN_SENTENCES:
+            return f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
+        return None
+
+    def _write_files(self, model: PreTrainedModel) -> str | None:
+        """Write the copy's files. Return the reason if that is not possible."""
+        num_bytes, free = 4 * self._num_weights, free_main_memory()
+        if num_bytes > _MEMORY_SHARE * free:
+            return f"a copy needs {num_bytes / 2**20:.0f} MiB of memory, and {free / 2**20:.0f} MiB are free"
+        from metaphrase.conversion.ctranslate2.export import save_weights  # Needs an extra.
+
+        try:
+            self._files = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+            save_weights(model, self._tokenizers, Path(self._files.name), self._map and self._map.path)
+        except (ValueError, OSError) as error:
+            return f"no copy for CTranslate2: {error}"
+        return None
+
+    def _load(self, model: PreTrainedModel) -> str | None:
+        """Load the copy, unless it is loaded. Return the reason if it cannot be used."""
+        if self._engine is None:
+            if self._files is None and (reason := self._write_files(model)):
+                return reason
+            from metaphrase.engines.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
+
+            try:
+                with self._files as folder:
+                    self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
+            except (ValueError, OSError) as error:
+                # A system may empty its folder for temporary files before the first call.
+                return f"no copy for CTranslate2: {error}"
+            self._engine.use_vmap = self._map is not None
+            self._record = WeightRecord(model, [weight for weight in model.parameters() if not weight.is_inference()])
+        if not self._record.is_current(model):
+            self._engine = None
+            return "the weights have changed since CTranslate2 loaded them"
+        self._engine.generation_config = model.generation_config
+        return None

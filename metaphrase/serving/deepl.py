@@ -1,0 +1,116 @@
+"""DeepL's API for texts: the client `deepl`, and translation tools that have it built in."""
+
+import re
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+
+from metaphrase.serving.bodies import check_fields, read_body, schema_of
+from metaphrase.serving.models import base_code, name_of
+from metaphrase.serving.service import Query, Service
+from metaphrase.texts.plan import Terms
+
+# The client refuses these targets without a region.
+_REGIONS = {
+    "en": {"EN-GB": "English (British)", "EN-US": "English (American)"},
+    "pt": {"PT-BR": "Portuguese (Brazilian)", "PT-PT": "Portuguese (European)"},
+}
+# A line break within a paragraph.
+_LINE_BREAK = re.compile(r"(?<=\S)[ \t]*\r?\n[ \t]*(?=\S)")
+# DeepL's number for accounts without a limit.
+_NO_LIMIT = 10**12
+
+
+class Texts(BaseModel):
+    """Body of a request for translations. Fields with another effect than these are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    text: list[str]
+    target_lang: str
+    source_lang: str | None = None
+    tag_handling: Literal["html", "xml"] | None = None
+    ignore_tags: list[str] = []
+    split_sentences: Literal["0", "1", "nonewlines"] | None = None
+    glossary_id: str | None = None
+    # DeepL takes the default if the model has no other.
+    formality: Literal["default", "prefer_more", "prefer_less"] = "default"
+    # Hints. The layout is always kept.
+    preserve_formatting: bool | None = None
+    context: str | None = None
+    model_type: str | None = None
+    outline_detection: bool | None = None
+    tag_handling_version: str | None = None
+    show_billed_characters: bool = False
+
+
+class LanguageType(BaseModel):
+    """Side of a list of languages."""
+
+    type: Literal["source", "target"] = "source"
+
+
+def make_router(service: Service) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter(prefix="/v2", tags=["DeepL"])
+    num_characters = 0
+
+    @router.post("/translate", openapi_extra=schema_of(Texts, "application/json", "application/x-www-form-urlencoded"))
+    async def translate(request: Request) -> Response:
+        nonlocal num_characters
+        body = await read_body(request, Texts, lists=("text", "ignore_tags"))
+        result, confidences = await service.translate(request, _read_query(service, body))
+        num_characters += sum(map(len, body.text))
+        rows = []
+        for text, [target], languages in zip(body.text, result.targets, confidences, strict=True):
+            row = {"detected_source_language": base_code(next(iter(languages))).upper(), "text": target}
+            rows.append(row | ({"billed_characters": len(text)} if body.show_billed_characters else {}))
+        return JSONResponse({"translations": rows})
+
+    @router.get("/languages")
+    async def languages(request: Request) -> Response:
+        # The client sends a form, though a GET has no body.
+        if request.headers.get("content-length", "0") != "0":
+            fields = await read_body(request, LanguageType)
+        else:
+            fields = check_fields(request.query_params, LanguageType)
+        return JSONResponse(_list_languages(service, fields.type))
+
+    @router.get("/usage")
+    async def usage() -> Response:
+        return JSONResponse({"character_count": num_characters, "character_limit": _NO_LIMIT})
+
+    return router
+
+
+def _read_query(service: Service, body: Texts) -> Query:
+    texts, name = body.text, body.glossary_id
+    if name and name not in service.glossaries:
+        known = ", ".join(service.glossaries) or "none: start the server with --glossaries"
+        raise HTTPException(404, f"The glossary must be one of the server's ({known}), got {name!r}.")
+    if body.split_sentences == "nonewlines" and body.tag_handling is None:
+        texts = [_LINE_BREAK.sub(" ", text) for text in texts]
+    return Query(
+        texts,
+        source_lang=body.source_lang,
+        target_lang=body.target_lang,
+        text_format=body.tag_handling or "text",
+        split_sentences=body.split_sentences != "0",
+        terms=service.glossaries[name] if name else Terms(),
+        # A form has one field for all tags.
+        keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
+    )
+
+
+def _list_languages(service: Service, kind: str) -> list[dict[str, Any]]:
+    pairs = service.targets_by_source
+    if kind == "source":
+        return [{"language": code.upper(), "name": name_of(code)} for code in pairs]
+    codes = dict.fromkeys(code for targets in pairs.values() for code in targets)
+    return [
+        {"language": region, "name": name, "supports_formality": False}
+        for code in codes
+        for region, name in _REGIONS.get(code, {code.upper(): name_of(code)}).items()
+    ]

@@ -1,0 +1,173 @@
+"""LibreTranslate's API: `libretranslatepy`, and the many applications that speak to a LibreTranslate server."""
+
+import asyncio
+import reprlib
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from metaphrase.serving.bodies import read_body, read_upload, schema_of
+from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
+from metaphrase.serving.models import base_code, identify_languages, name_of
+from metaphrase.serving.service import Query, Service
+from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
+
+# The server keeps so many translated files, until further ones come.
+_MOST_FILES = 64
+# A document unpacks to so many times the largest body.
+_UNPACKED = 16
+_FORMATS = {".txt": "text", ".html": "html", ".htm": "html"}
+_KINDS = ("application/json", "application/x-www-form-urlencoded")
+
+
+class Text(BaseModel):
+    """Body of a request for the language of a text."""
+
+    q: str
+    api_key: str | None = None
+
+
+class Texts(BaseModel):
+    """Body of a request for translations."""
+
+    q: str | list[str]
+    source: str
+    target: str
+    format: Literal["text", "html"] | None = None
+    alternatives: int = Field(0, ge=0)
+    api_key: str | None = None
+
+
+class File(BaseModel):
+    """Form of a request for the translation of a file, beside the file."""
+
+    source: str
+    target: str
+    api_key: str | None = None
+
+
+def make_router(service: Service) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter(tags=["LibreTranslate"])
+    targets_by_source = service.targets_by_source
+    codes = list(dict.fromkeys([*targets_by_source, *(code for row in targets_by_source.values() for code in row)]))
+
+    def check_key(request: Request, key: str | None) -> None:
+        if not service.accepts(key or read_key(request.headers.get("authorization", ""))):
+            raise HTTPException(403, WRONG_KEY)
+
+    def check_languages(source: str, target: str) -> str | None:
+        """Return the language of sources, or None if it is to be identified."""
+        for code in (source, target):
+            if base_code(code) not in codes and (code, code) != ("auto", source):
+                raise ValueError(f"{code} is not supported")
+        return None if source == "auto" else source
+
+    @router.post("/translate", openapi_extra=schema_of(Texts, *_KINDS))
+    async def translate(request: Request) -> Response:
+        body = await read_body(request, Texts)
+        check_key(request, body.api_key)
+        source = check_languages(body.source, body.target)
+        # LibreTranslate has no alternatives of HTML either.
+        num_targets = 1 if body.format == "html" else 1 + body.alternatives
+        is_list = isinstance(body.q, list)
+        query = Query(
+            body.q if is_list else [body.q],
+            source_lang=source,
+            target_lang=body.target,
+            text_format=body.format or "text",
+            num_targets=num_targets,
+        )
+        result, confidences = await service.translate(request, query)
+        fields = {"translatedText": [row[0] for row in result.targets]}
+        if source is None:
+            fields["detectedLanguage"] = [list_confidences(row)[0] for row in confidences]
+        if body.alternatives:
+            # Two sentences may give the same text.
+            fields["alternatives"] = [
+                list(dict.fromkeys(text for text in row if text != row[0])) for row in result.targets
+            ]
+        return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
+
+    files: dict[str, bytes] = {}
+    # A document may need much memory. So only one is read at a time.
+    reading, most_bytes = asyncio.Lock(), _UNPACKED * 1024 * service.limits.max_body_kilobytes
+
+    @router.post("/translate_file")
+    async def translate_file(request: Request) -> Response:
+        body, name, content = await read_upload(request, File)
+        check_key(request, body.api_key)
+        source, suffix = check_languages(body.source, body.target), Path(name).suffix.lower()
+        if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
+            raise ValueError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
+        languages = {"source_lang": source, "target_lang": body.target}
+        if suffix in _FORMATS:
+            query = Query([decode_text(content)], **languages, text_format=_FORMATS[suffix])
+            result, _ = await service.translate(request, query)
+            translated = result.targets[0][0].encode()
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / f"file{suffix}"
+                path.write_bytes(content)
+                async with reading:
+                    file = await service.run_in_thread(lambda: open_file(path, name, most_bytes))
+                query = Query(file.texts, **languages, text_format="xml", split_sentences=True, is_file=True)
+                result, _ = await service.translate(request, query)
+                await service.run_in_thread(lambda: file.write([row[0] for row in result.targets], path))
+                translated = path.read_bytes()
+        name = secrets.token_urlsafe(16) + suffix
+        files[name] = translated
+        while len(files) > _MOST_FILES:
+            del files[next(iter(files))]
+        return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
+
+    @router.get(DOWNLOAD_PATH + "{name}")
+    async def download_file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "The server no longer has this file. Send the request again.")
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return Response(files[name], media_type="application/octet-stream", headers=headers)
+
+    @router.post("/detect", openapi_extra=schema_of(Text, *_KINDS))
+    async def detect(request: Request) -> Response:
+        body = await read_body(request, Text)
+        check_key(request, body.api_key)
+        [confidences] = await service.run_in_thread(lambda: identify_languages([body.q], codes))
+        return JSONResponse(list_confidences(confidences))
+
+    @router.get("/languages")
+    async def languages() -> Response:
+        rows = [{"code": code, "name": name_of(code), "targets": targets_by_source.get(code, [])} for code in codes]
+        return JSONResponse(rows)
+
+    return router
+
+
+def decode_text(content: bytes) -> str:
+    """Return the text of a file."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"A text file must be UTF-8: {error}. Convert it first.") from error
+
+
+def open_file(path: Path, name: str, most_bytes: int) -> Any:
+    """Read a file of a client; `ValueError` if the file is too large or damaged, or a package for it is missing."""
+    try:
+        return read_file(path, most_bytes)
+    except ImportError as error:
+        raise ValueError(f"This server reads no {path.suffix} files.") from error
+    except ValueError as error:
+        # The client does not know the path.
+        raise ValueError(str(error).replace(str(path), name)) from None
+
+
+def list_confidences(confidences: dict[str, float]) -> list[dict[str, Any]]:
+    """Return the confidence of each language as LibreTranslate writes them."""
+    return [{"confidence": confidence, "language": code} for code, confidence in confidences.items()]

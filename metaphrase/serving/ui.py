@@ -1,0 +1,151 @@
+"""The page at `/ui`: translate while typing, with alternatives and the attention of each word."""
+
+import base64
+import dataclasses
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
+
+from metaphrase.analysis.alignment import aligned_layer, cross_attentions, word_weights
+from metaphrase.inference.generator import split_texts
+from metaphrase.serving.batcher import Ticket
+from metaphrase.serving.bodies import read_body, schema_of
+from metaphrase.serving.models import ServedModel, name_of
+from metaphrase.serving.service import Query, Service, answer, check_query, splitting_language
+
+_FOLDER = Path(__file__).with_name("page")
+# The weights of all layers and heads grow with the product of both lengths.
+_MAX_ATTENTION_TOKENS = 512
+
+
+class TextFields(BaseModel):
+    """Body of a request for targets."""
+
+    text: str
+    model: str | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
+    num_targets: int = 1
+
+
+class PairFields(BaseModel):
+    """Body of a request for attention."""
+
+    source: str
+    target: str
+    model: str | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
+
+
+def make_router(service: Service) -> APIRouter:
+    """Return the page and its endpoints."""
+    router = APIRouter(tags=["Page"])
+    content, headers = load_page()
+
+    @router.get("/ui", response_class=HTMLResponse)
+    async def page() -> HTMLResponse:
+        """Return the page."""
+        return HTMLResponse(content, headers=headers)
+
+    @router.get("/ui/settings")
+    async def settings() -> dict[str, Any]:
+        """Return the models with their languages, and the limits of the page."""
+        return {
+            "models": [_describe(model) for model in service.models.values()],
+            "max_text_characters": service.limits.max_text_characters,
+            "max_targets": service.limits.max_beams,
+            "needs_key": bool(service.keys),
+        }
+
+    @router.post("/ui/translate", openapi_extra=schema_of(TextFields))
+    async def translate(request: Request) -> dict[str, Any]:
+        """Return each sentence of a text with its targets, and the layout between the sentences."""
+        body = await read_body(request, TextFields)
+        model = service.find_model(body.model)
+        query = Query([body.text], body.source_lang, body.target_lang, num_targets=body.num_targets)
+        check_query(query, service.limits)
+        return await service.run(request, lambda ticket: _translate(model, query, ticket))
+
+    @router.post("/ui/attention", openapi_extra=schema_of(PairFields))
+    async def attend(request: Request) -> dict[str, Any]:
+        """Return the words of a source and its target, and the attention from each target word to each source word."""
+        body = await read_body(request, PairFields)
+        model = service.find_model(body.model)
+        check_query(Query([body.source, body.target]), service.limits)
+        return await service.run(
+            request, lambda ticket: service.batcher.call(ticket, lambda: _attend(model, body, ticket))
+        )
+
+    return router
+
+
+def load_page() -> tuple[str, dict[str, str]]:
+    """Return the page with its style and script inside, and headers that allow these and no others."""
+    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    template = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    parts = {"style": style, "script": script}
+    content = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    digests = {name: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for name, text in parts.items()}
+    policy = [
+        "default-src 'none'",
+        f"style-src 'sha256-{digests['style']}'",
+        f"script-src 'sha256-{digests['script']}'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    return content, {
+        "Content-Security-Policy": "; ".join(policy),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+
+
+def _describe(model: ServedModel) -> dict[str, Any]:
+    def name_all(codes: list[str]) -> list[dict[str, str]]:
+        languages = [{"code": code, "name": name_of(code)} for code in codes]
+        return sorted(languages, key=lambda language: language["name"])
+
+    return {
+        "name": model.name,
+        "task": model.task,
+        "source_languages": name_all(model.source_languages),
+        "target_languages": name_all(model.target_languages),
+        "has_attention": model.generator.is_single,
+    }
+
+
+def _translate(model: ServedModel, query: Query, ticket: Ticket) -> dict[str, Any]:
+    generator, _ = model.open(ticket, query.source_lang, query.target_lang)
+    [document], _ = split_texts([generator], query.texts, splitting_language(model, query))
+    # Alternatives of a sentence, and not of the whole text, are of use to a reader.
+    query = dataclasses.replace(query, texts=document.sentences, split_sentences=False)
+    result = answer(model, query, ticket)
+    sentences = [
+        {"source": source, "targets": list(dict.fromkeys(row))}
+        for source, row in zip(document.sentences, result.targets, strict=True)
+    ]
+    return {"layout": document.layout, "sentences": sentences, "num_unfinished": result.num_unfinished}
+
+
+def _attend(model: ServedModel, body: PairFields, ticket: Ticket) -> dict[str, Any]:
+    generator, _ = model.open(ticket, body.source_lang, body.target_lang)
+    tokenizers = generator.tokenizers
+    lengths = [
+        len(encode([text])[0])
+        for encode, text in ((tokenizers.encode_sources, body.source), (tokenizers.encode_targets, body.target))
+    ]
+    if max(lengths) > _MAX_ATTENTION_TOKENS:
+        raise ValueError(f"A text must have at most {_MAX_ATTENTION_TOKENS} tokens for attention, got {max(lengths)}.")
+    [attention] = cross_attentions(generator, [body.source], [body.target], layer=aligned_layer(generator.model))
+    weights = word_weights(attention).astype(float).round(4).tolist()
+    return {"source_words": attention.source_words, "target_words": attention.target_words, "weights": weights}

@@ -1,0 +1,338 @@
+"""Sentences of a text with markup and terms: what belongs to each, and where it stands in the target."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from metaphrase.texts.documents import Document
+from metaphrase.texts.markup import Atom, Element, MarkedText, Tag
+
+Span = tuple[int, int]
+# A character of a script without spaces is a word of its own.
+_WORD = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+|[^\w\s]|_+"
+)
+
+
+def find_words(text: str) -> list[Span]:
+    """Return the offsets of words and punctuation marks."""
+    return [match.span() for match in _WORD.finditer(text)]
+
+
+@dataclass(frozen=True)
+class Links:
+    """Offsets of the words of a sentence and of its target, and the index of the source word of each target word."""
+
+    source: list[Span]
+    target: list[Span]
+    best: list[int | None]
+
+    def find(self, start: int, end: int) -> Span | None:
+        """Return the offsets of the target words that belong to a part of the source: one run of words.
+
+        The run has the most words of the part, less those of other parts. So a word far away does not stretch it.
+        """
+        return self._span_of({index for index, word in enumerate(self.source) if word[0] < end and word[1] > start})
+
+    def find_gap(self, offset: int) -> int:
+        """Return the offset in the target for a place between two source words.
+
+        A place directly before a word stays before its target. Any other one stands behind the target of the word before it.
+        """
+        following = next((index for index, word in enumerate(self.source) if word[0] == offset), None)
+        touches = any(word[1] == offset for word in self.source)
+        if following is not None and not touches and (span := self._span_of({following})):
+            return span[0]
+        for index in reversed([index for index, word in enumerate(self.source) if word[1] <= offset]):
+            if span := self._span_of({index}):
+                return span[1]
+        return 0
+
+    def _span_of(self, indices: set[int]) -> Span | None:
+        best, best_sum, start, total = None, 0.0, 0, 0.0
+        for position, index in enumerate(self.best):
+            if total <= 0:
+                start, total = position, 0.0
+            # A word without a link weighs little.
+            total += 1 if index in indices else -0.01 if index is None else -1
+            if total > best_sum:
+                best, best_sum = (self.target[start][0], self.target[position][1]), total
+        return best
+
+
+@dataclass
+class Sentence:
+    """A sentence of a marked text, with its atoms and the elements that have a tag inside the sentence.
+
+    Offsets are those in the sentence. Without `opening` an element begins with the sentence, without `closing` it ends with it.
+    """
+
+    text: str
+    elements: list[Element]
+    atoms: list[Atom]
+
+    def find_atoms(self, target: str) -> tuple[dict[Atom, Span], list[Atom]]:
+        """Return where a target has the expected text of atoms, and the atoms whose text it lacks."""
+        spans, missing = {}, []
+        for atom in sorted((atom for atom in self.atoms if atom.expected), key=lambda atom: -len(atom.expected)):
+            pattern = re.escape(atom.expected)
+            if atom.ignore_case:
+                # A term is no part of a longer word.
+                pattern = rf"(?i:(?<!\w){pattern}(?!\w))"
+            matches = (match.span() for match in re.finditer(pattern, target))
+            span = next((span for span in matches if not _overlaps(span, spans.values())), None)
+            if span is None:
+                missing.append(atom)
+            else:
+                spans[atom] = span
+        return spans, missing
+
+    def render(self, target: str, links: Links, escape: Callable[[str], str]) -> tuple[str, int]:
+        """Return the target with all tags and atoms, and the number of atoms that the alignment had to place.
+
+        `escape` turns a part of the target into markup.
+        """
+        spans, missing = self.find_atoms(target)
+        for atom, span in spans.items():
+            if atom.ignore_case:
+                atom.output = escape(target[slice(*span)])
+        for atom in missing:
+            span = links.find(atom.start, atom.end)
+            most_words = 2 * len(self.text[atom.start : atom.end].split()) + 1
+            # A model that does not know a word may look at it all the time. Its sentence must not be lost.
+            if span is None or len(find_words(target[slice(*span)])) > most_words or _overlaps(span, spans.values()):
+                offset = _snap(links.find_gap(atom.start), spans.values())
+                span = (offset, offset)
+                # Spaces part the term from the words around it.
+                before, after = target[:offset][-1:].strip(), target[offset : offset + 1].isalnum()
+                atom.output = " " * bool(before) + atom.output + " " * after
+            spans[atom] = span
+        filled = list(spans.values())
+        spans |= {atom: (_snap(links.find_gap(atom.start), filled),) * 2 for atom in self.atoms if atom not in spans}
+        return "".join(_Renderer(self, target, links, escape, spans).render_part(None, 0, len(target))), len(missing)
+
+
+def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
+    return any(span[0] < end and start < span[1] for start, end in taken)
+
+
+def _snap(offset: int, spans: Iterable[Span], before: bool = False) -> int:
+    """Return an offset outside of all spans, since no tag may stand inside an atom: behind a span, or before it."""
+    return next((start if before else end for start, end in spans if start < offset < end), offset)
+
+
+class _Renderer:
+    def __init__(
+        self, sentence: Sentence, target: str, links: Links, escape: Callable[[str], str], spans: dict[Atom, Span]
+    ):
+        self.target, self.links, self.escape, self.spans = target, links, escape, spans
+        self.atoms = [atom for atom in sentence.atoms if spans[atom][0] < spans[atom][1]]
+        self.inner: dict[Element | None, list[Element | Atom]] = {}
+        for part in (*sentence.elements, *(atom for atom in sentence.atoms if spans[atom][0] == spans[atom][1])):
+            self.inner.setdefault(part.parent, []).append(part)
+
+    def render_part(self, parent: Element | None, start: int, end: int) -> Iterator[str]:
+        """Yield the markup of a part of the target, with the elements and the empty atoms directly inside `parent`."""
+
+        def rank(part: Element | Atom) -> int:
+            # An element that begins with the sentence is first, one that ends with it is last.
+            if isinstance(part, Atom) or (part.opening and part.closing):
+                return 1
+            return 0 if part.closing else 2
+
+        spans = {}
+        for part in self.inner.get(parent, []):
+            spans[part] = self.spans[part] if isinstance(part, Atom) else self.find_span(part, start, end)
+        position = start
+        for part in sorted(spans, key=lambda part: (rank(part), spans[part][0], part.start)):
+            first = min(max(spans[part][0], position), end)
+            yield from self.render_text(position, first)
+            position = first
+            if isinstance(part, Atom):
+                yield part.output
+                continue
+            position = max(spans[part][1], first)
+            yield part.opening
+            yield from self.render_part(part, first, position)
+            yield part.closing
+        yield from self.render_text(position, end)
+
+    def find_span(self, element: Element, start: int, end: int) -> Span:
+        """Return the part of the target that an element encloses, between two offsets."""
+        span = self.links.find(element.start, element.end) or (self.links.find_gap(element.start),) * 2
+        inner = [self.spans[atom] for atom in self.atoms if element in _elements_around(atom)]
+        first, last = min([span[0], *(other[0] for other in inner)]), max([span[1], *(other[1] for other in inner)])
+        atoms = [self.spans[atom] for atom in self.atoms]
+        first, last = _snap(first, atoms, before=True), _snap(last, atoms)
+        first = min(max(first, start), end) if element.opening else start
+        return first, min(max(last, first), end) if element.closing else end
+
+    def render_text(self, start: int, end: int) -> Iterator[str]:
+        """Yield a part of the target without elements. Atoms take the place of their spans."""
+        for atom in sorted(self.atoms, key=self.spans.get):
+            first, last = self.spans[atom]
+            if start <= first and last <= end:
+                yield self.escape(self.target[start:first])
+                yield atom.output
+                start = last
+        yield self.escape(self.target[start:end])
+
+
+def _elements_around(part: Element | Atom) -> Iterator[Element]:
+    """Yield the elements around a part, the innermost first."""
+    while (part := part.parent) is not None:
+        yield part
+
+
+# Patterns with a name.
+PATTERNS = {
+    "url": r"(?:https?://|www\.)[^\s<>\"']*[^\s<>\"'.,;:!?)\]}]",
+    "email": r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
+    "placeholder": r"\{\{?[^{}\s]*\}?\}|%(?:\(\w+\))?[sdif]\b|\$\{[^{}\s]+\}",
+    "number": r"\d+(?:[.,:/]\d+)*",
+}
+
+_LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
+# Dots and laughter are no loops.
+_SHORTEST_LOOP = 12
+
+
+class Terms:
+    """Patterns that stay as they are, and terms with a given translation."""
+
+    def __init__(self, keep: Iterable[str] = (), glossary: Mapping[str, str] | None = None):
+        """Compile patterns and terms.
+
+        Args:
+            keep: Names of `PATTERNS`, or regular expressions.
+            glossary: Target term by source term. A source term in lower case is found in any case.
+
+        Raises:
+            ValueError: If an expression is wrong or a term is blank.
+        """
+        try:
+            self._patterns = [re.compile(PATTERNS.get(pattern, pattern)) for pattern in keep]
+        except re.error as error:
+            raise ValueError(f"`keep` must have names of {', '.join(PATTERNS)}, or expressions: {error}.") from error
+        self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
+        if wrong := [entry for entry in self._terms.items() if not all(entry)]:
+            raise ValueError(f"`glossary` must have a source and a target in each entry, got {wrong[0]}.")
+        self._folded = {source: target for source, target in self._terms.items() if source == source.lower()}
+        # A longer term wins.
+        terms = "|".join(re.escape(source) for source in sorted(self._terms, key=len, reverse=True))
+        self._term = re.compile(rf"(?<!\w)(?:{terms})(?!\w)", re.IGNORECASE) if terms else None
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns or self._terms)
+
+    def find(self, marked: MarkedText) -> list[Atom]:
+        """Return the atoms that have text, in order: those of the markup, then patterns and terms outside of earlier ones."""
+        atoms, text = [atom for atom in marked.atoms if atom.expected], marked.text
+        matches = [(match, match.group(), False) for pattern in self._patterns for match in pattern.finditer(text)]
+        for match in self._term.finditer(text) if self._term else ():
+            target = self._terms.get(match.group(), self._folded.get(match.group().lower()))
+            matches.append((match, target, True))
+        for match, expected, ignore_case in matches:
+            start, end = match.span()
+            if expected and all(end <= atom.start or atom.end <= start for atom in atoms):
+                atoms.append(Atom(start, end, marked.escape(expected), expected, ignore_case=ignore_case))
+        return sorted(atoms, key=lambda atom: atom.start)
+
+
+def read_glossary(path: str | Path) -> dict[str, str]:
+    """Read a file with a source term, a tab and a target term on each line; `ValueError` for another number of columns."""
+    rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    if wrong := [row for row in rows if len(row) != 2]:
+        raise ValueError(
+            f"`glossary` must have lines of a source term, a tab and a target term, got {wrong[0]} in {path}."
+        )
+    return dict(rows)
+
+
+def find_loop(source: str, target: str) -> str | None:
+    """Return a part of a target that follows itself three times or more, if the source has no such part."""
+    match = next((match for match in _LOOP.finditer(target) if len(match.group()) >= _SHORTEST_LOOP), None)
+    return match.group(1) if match and not _LOOP.search(source) else None
+
+
+_Claim = tuple[Element | Atom, bool]  # owner, and True for its closing tag
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """Sentences to decode with the tags and the atoms inside; the layout around them; and the text that they come from."""
+
+    sentences: list[Sentence]
+    layout: list[str]
+    marked: MarkedText
+
+    @classmethod
+    def of(cls, marked: MarkedText, document: Document, terms: Terms) -> "TextPlan":
+        """Give each tag and each atom to a sentence, or to the layout.
+
+        A tag at the border of a sentence belongs to the layout, unless its element covers a part of that sentence alone. Of an
+        element that covers several sentences, each sentence has the tags that stand inside it.
+        """
+        atoms = terms.find(marked)
+        spans = _find_spans(document, atoms)
+        claims: set[_Claim] = set()
+        sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
+        tags = [tag for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
+        borders = [0, *(offset for span in spans for offset in span), len(marked.text)]
+        layout = [_render_gap(marked, atoms, tags, *gap) for gap in zip(borders[::2], borders[1::2], strict=True)]
+        return cls(sentences, layout, marked)
+
+    def join(self, sentences: Sequence[str]) -> str:
+        """Return the markup with decoded sentences."""
+        return Document(layout=self.layout).join(sentences)
+
+
+def _find_spans(document: Document, atoms: Sequence[Atom]) -> list[Span]:
+    """Return the offsets of sentences, joined and extended so that each atom is inside a sentence or outside of all."""
+    offset, spans = len(document.layout[0]), []
+    for sentence, gap in zip(document.sentences, document.layout[1:], strict=True):
+        start, end = offset, offset + len(sentence)
+        offset = end + len(gap)
+        for atom in atoms:
+            if atom.start < end and start < atom.end:
+                start, end = min(start, atom.start), max(end, atom.end)
+        if spans and start < spans[-1][1]:
+            start, end = spans[-1][0], max(spans.pop()[1], end)
+        spans.append((start, end))
+    return spans
+
+
+def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[_Claim]) -> Sentence:
+    """Return a sentence with its elements and atoms, and add their tags to the claims."""
+    start, end = span
+    copies: dict[Element, Element] = {}
+
+    def find_parent(part: Element | Atom) -> Element | None:
+        return next((copies[element] for element in _elements_around(part) if element in copies), None)
+
+    for element in marked.elements:
+        opens = start < element.start < end or start == element.start < element.end < end
+        closes = start < element.end < end or start < element.start < element.end == end
+        opening, closing = element.opening if opens else "", element.closing if closes else ""
+        claims.update((element, is_closing) for is_closing, tag in ((False, opening), (True, closing)) if tag)
+        if opening or closing:
+            offsets = max(element.start, start) - start, min(element.end, end) - start
+            copies[element] = Element(*offsets, opening, closing, find_parent(element))
+    inside = [atom for atom in atoms if start <= atom.start and atom.end <= end]
+    inside += [atom for atom in marked.atoms if not atom.expected and start < atom.start < end]
+    claims.update((atom, False) for atom in inside)
+    moved = [replace(atom, start=atom.start - start, end=atom.end - start, parent=find_parent(atom)) for atom in inside]
+    return Sentence(marked.text[start:end], list(copies.values()), moved)
+
+
+def _render_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], offset: int, end: int) -> str:
+    """Return the markup of a part between sentences, with the tags at its borders."""
+    inside = [(atom.start, atom.end, atom.output) for atom in atoms if offset <= atom.start and atom.end <= end]
+    inside += [(tag.offset, tag.offset, tag.markup) for tag in tags if offset <= tag.offset <= end]
+    parts = []
+    # Sorting keeps the order of tags at one offset.
+    for first, last, markup in sorted(inside, key=lambda part: part[:2]):
+        parts += [marked.escape(marked.text[offset:first]), markup]
+        offset = last
+    return "".join([*parts, marked.escape(marked.text[offset:end])])

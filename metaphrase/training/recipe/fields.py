@@ -1,0 +1,266 @@
+"""All fields of a recipe: our own with type, range, default and help, and those of `Seq2SeqTrainingArguments`."""
+
+import enum
+import functools
+import operator
+import re
+import types
+import typing
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from transformers import Seq2SeqTrainingArguments
+
+from metaphrase.augmentation.augmentation import AUGMENTATIONS
+from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.storage.generation_options import GENERATION_OPTIONS
+from metaphrase.storage.hints import did_you_mean
+from metaphrase.tokenization import TOKENIZER_KINDS
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
+
+# One text may hold several names.
+Names = Annotated[
+    list[str], BeforeValidator(lambda value: re.findall(r"[^,\s]+", value) if isinstance(value, str) else value)
+]
+_DataSets = Annotated[
+    dict[str, dict[str, Any]],
+    BeforeValidator(
+        lambda parts: (
+            {name: {"train_file": part} if isinstance(part, str) else part for name, part in parts.items()}
+            if isinstance(parts, dict)
+            else parts
+        )
+    ),
+]
+_Column = Annotated[int | str | None, Field(union_mode="left_to_right")]
+_Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+
+
+def _field(group: str, text: str, default: Any = None, effect_with: str | None = None, **limits: Any) -> Any:
+    """Return a field. It has no effect without the field `effect_with`."""
+    return Field(default, description=text, json_schema_extra={"group": group, "effect_with": effect_with}, **limits)
+
+
+def _limits(option: str) -> dict[str, Any]:
+    return {"ge": GENERATION_OPTIONS[option].low, "le": GENERATION_OPTIONS[option].high}
+
+
+_GROUPS = ("data", "tasks", "stages", "tokenizer", "model", "batches", "technique", "evaluation", "search")
+_data, _tasks, _stages, _tokenizer, _model, _batches, _technique, _evaluation, _search = (
+    partial(_field, group) for group in _GROUPS
+)
+
+
+class OwnFields(BaseModel):
+    """The fields that transformers does not have, by group. `metaphrase train --help_fields` prints their help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    data_dir: str | None = _data("Folder of relative data files. Give it on the command line.")
+    train_file: str | None = _data("Training pairs: .tsv, .csv, .jsonl, .json (each also gzipped: .gz) or .parquet.")
+    validation_file: str | None = _data("Validation pairs in one file.")
+    test_file: str | None = _data("Test pairs in one file.")
+    train_source_file: str | None = _data("Training sources, one per line; may be gzipped (.gz).")
+    train_target_file: str | None = _data("Training targets, one per line.")
+    validation_source_file: str | None = _data("Validation sources, one per line.")
+    validation_target_file: str | None = _data("Validation targets, one per line.")
+    test_source_file: str | None = _data("Test sources, one per line.")
+    test_target_file: str | None = _data("Test targets, one per line.")
+    dataset_name: str | None = _data("Data set on the Hub, or its folder, instead of files.")
+    dataset_config_name: str | None = _data("Configuration of the data set.", effect_with="dataset_name")
+    dataset_train_split: str = _data("Training split of the data set.", "train", effect_with="dataset_name")
+    dataset_validation_split: str | None = _data("Validation split of the data set.", effect_with="dataset_name")
+    dataset_test_split: str | None = _data("Test split of the data set.", effect_with="dataset_name")
+    source_column: _Column = _data("Column of sources: a name [source], or an index in a .tsv file without header [0].")
+    target_column: _Column = _data("Column of targets: a name [target] or an index [1].")
+    source_language: str | None = _data("Language code of the sources, for the model card.")
+    target_language: str | None = _data("Language code of the targets, for the model card.")
+    source_prefix: str | None = _data("Text before each source, such as `summarize: `.")
+    max_source_length: int = _data("Maximum tokens of a training source, eos included.", 256, ge=2)
+    max_target_length: int = _data("Maximum tokens of a training target, eos included.", 256, ge=2)
+    # Scored pairs that the model cannot read are an error, unless `too_long` is truncate.
+    too_long: Literal["skip", "truncate", "error"] = _data("What to do with longer training pairs.", "skip")
+    # Validation and test keep them, unless error.
+    empty: Literal["skip", "error", "keep"] = _data("What to do with training pairs with an empty side.", "skip")
+    malformed: Literal["error", "skip"] = _data("What to do with lines that hold no pair.", "error")
+    invalid_utf8: Literal["error", "skip"] = _data("What to do with text that is not UTF-8.", "error")
+    # Longer training pairs are skipped and counted, unless `too_long` is error. Other longer lines are an error.
+    max_line_characters: int = _data("Maximum characters of a line.", MAX_LINE_CHARACTERS, ge=1)
+    streaming: bool = _data("Read training pairs during training. Needs `max_steps`.", False)
+    pairs_in_buffer: int = _data("Pairs that a stream shuffles and sorts together.", 20000, "streaming", ge=1)
+    objective: Literal["pairs", "span_corruption", "ul2", "text_infilling", "prefix_lm"] = _data(
+        "Train on pairs, denoise plain text as T5, UL2 or BART, or continue it.", "pairs"
+    )
+    train_text_file: str | None = _data("Plain text, one document per line, may be gzipped (.gz).", None, "objective")
+    validation_text_file: str | None = _data("Plain text to denoise, for validation.", None, "objective")
+    noise_density: float | None = _data("Share of tokens to hide [that of the paper].", None, "objective", gt=0, lt=1)
+    mean_span_length: float | None = _data("Mean tokens of a hidden span [that of the paper].", None, "objective", ge=1)
+    num_sentinels: int = _data("Number of sentinel tokens of a new tokenizer.", 100, "objective", ge=1)
+    max_train_samples: int | None = _data("Maximum number of training pairs.", ge=1)
+    max_validation_samples: int | None = _data("Maximum number of validation pairs.", ge=1)
+    max_test_samples: int | None = _data("Maximum number of test pairs.", ge=1)
+    num_validation: int = _data("Number of training pairs to move to validation.", 0, ge=0)
+    num_test: int = _data("Number of training pairs to move to the test.", 0, ge=0)
+
+    tasks: dict[str, dict] = _tasks("Several tasks: for each name, fields such as `train_file`, and `weight`.", {})
+    task_mixing: Literal["proportional", "temperature", "equal"] = _tasks(
+        "Share of each task: in proportion to its pairs, to a root of their number, or equal.", "proportional", "tasks"
+    )
+    mixing_temperature: float = _tasks("Degree of the root.", 2.0, "tasks", ge=1)
+    mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", None, "tasks", ge=1)
+
+    datasets: _DataSets = _stages("Named data sets for `stages`: a file of pairs, or fields such as `train_file`.", {})
+    stages: dict[str, dict] = _stages("Stages in order: `shares` of data sets, `until` one was read so often.", {})
+
+    tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
+    target_tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer for the targets.")
+    source_lang: str | None = _tokenizer("The tokenizer's code of the source language, such as eng_Latn, en_XX or en.")
+    target_lang: str | None = _tokenizer("The tokenizer's code of the target language, which starts decoding.")
+    tokenizer_kind: str | None = _tokenizer(f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe].")
+    target_tokenizer_kind: str | None = _tokenizer("Kind of a new, separate target tokenizer.")
+    vocab_size: int | None = _tokenizer("Entries of a new tokenizer [8000 where pieces are learned, else all].", ge=1)
+    target_vocab_size: int | None = _tokenizer("Entries of a new, separate target tokenizer.", ge=1)
+    joint_vocabulary: bool | None = _tokenizer("True if one tokenizer serves both sides [true].")
+    lowercase: bool = _tokenizer("Lower-case all text.", False)
+    normalization: str | None = _tokenizer("Unicode normalization: nfc, nfd, nfkc or nfkd [none].")
+    min_frequency: int | None = _tokenizer("Minimum frequency of a learned piece.", ge=1)
+    joiner: str | None = _tokenizer("Mark of a split word in pretokenized text [@@].")
+    additional_special_tokens: Names | None = _tokenizer("More special tokens, such as language codes.")
+
+    model_name_or_path: str | None = _model("Model to fine-tune.")
+    preset: str = _model(f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())}.", "metaphrase-small")
+    model: dict[str, Any] = _model("Fields of MetaphraseConfig that replace the preset's: --model.dropout 0.2.", {})
+
+    time_budget: str | None = _batches("Time for the whole run, with data and scores, such as 20m or 2h [no limit].")
+    max_tokens_per_batch: int | None = _batches("Source, target and padding tokens of a batch on each device.", ge=2)
+
+    r_drop_alpha: float = _technique(
+        "Weight of R-Drop's divergence, such as 5. Takes twice the memory.", 0.0, ge=0, le=1e3
+    )
+    r_drop_start_step: int = _technique("Step at which R-Drop begins. Earlier ones cost half.", 0, "r_drop_alpha", ge=0)
+    subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
+    augmentation: dict[Literal[tuple(AUGMENTATIONS)], _Share] = _technique(
+        f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).", {}
+    )
+    average_last: int | None = _technique("Save the mean of the last N checkpoints.", ge=2)
+    average_best: int | None = _technique("Save the mean of the N best by `metric_for_best_model`.", ge=2)
+    freeze: Names | None = _technique("Parts not to train: encoder, decoder.layers.0-3, ...; !part excepts a part.")
+    freeze_steps: int | None = _technique("Updates after which frozen parts are trained, too.", None, "freeze", ge=1)
+    lora_rank: int | None = _technique("Rank of a LoRA adapter, which is trained instead of the weights.", ge=1)
+    lora_alpha: float = _technique("Weight of the adapter before division by the rank.", 16.0, "lora_rank", gt=0)
+    lora_dropout: float = _technique("Dropout probability of the adapter's input.", 0.0, "lora_rank", ge=0, lt=1)
+    lora_target_modules: Names | None = _technique("Layers with an adapter, as q_proj [all linear].", None, "lora_rank")
+
+    metrics: Names | None = _evaluation(f"Scores of the run: {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}].")
+    bleu_tokenize: str | None = _evaluation("sacreBLEU's tokenizer, such as 13a; none for tokenized text.")
+    num_beams: int | None = _evaluation("Beams of the finished model.", **_limits("num_beams"))
+    length_penalty: float | None = _evaluation("Exponent of the length in beam scores.", **_limits("length_penalty"))
+    early_stopping: bool | None = _evaluation("End beams early: faster, and as CTranslate2 does.")
+    choose_decoding: bool = _evaluation("Compare beams and length penalties on validation pairs at the end.", False)
+    no_repeat_ngram_size: int | None = _evaluation("N-grams that may not repeat.", **_limits("no_repeat_ngram_size"))
+    repetition_penalty: float | None = _evaluation("Penalty of earlier tokens.", **_limits("repetition_penalty"))
+    max_decoded_samples: int | None = _evaluation("Validation pairs to decode during training [all].", ge=1)
+    early_stopping_patience: int | None = _evaluation("Evaluations without a better score before training stops.", ge=1)
+
+    search: dict[str, Any] = _search("Values for `metaphrase tune`: a list, or {low: 1e-4, high: 1e-2, log: true}.", {})
+
+
+# All differences from transformers' own defaults.
+TRAINING_DEFAULTS: dict[str, Any] = {
+    "predict_with_generate": True,
+    # The collator selects its columns, and batching reads the lengths.
+    "remove_unused_columns": False,
+    "report_to": "none",
+    "save_total_limit": 3,
+    # Seconds. One process reads the corpus and scores the model while the others wait, which may take over half an hour.
+    "ddp_timeout": 6 * 3600,
+}
+# Values that transformers or torch would notice late, or not at all.
+_TRAINING_LIMITS = {
+    name: limits
+    for names, limits in (
+        ("gradient_accumulation_steps eval_accumulation_steps save_total_limit", {"ge": 1}),
+        ("per_device_train_batch_size per_device_eval_batch_size", {"ge": 1}),
+        ("warmup_steps eval_delay max_grad_norm neftune_noise_alpha", {"ge": 0}),
+        ("num_train_epochs logging_steps eval_steps save_steps", {"gt": 0}),
+        ("learning_rate weight_decay", {"ge": 0, "le": 100}),
+        ("label_smoothing_factor adam_beta1 adam_beta2", {"ge": 0, "lt": 1}),
+        ("seed data_seed", {"ge": 0, "lt": 2**32}),
+        ("adam_epsilon", {"gt": 0, "le": 1}),
+        ("max_steps", {"ge": -1}),
+        ("generation_max_length", {"ge": 2, "le": 2**20}),
+        ("generation_num_beams", _limits("num_beams")),
+    )
+    for name in names.split()
+}
+_HINTS = typing.get_type_hints(Seq2SeqTrainingArguments)
+# Also true: resume from the last checkpoint.
+_HINTS["resume_from_checkpoint"] = bool | str | None
+_ORDER = (bool, int, float, str)
+_TYPE_NAMES = {bool: "true or false", str: "text", list: "list of texts", dict: "mapping"}
+TRAINING_FIELDS = {name: field for name, field in Seq2SeqTrainingArguments.__dataclass_fields__.items() if field.init}
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """Return the types that a field accepts, such as `int` and `None`."""
+    if typing.get_origin(annotation) is Annotated:
+        return kinds_of(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return set().union(*map(kinds_of, typing.get_args(annotation)))
+    return {annotation}
+
+
+def _plain_type(name: str) -> Any:
+    """Return the type of a field of transformers, with the names of an enum in place of the enum."""
+    members, choices = kinds_of(_HINTS[name]), tuple(TRAINING_FIELDS[name].metadata.get("choices") or ())
+    for member in members:
+        if isinstance(member, type) and issubclass(member, enum.Enum):
+            choices = tuple(item.value for item in member)
+    if choices:
+        members = {Literal[choices], *(members & {type(None)})}
+    # A text such as "no" is a truth value first, and one text may be a list of names.
+    order = [*(kind for kind in _ORDER if kind in members), *(members - {*_ORDER})]
+    union = functools.reduce(operator.or_, (Names if kind == list[str] else kind for kind in order))
+    return Annotated[union, Field(union_mode="left_to_right")] if len(members - {type(None)}) > 1 else union
+
+
+def _training_default(name: str) -> Any:
+    default = TRAINING_DEFAULTS.get(name, TRAINING_FIELDS[name].default)
+    # Lists are made by a factory, and `None` stands for an empty one.
+    return getattr(default, "value", default) if isinstance(default, enum.Enum | str | int | float | dict) else None
+
+
+# The fields alone: `Seq2SeqTrainingArguments.__post_init__` sets up devices and process groups.
+AllFields = create_model(
+    "AllFields",
+    __base__=OwnFields,
+    **{
+        name: (_plain_type(name), Field(_training_default(name), **_TRAINING_LIMITS.get(name, {})))
+        for name in TRAINING_FIELDS
+    },
+)
+OWN_FIELDS = OwnFields.model_fields
+# Fields that `choose_decoding` sets for the finished weights.
+DECODING = ("num_beams", "length_penalty", "early_stopping")
+
+
+def group_of(name: str, where: str = "a recipe") -> str:
+    """Return the group of a field, `training` for the fields of transformers. `where` is its place, for the error."""
+    if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
+        hint = did_you_mean(name, [*OWN_FIELDS, *TRAINING_FIELDS]) or " Fields of the network go below `model`."
+        raise ValueError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")
+    return OWN_FIELDS[name].json_schema_extra["group"] if name in OWN_FIELDS else "training"
+
+
+def type_name(annotation: Any) -> str:
+    """Return a type as a reader of a recipe writes it: `int`, or the permitted words."""
+    names = []
+    for kind in kinds_of(annotation) - {type(None)}:
+        origin = typing.get_origin(kind) or kind
+        is_choice = origin is Literal
+        names.append(
+            ", ".join(map(str, typing.get_args(kind))) if is_choice else _TYPE_NAMES.get(origin, origin.__name__)
+        )
+    return " or ".join(sorted(names))

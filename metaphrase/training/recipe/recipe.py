@@ -1,0 +1,324 @@
+"""Recipe of a training run: one YAML file of flat keys, with overrides from the command line.
+
+A recipe has the fields of `OwnFields` and every field of `transformers.Seq2SeqTrainingArguments` under the same name.
+"""
+
+import copy
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from transformers import SchedulerType, Seq2SeqTrainingArguments
+
+from metaphrase.augmentation.augmentation import TERM_TOKENS
+from metaphrase.modeling.compat import CHECKPOINTING
+from metaphrase.storage.folders import file_in_one_step, read_text
+from metaphrase.storage.hints import explain_error
+from metaphrase.training.checkpointing.averaging import is_better_lower
+from metaphrase.training.recipe.checks import LEFT_OUT, check_recipe
+from metaphrase.training.recipe.fields import (
+    OWN_FIELDS,
+    TRAINING_DEFAULTS,
+    TRAINING_FIELDS,
+    AllFields,
+    group_of,
+    kinds_of,
+    type_name,
+)
+from metaphrase.training.recipe.parsing import dump_yaml, load_yaml
+
+# These belong to a machine or a moment, or are secret.
+NEVER_SAVED = ("data_dir", "time_budget", "hub_token", "resume_from_checkpoint", "local_rank")
+# Later names in transformers, whose earlier ones raise a warning. A recipe may keep the names that all versions know.
+RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in ("", "_kwargs")}
+# Schedules that follow a metric.
+METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+# Uploads are done by `metaphrase push`, not by a run.
+_UPLOAD_PREFIXES = ("push_to_hub", "hub_")
+# Nothing reads them: transformers' own scripts do.
+_WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
+# The keys of these mappings are names of model parts or of fields, which have dots.
+_DOTTED_PREFIXES = ("search.",)
+
+
+class Recipe(AllFields):
+    """All settings of a run, checked when they are made and not changed afterwards; `replace` makes a changed copy.
+
+    Attributes:
+        set_names: Names that were set, in their order. Other fields have their default.
+        reasons: Comments of a saved recipe, each above the field that it belongs to.
+
+    Raises:
+        ValueError: If a value has a wrong type or is out of range, or two fields contradict each other.
+    """
+
+    set_names: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = Field({})
+
+    def __init__(self, **values: Any):
+        values.setdefault("set_names", tuple(name for name in values if name != "reasons"))
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(explain_error(error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for name in (name for name, value in values.items() if isinstance(value, bool)):
+            if (kinds := kinds_of(cls.model_fields[name].annotation)) & {int, float} and bool not in kinds:
+                raise ValueError(f"`{name}` must be a number, got {values[name]}.")
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> "Recipe":
+        check_recipe(self)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and all(
+            getattr(self, name) == getattr(other, name) for name in AllFields.model_fields
+        )
+
+    def __repr_args__(self):
+        # The token of the Hub is secret.
+        names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if self.is_set(name)]
+        return [(name, "..." if name == "hub_token" else getattr(self, name)) for name in names]
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], where: str) -> "Recipe":
+        """Make a recipe from flat keys and values. `where` is their origin, for errors.
+
+        Raises:
+            ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
+        """
+        for name in mapping:
+            group_of(name, where)  # refuses a name that is no field
+        # An own field may be empty, such as `model:` above lines that were all commented out. Then it is not set. A default
+        # value counts as set, so that a saved recipe outlives a change of defaults.
+        return cls(**{name: value for name, value in mapping.items() if value is not None or name in TRAINING_FIELDS})
+
+    def replace(self, **values: Any) -> "Recipe":
+        """Return a copy with other values, which count as set and are not checked."""
+        if "set_names" not in values:
+            names = (*self.set_names, *(name for name in values if name != "reasons"))
+            values["set_names"] = tuple(dict.fromkeys(names))
+        return self.model_copy(update=values)
+
+    def checked(self) -> "Recipe":
+        """Return an equal recipe, whose values are checked as those of a new one."""
+        return Recipe(**{name: getattr(self, name) for name in (*self.set_names, "set_names", "reasons")})
+
+    def choose(self, reason: str, **values: Any) -> "Recipe":
+        """Return a copy with values for those of the fields that are open, and the reason above the first of them."""
+        values = {name: value for name, value in values.items() if self.is_open(name)}
+        return self.replace(**values, reasons={**self.reasons, **dict.fromkeys([*values][:1], reason)})
+
+    def is_set(self, name: str) -> bool:
+        """Return True if a field was given or chosen."""
+        return name in self.set_names
+
+    def is_open(self, *names: str) -> bool:
+        """Return True if none of these fields was given or chosen."""
+        return not any(map(self.is_set, names))
+
+    def is_changed(self, name: str) -> bool:
+        """Return True if a field differs from its default."""
+        return getattr(self, name) != type(self).model_fields[name].default
+
+    @property
+    def is_augmented(self) -> bool:
+        """True if training pairs are changed in each epoch."""
+        return self.subword_sampling is not None or bool(self.augmentation)
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Tokens that any tokenizer of the run needs: the marks of terms, and `additional_special_tokens`."""
+        return [*(TERM_TOKENS if "terms" in self.augmentation else ()), *(self.additional_special_tokens or ())]
+
+    def data_path(self, name: str) -> Path:
+        """Return the data file that a field names, below `data_dir` if it is relative, or raise an error if there is none."""
+        if (value := getattr(self, name)) is None:
+            raise ValueError(f"`{name}` must name a file, got null.")
+        path = Path(self.data_dir or "").expanduser() / Path(value).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"`{name}` must be a file that exists, got {path}. Pass --data_dir FOLDER, the folder with the data files."
+            )
+        return path
+
+    def pairs_options(self, split: str) -> dict[str, Any] | None:
+        """Return the arguments of `load_pairs` for `train`, `validation` or `test`; None if the recipe has no such split."""
+        file, source, target = f"{split}_file", f"{split}_source_file", f"{split}_target_file"
+        if self.is_set(file):
+            options: dict[str, Any] = {"file": self.data_path(file)}
+        elif self.is_set(source):
+            options = {"source_file": self.data_path(source), "target_file": self.data_path(target)}
+        elif self.dataset_name is not None and (name := getattr(self, f"dataset_{split}_split")) is not None:
+            options = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
+            options["dataset_split"] = name
+        else:
+            return None
+        shared = ("source_column", "target_column", "source_prefix", "invalid_utf8", "malformed", "max_line_characters")
+        options |= {name: getattr(self, name) for name in shared}
+        options["line_too_long"] = "skip" if split == "train" and self.too_long != "error" else "error"
+        return {**options, "max_samples": getattr(self, f"max_{split}_samples")}
+
+    def training_arguments(self, **overrides: Any) -> Seq2SeqTrainingArguments:
+        """Build the training arguments; `overrides` replace values of the recipe.
+
+        Raises:
+            ValueError: If there is no `output_dir`, or transformers refuses a value.
+        """
+        values = {name: copy.deepcopy(getattr(self, name)) for name in TRAINING_FIELDS if self.is_set(name)}
+        # Stages are one epoch, with readings of their own.
+        once = {"num_train_epochs": 1} if self.stages else {}
+        arguments = {**TRAINING_DEFAULTS, **once, **values, **overrides}
+        if not arguments.get("output_dir"):
+            raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
+        if arguments.get("run_name") is None:
+            # Trackers would name runs at random, and a resumed run anew.
+            arguments["run_name"] = Path(arguments["output_dir"]).name
+        for name, later in RENAMED.items():
+            if arguments.get(later) is None and name in arguments:
+                arguments[later] = arguments.pop(name)
+        metric = arguments.get("metric_for_best_model")
+        if metric is not None and arguments.get("greater_is_better") is None:
+            # transformers takes everything but a loss for better if greater.
+            arguments["greater_is_better"] = not is_better_lower(metric)
+        try:
+            training_arguments = Seq2SeqTrainingArguments(**arguments)
+        except TypeError as error:
+            # A mapping, such as that of accelerate, has an unknown key.
+            raise ValueError(f"Fields of transformers must be valid: {error}.") from error
+        if training_arguments.lr_scheduler_type in METRIC_SCHEDULES and training_arguments.greater_is_better:
+            # These schedules minimize by default.
+            options = training_arguments.lr_scheduler_kwargs or {}
+            training_arguments.lr_scheduler_kwargs = {"mode": "max", **options}
+        return training_arguments
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values that were set, as flat keys, without those that belong to this machine."""
+        # Fields that were chosen together stay together, below their reason.
+        first = self.set_names if self.reasons else ()
+        names = dict.fromkeys((*first, *OWN_FIELDS, *self.set_names, *TRAINING_FIELDS))
+        saved = [name for name in names if self.is_set(name) and name not in NEVER_SAVED]
+        values = {name: copy.deepcopy(getattr(self, name)) for name in saved}
+        if Path(str(values.get("output_dir") or "")).is_absolute():
+            del values["output_dir"]
+        return values
+
+    def save(self, path: str | Path, head: str = "") -> None:
+        """Write the values that were set as YAML, from which `load_recipe` reads them and a run can resume, below a comment.
+
+        `data_dir`, an absolute `output_dir` and `hub_token` are left out. Other paths stay; cut them before publishing the
+        file, as `metaphrase push` does.
+        """
+        text = "".join(
+            (f"\n# {self.reasons[name]}\n" if name in self.reasons else "") + dump_yaml({name: value})
+            for name, value in self.to_dict().items()
+        )
+        with file_in_one_step(Path(path)) as file:
+            file.write_text(head + text, encoding="utf-8")
+
+
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply the overrides of the command line.
+
+    Args:
+        path: The YAML file; None for an empty recipe.
+        overrides: Words of the command line: `--field value`, `--field=value`, `--flag` and `--no_flag` for true and false,
+            `--model.hidden_size 256` for one key of a mapping, several words for a list. `null` unsets a field, one
+            of transformers' arguments only where it may be none. The last of equal options holds.
+
+    Raises:
+        ValueError: If the file is not a YAML mapping with each key once, a field is unknown or of a wrong type, or the
+            fields contradict each other.
+        FileNotFoundError: If there is no such file.
+    """
+    values = {} if path is None else _read_fields(Path(path))
+    for option, words in _split_options(overrides):
+        name, *keys = option.split(".", maxsplit=1 if option.startswith(_DOTTED_PREFIXES) else -1)
+        group_of(name, "the command line")
+        if not keys:
+            values[name] = _value_of_words(name, words)
+            continue
+        mapping = values[name] = copy.deepcopy(values.get(name) or {})
+        for key in keys[:-1]:
+            mapping = mapping.setdefault(key, {}) if isinstance(mapping, dict) else None
+        if not isinstance(mapping, dict):
+            raise ValueError(f"`{name}` must be a mapping to have keys, got --{option} on the command line.")
+        parsed = [load_yaml(word, f"`{option}`") for word in words] or [True]
+        mapping[keys[-1]] = parsed[0] if len(parsed) == 1 else parsed
+    return Recipe.from_mapping(values, str(path))
+
+
+def saved_recipe(path: str | Path) -> Recipe:
+    """Return the recipe that a run has saved. It is not checked again, because newer rules may refuse it."""
+    return Recipe().replace(**_read_fields(Path(path)))
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"A recipe must be a file that exists, got {path}.")
+    mapping = load_yaml(read_text(path).removeprefix("\ufeff"), str(path))
+    if not isinstance(mapping, dict | None):
+        raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
+    return mapping or {}
+
+
+def _value_of_words(name: str, words: Sequence[str]) -> Any:
+    """Return the value of the words after an option: none is true, several are a list, one may be YAML."""
+    kinds = {getattr(kind, "__origin__", kind) for kind in kinds_of(Recipe.model_fields[name].annotation)}
+    if len(words) > 1:
+        if not kinds & {list, dict}:
+            raise ValueError(
+                f"`{name}` must have one value, got {' '.join(words)}. A recipe or file stands before all options."
+            )
+        return list(words) if str in kinds else " ".join(words)
+    word = words[0] if words else "true"
+    # A list of names is text, too: `--freeze '*.bias'` is no alias of YAML.
+    is_text = kinds <= {str, type(None)} or (not word.startswith(("{", "[")) and kinds & {str, Literal, list})
+    return word if is_text and word != "null" else load_yaml(word, f"`{name}`")
+
+
+def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Split the words of a command line into options, each with the words that follow it."""
+    options: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            head, dot, keys = name.partition(".")
+            options.append((head.replace("-", "_") + dot + keys, [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            raise ValueError(f"The command line must name a field with --field before a value, got {word!r}.")
+    return [
+        (name[3:], ["false"])
+        if name.startswith("no_") and not values and name[3:] in Recipe.model_fields
+        else (name, values)
+        for name, values in options
+    ]
+
+
+def describe_fields() -> str:
+    """Return a list of all fields by group, with type, default and help text."""
+    groups: dict[str, list[str]] = {}
+    head = "Fields that you leave open are chosen from your pairs and this machine; --dry_run shows them. A value in [ ] holds\n"
+    head += "where nothing is chosen."
+    title = "training (fields of transformers.Seq2SeqTrainingArguments)"
+    texts = {name: (field.json_schema_extra["group"], field.description) for name, field in OWN_FIELDS.items()}
+    for name, item in TRAINING_FIELDS.items():
+        if not name.startswith(_UPLOAD_PREFIXES) and name not in (*_WITHOUT_EFFECT, *LEFT_OUT):
+            text = " ".join(str(item.metadata.get("help", "")).split())
+            texts[name] = title, text.partition(". ")[0].removesuffix(".") + "."
+    for name, (group, text) in texts.items():
+        field = Recipe.model_fields[name]
+        shown = "" if field.default in (None, "", {}) else f" [{field.default}]"
+        indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+        lines = f"  --{name}{shown}  ({type_name(field.annotation)})\n" + textwrap.fill(text, width=110, **indents)
+        groups.setdefault(group, []).append(lines)
+    return "\n\n".join([head, *(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())])

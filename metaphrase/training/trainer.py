@@ -1,0 +1,780 @@
+"""`MetaphraseTrainer`: transformers' `Seq2SeqTrainer` for encoder-decoders, with all that this package adds to training."""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    default_data_collator,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import seed_worker
+
+from metaphrase.augmentation.augmentation import announce_epoch
+from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
+from metaphrase.data.encoding import data_fingerprint
+from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
+from metaphrase.data.stages import StagedPairs
+from metaphrase.data.token_budget import (
+    LengthGroupedSampler,
+    TokenBudgetSampler,
+    TokenBudgetStream,
+    WithFillers,
+    check_beside_budget,
+)
+from metaphrase.inference import decode
+from metaphrase.modeling import IGNORED_LABEL, sequence_loss
+from metaphrase.storage.folders import set_modes_of_weights
+from metaphrase.storage.weight_files import is_finite
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adapters import is_adapted
+from metaphrase.training.callbacks import restore_callbacks
+from metaphrase.training.checkpointing import folders
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, scores_in
+from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoint_of_step, checkpoints_in, step_of
+from metaphrase.training.checkpointing.sharding import (
+    as_plain_class,
+    gather_model,
+    is_sharded,
+    keep_embeddings_together,
+    saves_whole_weights,
+)
+from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel
+from metaphrase.training.optimizer import optimizer_class_and_options
+from metaphrase.training.r_drop import check_r_drop, repeat_batch, smooths_labels
+
+logger = logging.getLogger(__name__)
+
+# Updates in a row. With float16, an update that overflows is skipped and halves the scale of the loss, which may be 2 ** 24.
+_MOST_UPDATES, _MOST_UPDATES_IN_FLOAT16 = 2, 30
+# Packed rows in half precision have a multiple of this many tokens, so that kernels meet few lengths.
+TOKENS_MULTIPLE = 32
+# Collators that only pad, which a packed row does not need. A subclass may do more.
+_PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
+
+
+class MetaphraseTrainer(Seq2SeqTrainer):
+    """Trainer of an encoder-decoder.
+
+    - Batches: with `max_tokens_per_batch` they are formed by tokens, and packed where the model reads packed rows. With
+      `group_by_length` and a length column, a batch has pairs of like length. Several processes share one order of the
+      pairs. Pairs that accelerate repeats at the end of an epoch have their labels ignored, so the last step is that of a single
+      process. Batches by tokens have fillers instead. Evaluation never drops the last batch.
+    - Loss: a mean over the tokens of a whole step, for models of other families too. So gradient accumulation and several
+      processes give the gradient of one large batch. The model smooths labels, and in training alone. R-Drop runs each batch
+      twice in one call, and adds the divergence of the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
+    - Evaluation: the loss is a mean over tokens that counts each pair once. `score` gets decoded texts.
+    - Checkpoints: whole, or absent, so that a run may be killed at any moment. A checkpoint is written below `_unfinished` and
+      renamed last, when all of it is on the disk. Machines without a shared folder need `save_on_each_node`.
+    - Resuming: a resumed run ends with the same weights, optimizer, schedule, random states, log and best checkpoint, bit for bit
+      on a CPU. Random choices of a data set or a collator must follow from seed, epoch and index, as in `DenoisingDataset`,
+      because no checkpoint stores the states of workers. With three or more processes, a resumed run may differ in the last
+      digits: if DDP does not look for unused parameters, its first step determines the order in which it adds gradients.
+    - Divergence: training ends at the third update in a row whose loss or gradients are not finite, and no weights that are not
+      finite are saved. Updates are counted on their device. A CPU reads the count after each update; other devices, which it
+      would make wait, and several processes only before they log, evaluate or save.
+    """
+
+    get_optimizer_cls_and_kwargs = staticmethod(optimizer_class_and_options)
+    # The parent's constructor and subclasses may read these early.
+    score = decoded_rows = max_tokens_per_batch = None
+    # Sum of the losses of all labels, and number of labels, in this process and evaluation.
+    evaluation_loss = torch.zeros(2, dtype=torch.float64)
+    _needs_loss_alone = False
+    _is_own_dataset = True
+    # `progress.json` of the checkpoint to resume from, until its epoch begins
+    _resumed: dict[str, Any] | None = None
+    _checkpoint: str | None = None
+    _is_epoch_end_due = False
+    _steps_per_epoch = 0
+    _is_saving = False
+    # A report follows each step, and the end of an epoch. `progress.json` stores the last one.
+    _reported_step = -1
+    _report: dict[str, Any] = {"is_epoch_end_reported": False, "grad_norm": None, "learning_rate": None}
+    _has_finite_losses: torch.Tensor | bool = True
+    # Updates in a row, up to now, whose loss or gradients are not finite.
+    _num_not_finite: torch.Tensor | int = 0
+
+    def __init__(
+        self,
+        *args,
+        tokenizers: TokenizerPair | None = None,
+        score: Callable[[list[list[int]], list[list[int]]], dict[str, float]] | None = None,
+        generation_options: dict | None = None,
+        max_tokens_per_batch: int | None = None,
+        decoded_rows: Sequence[int] | None = None,
+        r_drop_alpha: float = 0.0,
+        r_drop_start_step: int = 0,
+        num_best_kept: int = 0,
+        num_last_kept: int = 0,
+        best_kept_metric: str | None = None,
+        **kwargs,
+    ):
+        """Add to the parent's arguments:
+
+        Args:
+            tokenizers: Saved with every checkpoint.
+            score: Function of decoded ids and label ids, row by row, that returns named scores.
+            generation_options: Arguments of `generate()` for the evaluation.
+            max_tokens_per_batch: Most tokens of both sides in a batch of one device, padding included, for training and for the
+                evaluation loss. The data sets need the columns `source_length` and `target_length`. With `None`,
+                `per_device_train_batch_size` holds.
+            decoded_rows: Rows of `eval_dataset` to decode; `None` means all. Of other data sets, all rows are decoded.
+            r_drop_alpha: Weight of the divergence of two passes (5 for translation in Liang et al. 2021); 0 is plain training.
+            r_drop_start_step: Updates of plain training before R-Drop.
+            num_best_kept: Number of checkpoints, the best by `best_kept_metric`, to keep whatever their age.
+            num_last_kept: Number of last checkpoints to keep beside the best.
+            best_kept_metric: An evaluated metric; by default `metric_for_best_model`, or else BLEU.
+        """
+        super().__init__(*args, **kwargs)
+        self.tokenizers = tokenizers
+        self.score = score
+        self.generation_options = dict(generation_options or {})
+        self.max_tokens_per_batch = max_tokens_per_batch
+        self.decoded_rows = decoded_rows
+        self.r_drop_alpha = r_drop_alpha
+        self.r_drop_start_step = r_drop_start_step
+        self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
+        self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or DEFAULT_METRIC
+        self.label_smoothing = self.args.label_smoothing_factor
+        # The parent's smoother would hide the labels from the model.
+        self.label_smoother = None
+        if self.compute_loss_func is not None:
+            raise ValueError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
+        if self.r_drop_alpha:
+            # The passes may differ by other noise than the model's dropout.
+            check_r_drop(self.model, other_dropout=1.0)
+        if not smooths_labels(self.model):
+            # Models of other families neither smooth labels nor divide by the labels of the whole step.
+            self.compute_loss_func = self._loss_of_logits
+        self.add_callback(ProcessSeeds(self.accelerator))
+
+    # Sharding
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if not saves_whole_weights(self.accelerator.state):
+            raise ValueError(
+                "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
+                "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
+            )
+        if self.is_fsdp_enabled:
+            self.accelerator.prepare = keep_embeddings_together(self.accelerator.prepare)
+
+    # Loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not model.training:
+            return self._compute_evaluation_loss(model, inputs, return_outputs)
+        if self.r_drop_alpha and self.state.global_step >= self.r_drop_start_step:
+            inputs = {**repeat_batch(inputs), "r_drop_alpha": self.r_drop_alpha}
+            num_items_in_batch = None if num_items_in_batch is None else 2 * num_items_in_batch
+        if self.compute_loss_func is None:
+            inputs = {**inputs, "smoothing": self.label_smoothing}
+        model, inputs = self._with_decoder_inputs(model, inputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _compute_evaluation_loss(self, model, inputs, return_outputs):
+        state, labels = self.accelerator.gradient_state, inputs["labels"]
+        if state.end_of_dataloader:
+            labels = ignore_repeated_pairs(labels, state.remainder, self.args.process_index)
+        num_labels = (labels != IGNORED_LABEL).sum().item()
+        # All processes must compute, where weights are sharded: a batch of repeated pairs alone runs with its labels, uncounted.
+        inputs = {**inputs, "labels": labels} if num_labels else inputs
+        model, inputs = self._with_decoder_inputs(model, inputs)
+        if (self.decodes or self._needs_loss_alone) and self.packs_pairs:
+            inputs = {**inputs, "return_logits": False}
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        if num_labels:
+            # Without labels the loss is undefined.
+            counted = torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
+            self.evaluation_loss = self.evaluation_loss + counted
+        return (loss, outputs) if return_outputs else loss
+
+    def _with_decoder_inputs(self, model, inputs: Mapping) -> tuple[Callable, Mapping]:
+        """Return model and inputs so that the decoder gets its inputs, although the parent hides labels from the model."""
+        if self.compute_loss_func is None:
+            return model, inputs
+        inputs = with_decoder_inputs(self.model, inputs)
+        return partial(model, labels=inputs["labels"]), inputs
+
+    def _loss_of_logits(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
+        smoothing = self.label_smoothing if self.model.training else 0.0
+        return sequence_loss(outputs["logits"], labels, num_items_in_batch, smoothing)
+
+    # Batches
+
+    def get_train_dataloader(self):
+        if self._trains_by_budget:
+            self._check_budget()
+        if isinstance(self.train_dataset, TokenBudgetStream):
+            self.train_dataset.length_multiple = self._length_multiple
+            return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
+        if self.max_tokens_per_batch is None:
+            return self._loader_by_number()
+        return self._loader_by_budget(self.train_dataset, is_training=True)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        needs_loss_alone = self.args.prediction_loss_only or self.decodes or self.compute_metrics is None
+        # With fewer pairs than processes, the parent's loader repeats pairs that are not counted.
+        is_enough = _has_lengths(dataset) and len(dataset) >= self.args.world_size
+        if self.max_tokens_per_batch is not None and needs_loss_alone and is_enough:
+            return self._loader_by_budget(dataset, is_training=False)
+        with self._keeping_last_batch():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset):
+        with self._keeping_last_batch():
+            return super().get_test_dataloader(test_dataset)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        if self._repeats_pairs:
+            epoch_iterator = self._each_pair_once(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    @property
+    def packs_pairs(self) -> bool:
+        """True if the model reads packed rows."""
+        return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
+
+    # Batches by a number of pairs
+
+    def _loader_by_number(self) -> DataLoader:
+        dataset, column = self.train_dataset, self.args.length_column_name
+        is_grouped = self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__")
+        # accelerate takes the seed of torch's generator for the order of the pairs, which must be one for all processes.
+        is_shared = is_data_parallel(self.args, self.accelerator)
+        with torch.random.fork_rng(devices=(), enabled=is_shared):
+            if is_shared:
+                torch.default_generator.manual_seed(self.args.seed)
+            if not is_grouped or column not in (getattr(dataset, "column_names", None) or ()):
+                return super().get_train_dataloader()
+            sampler = LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, data_seed(self.args))
+            options = {"sampler_fn": lambda _: sampler, "is_training": True}
+            return self._get_dataloader(dataset, "Training", self._train_batch_size, **options)
+
+    @contextlib.contextmanager
+    def _keeping_last_batch(self) -> Iterator[None]:
+        drops_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = False
+        try:
+            yield
+        finally:
+            self.args.dataloader_drop_last = drops_last
+
+    @property
+    def _repeats_pairs(self) -> bool:
+        """True if the last batches of an epoch may hold repeated pairs."""
+        return (
+            is_data_parallel(self.args, self.accelerator)
+            and self.max_tokens_per_batch is None
+            and hasattr(self.train_dataset, "__len__")
+            and not self.args.dataloader_drop_last
+            and self.accelerator.even_batches
+            and not self.accelerator.dispatch_batches
+        )
+
+    def _each_pair_once(self, batches: Iterable[Mapping]) -> Iterator[Mapping]:
+        for batch in batches:
+            labels = batch.get("labels")
+            # Packed pairs have no rows.
+            is_last = self.accelerator.gradient_state.end_of_dataloader
+            if is_last and labels is not None and "target_lengths" not in batch:
+                # accelerate's own `remainder` is unknown to a loader that skips batches.
+                num_pairs = len(self.train_dataset) % (len(labels) * self.args.world_size)
+                batch = {**batch, "labels": ignore_repeated_pairs(labels, num_pairs, self.args.process_index)}
+            yield batch
+
+    # Batches by a token budget
+
+    @property
+    def _trains_by_budget(self) -> bool:
+        return self.max_tokens_per_batch is not None or isinstance(self.train_dataset, TokenBudgetStream)
+
+    def _check_budget(self) -> None:
+        """Refuse a data set, a collator or arguments that a token budget would ignore."""
+        check_beside_budget(self.args, self.max_tokens_per_batch)
+        if not isinstance(self.train_dataset, TokenBudgetStream) and not _has_lengths(self.train_dataset):
+            columns = getattr(self.train_dataset, "column_names", None)
+            raise ValueError(
+                f"`train_dataset` must have the columns {' and '.join(LENGTH_COLUMNS)}, in tokens, and an end with "
+                f"`max_tokens_per_batch`, got a {type(self.train_dataset).__name__} with {columns}. Wrap a stream without end in "
+                "a `TokenBudgetStream`."
+            )
+        is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
+        if self.packs_pairs and not is_plain:
+            raise ValueError(
+                "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed rows, "
+                f"got a {type(self.data_collator).__name__}, which packing does not call. Set the model's `supports_packing` to "
+                "false."
+            )
+
+    @property
+    def _length_multiple(self) -> int:
+        """The multiple that the collator rounds widths up to. Packed rows have no width."""
+        # Collators of transformers have None by default.
+        return 1 if self.packs_pairs else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
+
+    def _loader_by_budget(self, dataset, is_training: bool) -> DataLoader:
+        lengths = np.stack([np.asarray(dataset[name][:]) for name in LENGTH_COLUMNS], axis=1)
+        budget = self.max_tokens_per_batch
+        if not is_training:
+            # Evaluation leaves no pair out: the budget grows to the longest.
+            budget = max(budget, lengths.sum(axis=1).max().item())
+        processes = (self.args.world_size, self.args.process_index)
+        is_staged = is_training and isinstance(dataset, StagedPairs)
+        make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
+        sampler = make_sampler(lengths, budget, data_seed(self.args), *processes, length_multiple=self._length_multiple)
+        if is_staged:
+            return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
+        if sampler.num_fillers:
+            logger.info(
+                "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
+                *(sampler.num_fillers, len(sampler) * sampler.num_processes),
+            )
+            dataset = WithFillers(dataset)
+        return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
+
+    def _prepare_loader(self, dataset, is_training: bool, **batching) -> DataLoader:
+        arguments = self.args
+        workers = arguments.dataloader_num_workers
+        seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
+        loader = DataLoader(
+            dataset,
+            collate_fn=self._packed_collator() if self.packs_pairs else self.data_collator,
+            num_workers=workers,
+            pin_memory=arguments.dataloader_pin_memory,
+            persistent_workers=arguments.dataloader_persistent_workers,
+            prefetch_factor=arguments.dataloader_prefetch_factor,
+            multiprocessing_context=arguments.dataloader_multiprocessing_context,
+            in_order=arguments.dataloader_in_order,
+            worker_init_fn=seed,
+            **batching,
+        )
+        # The batches are this process's own already: accelerate must not divide them again.
+        alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
+        return prepare_data_loader(loader, device=arguments.device, put_on_device=True, **alone)
+
+    def _packed_collator(self) -> PackedCollator:
+        pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
+        return PackedCollator(pad_token_id, TOKENS_MULTIPLE if self.args.bf16 or self.args.fp16 else 1)
+
+    # Training steps
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._has_finite_losses = loss.isfinite() & self._has_finite_losses
+        return loss
+
+    # transformers 5.24.0: passes the gradient norm here alone.
+    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *args, learning_rate=None, **kwargs):
+        # There is a report after each step, and one more at the end of an epoch.
+        is_epoch_end = self.state.global_step == self._reported_step
+        if not is_epoch_end:
+            self._count(grad_norm)
+        self._reported_step = self.state.global_step
+        self._report = {
+            "is_epoch_end_reported": is_epoch_end,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+        }
+        control, is_alone = self.control, self.args.world_size == 1
+        is_waiting = control.should_log or control.should_evaluate or control.should_save
+        if is_waiting or (is_alone and self.args.device.type == "cpu"):
+            self._check_updates()
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
+
+    def _count(self, grad_norm: torch.Tensor | float | None) -> None:
+        # With sharded weights, the norm has a part on each device.
+        norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+        norm = torch.as_tensor(0.0 if norm is None else norm)
+        is_finite_update = norm.isfinite().to(self.args.device) & self._has_finite_losses
+        self._num_not_finite = (self._num_not_finite + 1) * ~is_finite_update
+        self._has_finite_losses = True
+
+    def _check_updates(self) -> None:
+        number = torch.as_tensor(self._num_not_finite, device=self.args.device).reshape(1)
+        number = int(self.accelerator.gather(number).max())
+        if number > (_MOST_UPDATES_IN_FLOAT16 if self.args.fp16 else _MOST_UPDATES):
+            first = self.state.global_step - number + 1
+            self._refuse(f"The loss and the gradients must be finite, got NaN or infinity since update {first}")
+
+    def _check_weights(self) -> None:
+        trained = (weight for weight in self.model.parameters() if weight.requires_grad)
+        num_not_finite = torch.tensor([sum(not is_finite(weight) for weight in trained)], device=self.args.device)
+        if self.accelerator.gather(num_not_finite).any():
+            self._refuse(f"The weights must be finite, got NaN or infinity after update {self.state.global_step}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        arguments, rate, saved = self.args, self.args.learning_rate, checkpoints_in(self._get_output_dir(None))
+        other = ", or `bf16` in place of `fp16`" if arguments.fp16 else ""
+        checkpoint = f" {saved[-1]} holds the last weights that were saved, which are finite." if saved else ""
+        raise ValueError(
+            f"{problem} of {self.state.max_steps}. Start a new run with a lower `learning_rate`, got {rate:g}, "
+            f"more `warmup_steps`, got {arguments.warmup_steps:g}, or a `max_grad_norm` of 1{other}.{checkpoint}"
+        )
+
+    # Resuming
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """Train as the parent does. A checkpoint to resume from must be whole; `True` is the last whole one."""
+        run, checkpoint = self._get_output_dir(trial), resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = folders.last_whole_checkpoint(run)
+            if checkpoint is None:
+                raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
+        elif checkpoint is not None:
+            folders.check_whole(checkpoint)
+            folders.check_last(checkpoint, run)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            folders.remove_unfinished(run)
+        hook = self.model.register_load_state_dict_post_hook(_ignore_tied_weights)
+        try:
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            hook.remove()
+
+    # transformers 5.24.0: fails if a checkpoint of float16 is resumed in another precision.
+    def _load_scaler(self, checkpoint):
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
+    # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epoch, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        # `auto_find_batch_size` may begin several times.
+        self._checkpoint, self._resumed, self._is_epoch_end_due = resume_from_checkpoint, None, False
+        self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
+        self._steps_per_epoch = num_update_steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
+        if resume_from_checkpoint is None:
+            return epoch, batches
+        restore_callbacks(self.state, self.callback_handler.callbacks, self.control)
+        # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
+        self.state.compute_steps(self.args, max_steps)
+        self._set_best_folder(Path(resume_from_checkpoint).parent)
+        progress = folders.read_progress(resume_from_checkpoint)
+        if progress is None:
+            return epoch, batches
+        settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
+        folders.check_progress(progress, settings, self._data_layout())
+        self._resumed = progress
+        is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
+        self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
+        return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
+
+    # transformers 5.24.0: would begin an epoch without the totals, and make a step in a run that is done.
+    def _run_epoch(self, **parts):
+        progress = self._resumed
+        if self._checkpoint is not None:
+            self._restore_totals()
+            is_reported = progress is None or progress["is_epoch_end_reported"]
+            if self._is_over() or self._is_epoch_end_due:
+                # Do what follows the last step of an epoch or run, and was not done before the checkpoint.
+                self._is_epoch_end_due = False
+                self._load_rng_state(parts["resume_from_checkpoint"])
+                self.control.should_training_stop = self._is_over()
+                if not is_reported:
+                    self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+                    report = [parts[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")]
+                    norm, rate = progress["grad_norm"], progress["learning_rate"]
+                    self._maybe_log_save_evaluate(self._tr_loss, norm, *report, learning_rate=rate)
+                return
+        # With several processes, a loader that skips batches does not tell the sampler.
+        announce_epoch(parts["train_dataloader"], parts["epoch"])
+        _draw_apart(parts["train_dataloader"], data_seed(self.args) + parts["epoch"])
+        super()._run_epoch(**parts)
+
+    def _is_over(self) -> bool:
+        return self.state.global_step >= self.state.max_steps or any(
+            callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, EarlyStoppingCallback)
+        )
+
+    def _restore_totals(self) -> None:
+        progress, self._resumed, self._checkpoint = self._resumed, None, None
+        if progress is None:
+            return
+        losses = progress["losses_since_log"]
+        has_same_processes = len(losses) == self.args.world_size
+        loss = losses[self.args.process_index] if has_same_processes else sum(losses) / len(losses)
+        self._tr_loss = torch.tensor(loss, device=self.args.device)
+        self._total_loss_scalar = progress["loss_until_log"]
+        self._globalstep_last_logged = progress["last_logged_step"]
+        self._seconds_before = progress["seconds"]
+        # The final mean loss and speed are those of all steps.
+        self._initial_global_step = 0
+
+    # transformers 5.24.0: counts neither time nor loss before a checkpoint, knows no batches by tokens, and deletes in place.
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        if self._checkpoint is not None:
+            # No epoch was left to begin.
+            self._load_rng_state(self._checkpoint)
+            self._restore_totals()
+        self._check_weights()
+        # A kill just after the last checkpoint was written leaves those that it makes surplus.
+        run = Path(self._get_output_dir(trial))
+        self._discard_surplus(run, checkpoint_of_step(run, self.state.global_step))
+        if self._trains_by_budget:
+            # The parent multiplies by the share of `max_steps` that is done. A stream has no number of pairs.
+            num_epochs = self.state.max_steps / self._steps_per_epoch if self._steps_per_epoch else 0
+            num_train_samples = num_epochs * len(self.train_dataset) if num_epochs else 0
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
+            folders.discard_surplus(self._get_output_dir(trial), 1, [best])
+        return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
+
+    def _data_layout(self) -> dict[str, int | str | None]:
+        """Return the settings that determine which pairs the first N batches of an epoch hold."""
+        arguments, has_budget = self.args, self.max_tokens_per_batch is not None
+        strategy = str(getattr(arguments.train_sampling_strategy, "value", arguments.train_sampling_strategy))
+        return {
+            "num_processes": arguments.world_size,
+            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+            "steps_per_epoch": self._steps_per_epoch or None,
+            # The budget decides in place of these.
+            "per_device_train_batch_size": None if has_budget else self._train_batch_size,
+            "train_sampling_strategy": None if has_budget else strategy,
+            "dataloader_drop_last": None if has_budget else arguments.dataloader_drop_last,
+            "max_tokens_per_batch": self.max_tokens_per_batch,
+            "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
+            "length_multiple": self._length_multiple if has_budget else 1,
+        }
+
+    def _best_criterion(self) -> dict[str, Any]:
+        """Return the metric of the best checkpoint and its direction. Values of different metrics do not compare."""
+        metric = self.args.metric_for_best_model
+        is_greater_better = None if metric is None else bool(self.args.greater_is_better)
+        return {
+            "metric_for_best_model": metric and metric.removeprefix("eval_"),
+            "greater_is_better": is_greater_better,
+        }
+
+    @cached_property
+    def _data_fingerprint(self) -> dict[str, Any] | None:
+        return data_fingerprint(self.train_dataset)
+
+    def _set_best_folder(self, run: Path) -> None:
+        if self.state.best_global_step and (best := checkpoint_of_step(run, self.state.best_global_step)).is_dir():
+            self.state.best_model_checkpoint = str(best)
+
+    # Evaluation
+
+    @property
+    def decodes(self) -> bool:
+        """True if the evaluation decodes texts for `score`."""
+        return self.args.predict_with_generate and self.score is not None and not self.args.prediction_loss_only
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
+        if self.is_in_train and self._checkpoint is not None:
+            # `eval_on_start`: the run started before the checkpoint.
+            return {}
+        self._is_own_dataset = eval_dataset is None or eval_dataset is self.eval_dataset
+        options = self._decoding_options(gen_kwargs)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **options)
+
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
+        """Predict as the parent does. With `score`, predictions are token ids (rows, longest), padded with -100.
+
+        The rows are all rows, but for `eval_dataset` only `decoded_rows`.
+        """
+        self._is_own_dataset = test_dataset is self.eval_dataset
+        options = self._decoding_options(gen_kwargs)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **options)
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
+        _draw_apart(dataloader, data_seed(self.args))
+        decodes = self.decodes
+        is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self._needs_loss_alone = is_loss_alone or decodes
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self._needs_loss_alone = False
+        gathered = self.accelerator.gather(self.evaluation_loss.float().to(self.args.device)[None])
+        sums = gathered.double().sum(dim=0) if self.args.world_size > 1 else self.evaluation_loss
+        total, count = sums.tolist()
+        if count:
+            output.metrics[f"{metric_key_prefix}_loss"] = total / count
+            output.metrics[f"{metric_key_prefix}_perplexity"] = float(torch.tensor(total / count).exp())
+        if decodes:
+            decoded, labels = self._decode(dataloader.dataset)
+            scores = self.score(decoded, labels)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in scores.items()})
+            output = output._replace(predictions=_as_array(decoded), label_ids=_as_array(labels))
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+        loss, generated, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+        )
+        if loss is not None and self.args.predict_with_generate and not prediction_loss_only:
+            # The parent does not compute this loss by `compute_loss`.
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
+        return loss, generated, labels
+
+    def _decoding_options(self, call: Mapping) -> dict:
+        """Return arguments of `generate()`: of this call, over those of the trainer. The parent adds training arguments."""
+        limits = {"max_length", "max_new_tokens"}
+        # `generate()` obeys `max_new_tokens` where both limits are set.
+        overridden = limits if limits & call.keys() else set()
+        return {name: value for name, value in self.generation_options.items() if name not in overridden} | call
+
+    def _decode(self, dataset: Sequence[dict]) -> tuple[list[list[int]], list[list[int]]]:
+        """Decode this process's share of the chosen rows. Return the decoded ids and the label ids of all processes."""
+        is_chosen = self.decoded_rows is not None and self._is_own_dataset
+        rows = list(self.decoded_rows if is_chosen else range(len(dataset)))
+        share = range(self.args.process_index, len(rows), self.args.world_size)
+        hypotheses = decode(
+            self.whole_model(),
+            [source_of(dataset[rows[index]]) for index in share],
+            batch_size=self.args.per_device_eval_batch_size,
+            show_progress=None if not self.args.disable_tqdm and self.is_world_process_zero() else False,
+            **{name: value for name, value in self._gen_kwargs.items() if value is not None},
+        )
+        decoded = [(index, candidates[0].ids) for index, candidates in zip(share, hypotheses, strict=True)]
+        if self.args.world_size > 1:
+            decoded = gather_object(decoded)
+        # Labels may have been padded already.
+        labels = [[label for label in dataset[row]["labels"] if label != IGNORED_LABEL] for row in rows]
+        return [ids for _, ids in sorted(decoded)], labels
+
+    def whole_model(self) -> PreTrainedModel:
+        """Return the model to decode with, whole on each process. If weights are sharded, all processes must call this."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        # FSDP 1 marks its wrapper, which is gone here, and not the model.
+        return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
+
+    # Saving
+
+    def init_hf_repo(self, token=None, private=None):
+        raise ValueError("`push_to_hub` must be left out: `metaphrase push` uploads a finished run.")
+
+    # transformers 5.24.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
+    def _get_output_dir(self, trial):
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, folders.UNFINISHED_NAME) if self._is_saving else folder
+
+    # transformers 5.24.0: writes a checkpoint file by file under its name.
+    def _save_checkpoint(self, model, trial):
+        self._check_weights()
+        run = Path(self._get_output_dir(trial))
+        checkpoint = checkpoint_of_step(run, self.state.global_step)
+        self._is_saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+        norm = self._report.get("grad_norm")
+        losses = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
+        progress = {
+            **self._data_layout(),
+            **self._best_criterion(),
+            **self._report,
+            "grad_norm": None if norm is None else float(norm),
+            "data": self._data_fingerprint,
+            "losses_since_log": losses,
+            "loss_until_log": self._total_loss_scalar,
+            "last_logged_step": self._globalstep_last_logged,
+            "seconds": self._seconds_before + time.time() - self._start,
+        }
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(checkpoint)
+        else:
+            self._set_best_folder(run)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            # The parent has stored the folder that it wrote to.
+            self.state.save_to_json(str(run / folders.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
+            folders.publish_checkpoint(checkpoint, progress)
+        self.accelerator.wait_for_everyone()
+        self._discard_surplus(run, checkpoint)
+
+    def _discard_surplus(self, run: Path, checkpoint: Path) -> None:
+        if self.args.should_save:
+            protected = [checkpoint, self.state.best_model_checkpoint, *self._protected_checkpoints(run)]
+            folders.discard_surplus(run, self.args.save_total_limit, protected)
+
+    def _protected_checkpoints(self, run: Path) -> list[Path]:
+        """Return the checkpoints that `save_total_limit` keeps because they are the last, or the best by `best_kept_metric`."""
+        checkpoints = checkpoints_in(run)
+        scores = scores_in(self.state.log_history, self.best_kept_metric)
+        scored = [path for path in checkpoints if step_of(path) in scores]
+        scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
+        return [*scored[: self.num_best_kept], *(checkpoints[-self.num_last_kept :] if self.num_last_kept else [])]
+
+    # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
+    def _save(self, output_dir=None, state_dict=None):
+        folder = output_dir or self.args.output_dir
+        if state_dict is not None:
+            tied = self.model.all_tied_weights_keys
+            state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
+        # If the model was sharded when it was loaded, all processes gather its weights.
+        if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            with as_plain_class(model):
+                model.save_pretrained(folder, state_dict=state_dict, is_main_process=self.args.should_save)
+        if self.args.should_save:
+            processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processor is not None:
+                processor.save_pretrained(folder)
+            set_modes_of_weights(Path(folder))
+            arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
+            (Path(folder) / ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
+            # peft saves the adapter alone.
+            if is_adapted(self.model):
+                self.model.generation_config.save_pretrained(folder)
+            if self.tokenizers is not None:
+                self.tokenizers.save_pretrained(folder)
+
+
+def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
+    # A checkpoint stores tied weights once. transformers would warn of their other names as missing.
+    tied = getattr(model, "all_tied_weights_keys", {})
+    incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name not in tied]
+
+
+def _draw_apart(loader: DataLoader, seed: int) -> None:
+    """Let a loader draw the seeds of its workers apart from training, whose random numbers a resumed run repeats."""
+    getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(seed)
+
+
+def _has_lengths(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and set(LENGTH_COLUMNS) <= set(getattr(dataset, "column_names", None) or ())
+
+
+def _as_array(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return ids (rows, longest), padded as transformers pads predictions."""
+    array = np.full((len(rows), max(map(len, rows), default=0)), IGNORED_LABEL)
+    for row, ids in enumerate(rows):
+        array[row, : len(ids)] = ids
+    return array

@@ -1,0 +1,147 @@
+"""Alignment: the right layer and head, the right row for each target token, readable tokens, and a model left as it was."""
+
+import numpy as np
+import pytest
+import torch
+from other_families import calmer, generator_of
+from tiny_generator import SOURCES, TARGETS, tiny_generator
+
+from metaphrase.analysis import alignment as alignment_module
+from metaphrase.analysis.alignment import cross_attention, cross_attentions
+from metaphrase.inference import scoring
+from metaphrase.tokenization import readable_tokens, train_tokenizer
+
+SOURCE, TARGET = SOURCES[0], TARGETS[1]
+
+
+def weights_by_hand(generator, source, target):
+    """(layers, heads, target, source), from a pass that is given the decoder's input instead of labels."""
+    model = generator.model
+    model.set_attn_implementation("eager")
+    [source_ids], [ids] = generator.tokenizers.encode_sources([source]), generator.tokenizers.encode_targets([target])
+    decoder_ids = torch.tensor([[model.config.decoder_start_token_id, *ids[:-1]]])
+    with torch.inference_mode():
+        output = model(
+            input_ids=torch.tensor([source_ids]), decoder_input_ids=decoder_ids, output_attentions=True, use_cache=False
+        )
+    return torch.cat(output.cross_attentions).numpy()
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "t5", "bart"])
+def test_every_choice_of_layer_and_head(family):
+    generator = generator_of(family)
+    expected = weights_by_hand(generator, SOURCE, TARGET)
+    layers, heads = expected.shape[:2]
+    # Heads and layers that agreed could be mistaken for one another.
+    assert np.sort(np.abs(expected - expected[0, 0]).max(axis=(2, 3)).ravel())[1] > 0.01
+
+    def choice(**which):
+        return cross_attention(generator, SOURCE, TARGET, **which).weights
+
+    attention = cross_attention(generator, SOURCE, TARGET)
+    assert attention.target_tokens == [*TARGET, "</s>"] and attention.source_tokens == [*SOURCE, "</s>"]
+    assert attention.weights.dtype == np.float32
+    np.testing.assert_allclose(attention.weights.sum(1), 1.0, atol=1e-5)
+    np.testing.assert_allclose(choice(), expected.mean((0, 1)), atol=1e-5)
+    for layer in range(-layers, layers):
+        np.testing.assert_allclose(choice(layer=layer), expected[layer].mean(0), atol=1e-5)
+        for head in range(-heads, heads):
+            np.testing.assert_allclose(choice(layer=layer, head=head), expected[layer, head], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "t5", "bart"])
+def test_without_a_target_the_model_writes_it(family):
+    generator = generator_of(family)
+    attention = cross_attention(generator, SOURCE, max_new_tokens=4, num_beams=2)
+    assert attention.target == generator.generate([SOURCE], max_new_tokens=4, num_beams=2)[0]
+    assert len(attention.target_tokens) <= 4
+    if generator.num_unfinished:
+        assert len(attention.target_tokens) == 4 and generator.num_unfinished == 2
+
+
+def test_it_is_of_the_start_token_that_was_asked_for():
+    generator, other = tiny_generator(), tiny_generator()
+    other.model.generation_config.decoder_start_token_id = 5
+    options = {"max_new_tokens": 4, "num_beams": 1}
+    made = cross_attention(generator, SOURCE, decoder_start_token_id=5, **options)
+    expected = cross_attention(other, SOURCE, **options)
+    assert made.target == expected.target
+    np.testing.assert_array_equal(made.weights, expected.weights)
+    assert np.abs(cross_attention(generator, SOURCE, made.target).weights[:2] - made.weights[:2]).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "two vocabularies", "t5", "bart", "marian"])
+def test_many_in_a_batch_are_as_each_alone(family, monkeypatch):
+    tolerance = 1e-5
+    generator = calmer(generator_of(family))
+    passes = []
+    whole = scoring.forced_inputs
+    monkeypatch.setattr(scoring, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
+    targets = [TARGETS[3], TARGETS[2], TARGETS[0], "", TARGETS[1]]
+    maps = cross_attentions(generator, SOURCES, targets)
+    assert [len(inputs["input_ids"]) for inputs in passes] == [5] and (passes[0]["attention_mask"] == 0).sum() > 10
+    for source, target, many in zip(SOURCES, targets, maps, strict=True):
+        alone = cross_attention(generator, source, target)
+        np.testing.assert_allclose(many.weights, alone.weights, atol=tolerance)
+        assert (many.source, many.target) == (source, target)
+        assert (many.source_tokens, many.target_tokens) == (alone.source_tokens, alone.target_tokens)
+    assert cross_attentions(generator, []) == []
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 2}, {"max_tokens_per_batch": 60}])
+def test_batches_keep_their_limits_and_the_order(sizes, monkeypatch):
+    generator, unlimited = (calmer(tiny_generator(**limits)) for limits in (sizes, {}))
+    expected = cross_attentions(unlimited, SOURCES, TARGETS, layer=-1)
+    monkeypatch.setattr(alignment_module, "MAX_TOKENS_PER_BATCH", 50)
+    passes = []
+    whole = scoring.forced_inputs
+    monkeypatch.setattr(scoring, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
+    maps = cross_attentions(generator, SOURCES, TARGETS, layer=-1)
+    shapes = [inputs["decoder_input_ids"].shape for inputs in passes]
+    assert all(batch == 1 or (batch <= 2 and batch * width <= 50) for batch, width in shapes) and len(shapes) > 2
+    for given, wanted in zip(maps, expected, strict=True):
+        np.testing.assert_allclose(given.weights, wanted.weights, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel", "is_training"),
+    [("metaphrase", "sdpa", True), ("metaphrase", "eager", False), ("t5", "sdpa", False)],
+)
+def test_model_is_left_as_it_was_even_after_an_error(family, kernel, is_training, monkeypatch):
+    generator = generator_of(family)
+    model = generator.model.train(is_training)
+    model.set_attn_implementation(kernel)
+    cross_attention(generator, SOURCE, TARGET)
+    assert model.training is is_training and model.config._attn_implementation == kernel
+
+    def fail(*arguments, **options):
+        assert not model.training and model.config._attn_implementation == "eager"
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        cross_attention(generator, SOURCE, TARGET)
+    assert model.training is is_training and model.config._attn_implementation == kernel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer": 2}, "`layer` must be from -2 to 1, got 2"),
+        ({"layer": 0, "head": 4}, "`head` must be from -4 to 3, got 4"),
+        ({"head": 0}, "`layer` must be given with `head`"),
+        ({"targets": [TARGET], "num_beams": 2}, "Generation options have no effect with a target, got num_beams"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cross_attentions(tiny_generator(), **({"sources": [SOURCE]} | arguments))
+
+
+def test_byte_level_tokens_are_decoded_one_by_one():
+    tokenizer = train_tokenizer(["läuft läuft weg weg"] * 3, vocab_size=275, show_progress=False)
+    shown = readable_tokens(tokenizer, tokenizer("läuft weg 中")["input_ids"])
+    assert "läuft" in shown and "▁weg" in shown and shown[-1] == "</s>"
+    # Three bytes of one character: none can be decoded alone, and none may vanish.
+    assert len(shown) == 7 and shown[2] == "▁" and all(len(token) == 1 and token != "\ufffd" for token in shown[3:6])
+    assert len(set(shown[3:6])) == 3

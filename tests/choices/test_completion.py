@@ -1,0 +1,227 @@
+"""Tests of `metaphrase train` with a file of pairs or the name of a data set, and nothing else."""
+
+import json
+import re
+from random import Random
+
+import pytest
+from pronunciations import PRONUNCIATIONS
+from tiny_generator import save_generator, tiny_generator
+from verbs import execute
+
+from metaphrase.choices import completion
+from metaphrase.choices.completion import choose_dataset, find_columns
+from metaphrase.choices.rules import learning_rate
+from metaphrase.inference import Generator
+from metaphrase.scripts import tokenize, train
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
+
+SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"{source}\t{target}\n" for source, target in PRONUNCIATIONS[:300])
+    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def completed(*words):
+    """Return the experiment on the file of pairs with these words, and the choices."""
+    words = ["--train_file", "pairs.tsv", "--output_dir", "run", *words]
+    return completion.complete(load_recipe(None, words), is_dry_run=True)
+
+
+def test_a_file_of_pairs_becomes_a_model(folder, caplog):
+    with caplog.at_level("INFO"):
+        # The time would decide whether beams are compared.
+        execute(train, ["pairs.tsv", *SMALL, "--time_budget", "10m", "--num_beams", "1", "--disable_tqdm"])
+    run = folder / "runs" / "pairs"
+    recipe = load_recipe(run / "recipe.yaml")
+    assert (recipe.tokenizer_kind, recipe.target_tokenizer_kind, recipe.num_validation) == ("char", "word", 50)
+    assert recipe.max_steps == 3 and recipe.model["hidden_size"] == 16 and recipe.time_budget is None
+    assert "# sources are short strings, targets symbols" in (run / "recipe.yaml").read_text(encoding="utf-8")
+    assert "sources are short strings, targets symbols" in caplog.text
+    scores = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    assert scores["data"]["split"] == "validation" and set(scores["scores"]) == {"exact_match", "wer"}
+    assert len(Generator.from_pretrained(run).generate(["bada"])) == 1
+    # A resumed run takes over the choices, and their reasons stay.
+    written = (run / "recipe.yaml").read_text(encoding="utf-8")
+    execute(train, ["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
+    state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == 4
+    before, after = (re.findall("(?m)^#.*", text) for text in (written, (run / "recipe.yaml").read_text("utf-8")))
+    assert before == after != []
+
+
+def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
+    nouns, verbs = ("cat", "dog", "bird", "fish"), ("sees", "likes", "hears")
+    pairs = [
+        (f"a {one} {verb} a {other} {place}", f"{verb} ( {one} , {other} , {place} )")
+        for one in nouns
+        for verb in verbs
+        for other in nouns
+        for place in ("here", "there", "inside", "outside", "above", "below")
+    ]
+    pairs += [("a shark sees a dog here", "sees ( shark , dog , here )")]
+    (folder / "pairs.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+    options = ["--validation_file", "pairs.tsv", *SMALL]
+    experiment, choices = completed(*options)
+    assert experiment.recipe.augmentation == {"rare_words": 0.3}
+    assert re.search(r"augmentation rare_words 0\.3 \(\d+ words are seen only", "\n".join(choices))
+    texts = [experiment.prepare()[1]["train"].augmenter.change_texts(*pairs[0], Random(seed)) for seed in range(20)]
+    assert ("a shark sees a shark here", "sees ( shark , shark , here )") in texts
+    # Pieces hold parts of words.
+    assert completed(*options, "--tokenizer_kind", "byte_bpe")[0].recipe.augmentation == {}
+
+
+@pytest.mark.parametrize(
+    ("lines", "size"),
+    [
+        (["a\tb", "c\td", "e\tf"], 0),
+        # One of two sources would be more than a fifth of the pairs.
+        ([f"{source}\tt{number}" for number in range(60) for source in "xy"], 0),
+        ([f"x{number // 10}\tt{number}" for number in range(210)], 40),
+    ],
+    ids=["three pairs", "two sources", "groups of ten"],
+)
+def test_pairs_of_one_source_stay_together(lines, size, folder):
+    (folder / "few.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    experiment, choices = completed(*SMALL, "--train_file", "few.tsv")
+    assert experiment.recipe.num_validation == size and choices[0].startswith(f"num_validation {size} (")
+    sources = [set(experiment.corpus.splits[split]["source"][:]) for split in experiment.corpus.splits]
+    assert len(set().union(*sources)) == sum(map(len, sources))
+
+
+def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
+    monkeypatch.setattr(completion, "free_memory", lambda: 0)
+    recipe = completed(*SMALL)[0].recipe
+    budget = recipe.max_tokens_per_batch * recipe.gradient_accumulation_steps
+    assert recipe.gradient_accumulation_steps > 1 and budget == 1024
+    # Batches that were given stay.
+    recipe = completed(*SMALL, "--max_tokens_per_batch", "512")[0].recipe
+    assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 1)
+
+
+def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch):
+    configs, measure = [], completion.dry_run
+
+    def record(experiment, **options):
+        configs.append(experiment.make_model(experiment.prepare()[0]).config)
+        return measure(experiment, **options)
+
+    monkeypatch.setattr(completion, "dry_run", record)
+    experiment, _ = completed("--time_budget", "1h", "--model.hidden_size", "16")
+    final = experiment.make_model(experiment.prepare()[0]).config
+    shapes = {(config.hidden_size, config.encoder_layers) for config in configs}
+    # With an open number of layers, two networks are compared.
+    assert len(shapes) == 2 and (final.hidden_size, final.encoder_layers) in shapes
+    assert {width for width, _ in shapes} == {16}
+
+
+def test_a_tokenizer_that_exists_leaves_the_rest_to_be_chosen(folder):
+    execute(tokenize, ["--files", "pairs.tsv", "--kind", "byte", "--output", "tokenizer"])
+    recipe = completed("--tokenizer_name_or_path", "tokenizer")[0].recipe
+    assert (recipe.tokenizer_kind, recipe.preset, recipe.num_validation) == (None, "metaphrase-tiny", 50)
+    assert recipe.learning_rate > 1e-3 and recipe.metrics == ["exact_match", "wer"]
+    longest = max(len(target.encode()) for _, target in PRONUNCIATIONS[:300])
+    assert longest < recipe.max_target_length < 1.2 * longest + 24
+
+
+def test_the_network_decides_when_pairs_are_not_read_beforehand(folder, tmp_path):
+    words = [*SMALL, "--streaming", "--max_source_length", "60", "--max_target_length", "60"]
+    experiment, choices = completed(*words, "--max_tokens_per_batch", "256")
+    recipe = experiment.recipe
+    assert recipe.learning_rate == learning_rate(16) and recipe.max_tokens_per_batch == 256
+    assert (recipe.lr_scheduler_type, recipe.warmup_steps) == ("cosine", 0.1)
+    assert "(0.002 was the best of three rates" in choices[0] and not experiment.corpus.splits
+    # Values that were given stay, and a model that learned before keeps its own.
+    tasks = ["--tasks.only", "{train_file: pairs.tsv}", "--train_file", "null"]
+    given = completed(*tasks, "--learning_rate", "0.5")[0].recipe
+    assert (given.learning_rate, given.max_tokens_per_batch) == (0.5, 4096)
+    base = str(save_generator(tiny_generator(), tmp_path / "base"))
+    assert completed(*tasks, "--model_name_or_path", base)[1] == []
+
+
+def test_two_parallel_files_are_pairs_too(folder, capsys):
+    for name, side in (("in.txt", 0), ("out.txt", 1)):
+        (folder / name).write_text("".join(f"{pair[side]}\n" for pair in PRONUNCIATIONS[:300]), encoding="utf-8")
+    execute(train, ["in.txt", "out.txt", *SMALL, "--dry_run"])
+    assert capsys.readouterr().out.split("pairs")[1].split()[0] == "250"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["no_such_recipe"], "The recipe must be a file or one of"),
+        (["a", "b", "c"], "takes a recipe, a file of pairs, two parallel files or a data set, got a b c"),
+        (["train.en", "my.yaml"], "two parallel files or a data set, got train.en my.yaml"),
+        (["pairs.txt"], "A file of pairs must end in one of .* got pairs.txt"),
+    ],
+)
+def test_words_that_are_no_data_are_refused(folder, names, message):
+    (folder / "pairs.txt").write_text("a\tb\n", encoding="utf-8")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.find_data(names)
+
+
+TEXTS = [
+    f"{noun} {verb} {adverb}" for noun in ("dog", "cat", "bird") for verb in ("runs", "sees") for adverb in "abcdef"
+]
+
+
+def write(folder, source, target, splits):
+    folder.mkdir()
+    for split in splits:
+        rows = [{"id": number, source: text, target: text[::-1]} for number, text in enumerate(TEXTS)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def chosen(name, **fields):
+    return choose_dataset(Recipe().replace(dataset_name=name, **fields))
+
+
+def test_splits_and_columns_of_a_folder_are_found(tmp_path):
+    recipe = chosen(write(tmp_path / "folder", "document", "summary", ("train", "validation", "test")))
+    assert (recipe.source_column, recipe.target_column) == ("document", "summary")
+    assert (recipe.dataset_validation_split, recipe.dataset_test_split) == ("validation", "test")
+
+
+def test_given_columns_and_splits_stay(tmp_path):
+    folder = write(tmp_path / "folder", "en", "de", ("train", "validation", "test"))
+    recipe = chosen(folder, source_column="de", target_column="en", num_validation=5)
+    assert (recipe.source_column, recipe.target_column) == ("de", "en")
+    assert recipe.dataset_validation_split is None and recipe.dataset_test_split == "test"
+    with pytest.raises(ValueError, match=r"must be given for .*folder, which has id, en, de, got neither"):
+        chosen(folder)
+    with pytest.raises(FileNotFoundError, match="`dataset_name` must be a data set of the Hub or a folder"):
+        chosen("me/other")
+
+
+def test_a_configuration_decides_the_direction_of_translations():
+    row = {"translation": {"de": "ja", "en": "yes"}}
+    assert find_columns(row, "wmt", "de-en") == ("de", "en")
+    assert find_columns(row, "wmt", "en-de") == ("en", "de")
+    for config in (None, "de", "en-fr"):
+        with pytest.raises(ValueError, match="for wmt, which has de, en, got neither"):
+            find_columns(row, "wmt", config)
+    assert find_columns(dict.fromkeys(("text", "target", "source", "summary")), "news", None) == ("source", "target")
+    with pytest.raises(ValueError, match="which has text, article, summary"):
+        find_columns(dict.fromkeys(("text", "article", "summary")), "news", None)
+
+
+def test_a_name_is_a_recipe_before_it_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "corpus").mkdir()
+    assert train.find_data(["demo"]) == (train.RECIPES / "demo.yaml", [])
+    assert train.find_data(["corpus"]) == (None, ["--dataset_name", "corpus"])
+    assert train.find_data(["me/pairs"]) == (None, ["--dataset_name", "me/pairs"])
+    with pytest.raises(
+        FileNotFoundError, match=r"one of .*demo, .* got 'dmeo'. A data set must be a folder, or OWNER/NAME"
+    ):
+        train.find_data(["dmeo"])
+    with pytest.raises(FileNotFoundError, match=r"got 'recipes/mine\.yaml'"):
+        train.find_data(["recipes/mine.yaml"])

@@ -1,0 +1,178 @@
+"""The plan of a run: steps, data and memory, against those of the trainer. A dry run leaves nothing behind."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from estimated_runs import AUTOCAST, FLOAT32, WIDTHS, arguments_of
+from small_experiments import make_recipe
+from tiny_generator import save_generator, tiny_generator
+from tiny_models import tiny_config, tiny_model
+from transformers import T5Config
+from transformers import T5ForConditionalGeneration as T5
+
+from metaphrase.choices.estimate import dry_run, estimate_run, meta_model
+from metaphrase.choices.memory import BatchShape, Precision, estimate_activations
+from metaphrase.data.collators import PairCollator
+from metaphrase.data.token_budget import TokenBudgetSampler
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.trainer import MetaphraseTrainer
+
+pytestmark = pytest.mark.usefixtures("same_environment")
+
+
+def lengths_of_pairs(count=50):
+    generator = np.random.default_rng(0)
+    return generator.integers(2, 20, (count, 2))
+
+
+def trainer_of(model, arguments, lengths, budget):
+    rows = [
+        {"input_ids": [5] * source, "labels": [6] * target, "source_length": source, "target_length": target}
+        for source, target in lengths.tolist()
+    ]
+    return MetaphraseTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        data_collator=PairCollator(0),
+        max_tokens_per_batch=budget,
+    )
+
+
+DROPPED = {"num_train_epochs": 2, "dataloader_drop_last": True}
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        *((budget, {"num_train_epochs": 2.5, "gradient_accumulation_steps": 3}) for budget in (None, 100)),
+        *((budget, {"max_steps": 4}) for budget in (None, 100)),
+        *((None, DROPPED | {"train_sampling_strategy": strategy}) for strategy in ("random", "group_by_length")),
+    ],
+)
+def test_steps_are_those_of_the_trainer(budget, options, tmp_path):
+    lengths = lengths_of_pairs()
+    arguments = arguments_of(tmp_path, per_device_train_batch_size=6, **options)
+    model = tiny_model()
+    estimate = estimate_run(model, arguments, lengths, max_tokens_per_batch=budget)
+    trainer = trainer_of(model, arguments, lengths, budget)
+    assert estimate.batches_per_epoch == len(trainer.get_train_dataloader())
+    trainer.train()
+    assert estimate.steps == trainer.state.global_step
+
+
+def test_padding_and_tokens_are_counted(tmp_path):
+    lengths, arguments = lengths_of_pairs(), arguments_of(tmp_path, train_sampling_strategy="group_by_length")
+    model = meta_model(tiny_config())
+    data = estimate_run(model, arguments, lengths)
+    assert (data.pairs, data.source_tokens, data.target_tokens) == (50, *lengths.sum(axis=0))
+    assert 0 < data.padding_share < 0.5
+    many = np.tile(lengths, (20, 1))
+    shuffled, grouped = (estimate_run(model, each, many) for each in (arguments_of(tmp_path), arguments))
+    assert shuffled.padding_share > 1.5 * grouped.padding_share
+    assert estimate_run(model, arguments, lengths, max_tokens_per_batch=100).padding_share == 0
+    # A model that reads no packed rows pays for the padding of the same batches.
+    model.supports_packing = False
+    padded = estimate_run(model, arguments, lengths, max_tokens_per_batch=100)
+    assert padded.padding_share == pytest.approx(TokenBudgetSampler(lengths, 100, arguments.seed).padding_share())
+
+
+def test_more_devices_make_fewer_steps(tmp_path):
+    lengths, arguments = lengths_of_pairs(400), arguments_of(tmp_path, num_train_epochs=1)
+    model = meta_model(tiny_config())
+    one, four = (estimate_run(model, arguments, lengths, devices=devices, tokens_per_second=1e3) for devices in (1, 4))
+    assert four.steps == pytest.approx(one.steps / 4, abs=1)
+    assert four.hours == pytest.approx(one.hours / 4, rel=0.05)
+
+
+def test_largest_batch_decides_the_memory(tmp_path):
+    lengths = np.array([(4, 4)] * 80 + [(60, 60)] * 8)
+    arguments = arguments_of(tmp_path, train_sampling_strategy="group_by_length")
+    estimate = estimate_run(meta_model(tiny_config(**WIDTHS)), arguments, lengths)
+    shape = BatchShape.of([60] * 8, [60] * 8, is_packed=False)
+    assert estimate.largest_batch == shape
+    expected, checkpointed = (
+        estimate_activations(tiny_config(**WIDTHS), shape, FLOAT32, is_checkpointed)
+        for is_checkpointed in (False, True)
+    )
+    assert estimate.activations == expected
+    weights = 4 * estimate.parameters
+    assert estimate.peak == 3 * weights + expected.peak(weights)
+    assert estimate.other_peak == 3 * weights + checkpointed.peak(weights)
+
+
+def test_r_drop_takes_twice_the_time_and_memory(tmp_path):
+    model, arguments, lengths = meta_model(tiny_config()), arguments_of(tmp_path), [(4, 4), (5, 3)]
+    plain, twice, last = (
+        estimate_run(model, arguments, lengths, r_drop_start_step=start, tokens_per_second=1.0)
+        for start in (None, 0, 2)
+    )
+    assert plain.steps == twice.steps == 3
+    assert (twice.hours, last.hours) == pytest.approx((2 * plain.hours, plain.hours * 4 / 3))
+    assert twice.largest_batch == plain.largest_batch.repeated(2) and twice.largest_batch.pairs == 4
+    assert last.peak == twice.peak > plain.peak
+    assert any("R-Drop" in note for note in twice.notes) and not any("R-Drop" in note for note in plain.notes)
+
+
+def test_arguments_decide_precision_and_checkpoints(tmp_path):
+    model, lengths = meta_model(tiny_config()), [(4, 4)]
+    assert estimate_run(model, arguments_of(tmp_path), lengths).precision == FLOAT32
+    half = estimate_run(model, arguments_of(tmp_path, bf16=True), lengths)
+    assert half.precision == AUTOCAST and half.state.cast_weights > 0
+    again = estimate_run(model, arguments_of(tmp_path, gradient_checkpointing=True), lengths)
+    assert again.is_checkpointed and not half.is_checkpointed
+    arguments = arguments_of(tmp_path, bf16=True, fsdp=True)
+    shared = estimate_run(model, arguments, lengths * 8, devices=8, on_accelerator=True)
+    assert shared.precision == Precision(2, 2, True) and shared.state.cast_weights == 0
+    assert shared.state.weights == -(-4 * model.num_parameters() // 8)
+    assert any("FSDP on accel" in note for note in estimate_run(model, arguments, lengths * 8, devices=8).notes)
+
+
+def test_activations_of_other_families_follow_a_formula(tmp_path):
+    with torch.device("meta"):
+        model = T5(T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=2))
+    estimate = estimate_run(model, arguments_of(tmp_path), lengths_of_pairs(), max_tokens_per_batch=100)
+    assert estimate.peak > estimate.activations.kept_bytes + 8 * model.num_parameters()
+    assert estimate.other_peak < estimate.peak and "The activations of t5 follow a formula" in str(estimate)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"max_tokens_per_batch": 300, "gradient_checkpointing": "true", "bf16": "true"}]
+)
+def test_parameters_steps_and_time_are_told_and_nothing_is_written(data, tmp_path, fields):
+    recipe = make_recipe(data, tmp_path / "run", max_steps=None, num_train_epochs=3, **fields)
+    estimate = dry_run(Experiment(recipe))
+    assert not (tmp_path / "run").exists()
+    text = str(estimate)
+    assert "unknown" not in text and "time" in text
+    experiment = Experiment(recipe)
+    experiment.corpus.load()
+    assert estimate.parameters == experiment.make_model(experiment.make_tokenizers()).num_parameters()
+
+
+@pytest.mark.parametrize("technique", [{"freeze": ["encoder"]}, {"lora_rank": 4}])
+def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique):
+    if "lora_rank" in technique:
+        pytest.importorskip("peft")
+    fields = {"model_name_or_path": save_generator(tiny_generator(), tmp_path / "base")}
+    whole, part = (
+        dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields, **more))) for more in ({}, technique)
+    )
+    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields, **technique))
+    model = experiment.make_model(experiment.make_tokenizers())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert part.trained_parameters == trained < whole.trained_parameters
+
+
+@pytest.mark.parametrize(
+    ("objective", "is_exact"),
+    [("span_corruption", True), ("ul2", False), ("text_infilling", False), ("prefix_lm", False)],
+)
+def test_what_an_objective_draws_is_told_to_be_a_bound(data, tmp_path, objective, is_exact):
+    fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file", "vocab_size", "metric_for_best_model"))
+    fields |= {"num_sentinels": None if objective in ("text_infilling", "prefix_lm") else 60, "tokenizer_kind": "byte"}
+    estimate = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)), devices=1)
+    assert ("are the most that may come" in str(estimate)) is not is_exact
+    assert "unknown" in str(estimate), "no time is measured for other devices"

@@ -1,0 +1,232 @@
+"""The engine CTranslate2: a generator with it writes what one with torch does, and refuses by name what it cannot do."""
+
+import pytest
+
+pytest.importorskip("ctranslate2")
+
+import torch
+from tiny_generator import save_generator, tiny_generator, tiny_pair
+from tiny_models import tiny_model
+from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.engines import ctranslate2_engine as options_module
+from metaphrase.engines.ctranslate2_engine import CTranslate2Engine, translate_options
+from metaphrase.inference import Generator, decode
+
+BEAMS = {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True}
+LENGTHS = (3, 17, 9, 1, 6, 12, 25, 2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model in torch, the same in CTranslate2, and sources. The start token never comes up (see `translate_options`)."""
+    pair = tiny_pair()
+    model = tiny_model(
+        position_embedding_type="rotary", logits_bias=True, tie_word_embeddings=False, **pair.config_fields()
+    )
+    with torch.no_grad():
+        model.lm_head.bias[model.config.decoder_start_token_id] = -1e4
+    model.generation_config.max_new_tokens = 15
+    folder = tmp_path_factory.mktemp("engine")
+    save_generator(Generator(model, pair), folder / "model")
+    engine = CTranslate2Engine(export_ctranslate2(folder / "model", folder / "exported"), device="cpu")
+    draw = torch.Generator().manual_seed(0)
+    sources = [
+        [*torch.randint(4, model.config.vocab_size, (length,), generator=draw).tolist(), 2] for length in LENGTHS
+    ]
+    return model, engine, sources
+
+
+def assert_same_search(models, options, tolerance=1e-3):
+    model, engine, sources = models
+    expected = decode(model, sources, return_scores=True, **options)
+    results = decode(engine, sources, return_scores=True, **options)
+    assert [[h.ids for h in row] for row in results] == [[h.ids for h in row] for row in expected]
+    assert [[h.is_finished for h in row] for row in results] == [[h.is_finished for h in row] for row in expected]
+    for ours, theirs in zip(expected, results, strict=True):
+        assert [h.score for h in theirs] == pytest.approx([h.score for h in ours], abs=tolerance)
+    return expected
+
+
+# the same search
+
+SAME = {
+    "greedy": {},
+    "max_length before the model's own": {"max_length": 5},
+    "config": {"generation_config": GenerationConfig(num_beams=3, early_stopping=True, max_length=6)},
+    "no limit": {"max_new_tokens": None},
+    "min_length": {"min_length": 7},
+    "min_new_tokens": {"min_new_tokens": 7},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "forced_bos_token_id": {"forced_bos_token_id": 9},
+    "bad_words_ids": {"bad_words_ids": [[5], [6], [7], [8, 9], [9, 8], [2]]},
+    "suppress_tokens": {"suppress_tokens": [5, 6, 7, 8]},
+    "another end": {"eos_token_id": 7},
+    "several ends": {"eos_token_id": [2, 5, 9]},
+    "beams": BEAMS,
+    "one of many beams": {**BEAMS, "num_beams": 7, "num_return_sequences": 1},
+    "beams with a first token": {**BEAMS, "forced_bos_token_id": 9},
+    "beams without tokens": {
+        **BEAMS,
+        "min_new_tokens": 7,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[5], [8, 9]],
+        "renormalize_logits": True,
+    },
+    "length_penalty 2": {**BEAMS, "length_penalty": 2.0},
+    "length_penalty 0": {**BEAMS, "length_penalty": 0.0},
+    "to the end": {**BEAMS, "early_stopping": "never"},
+    "to the end, length_penalty -1": {**BEAMS, "early_stopping": "never", "length_penalty": -1.0},
+    "as long as it helps, length_penalty 0": {**BEAMS, "early_stopping": False, "length_penalty": 0.0},
+    "options without effect": {"temperature": 0.5, "top_k": 3, "typical_p": 1.0, "bad_words_ids": None},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_same_search(name, models):
+    assert_same_search(models, SAME[name])
+
+
+def test_the_models_own_settings_are_used_and_come_second(models):
+    model, engine, _ = models
+    own = {"num_beams": 4, "early_stopping": True, "length_penalty": 2.0, "max_new_tokens": 6}
+    for config in (model.generation_config, engine.generation_config):
+        config.update(**own)
+    try:
+        assert_same_search(models, {})
+        assert_same_search(models, {"num_beams": 1, "max_new_tokens": 9})
+    finally:
+        for config in (model.generation_config, engine.generation_config):
+            config.update(num_beams=None, early_stopping=None, length_penalty=None, max_new_tokens=15)
+
+
+def test_unset_early_stopping_is_told_and_is_true(models, caplog):
+    _, engine, sources = models
+    options = {name: value for name, value in BEAMS.items() if name != "early_stopping"}
+    assert decode(engine, sources, **options) == decode(engine, sources, **BEAMS)
+    assert "`early_stopping` is not set" in caplog.text
+    caplog.clear()
+    decode(engine, sources, **BEAMS)
+    decode(engine, sources)
+    assert not caplog.text
+
+
+def test_a_target_that_meets_the_limit_ends_as_it_must(models):
+    model, engine, sources = models
+    options = {"max_new_tokens": 4, "forced_eos_token_id": 2}
+    expected, found = decode(model, sources, **options), decode(engine, sources, **options)
+    assert [[h.ids for h in row] for row in found] == [[h.ids for h in row] for row in expected]
+    assert [[h.is_finished for h in row] for row in found] == [[h.is_finished for h in row] for row in expected]
+    assert found != decode(engine, sources, max_new_tokens=4)
+    hypotheses = [h for row in decode(engine, sources, **BEAMS, **options) for h in row]
+    assert all(h.ids[-1] == 2 and len(h.ids) <= 4 for h in hypotheses)
+    assert any(not h.is_finished for h in hypotheses)
+
+
+def test_long_sources_are_read_to_their_end(models):
+    """By itself CTranslate2 reads no further than 1024 tokens."""
+    model, engine, sources = models
+    long = [sources[1][:-1] * 70 + ending for ending in ([2], [5, 6, 7, 2])]
+    assert len(long[0]) > 1024
+    options = {"max_new_tokens": 4, "return_scores": True}
+    expected, results = decode(model, long, **options), decode(engine, long, **options)
+    assert [[h.ids for h in row] for row in results] == [[h.ids for h in row] for row in expected]
+    for ours, theirs in zip(expected, results, strict=True):
+        assert theirs[0].score == pytest.approx(ours[0].score, abs=2e-3)
+    assert abs(expected[0][0].score - expected[1][0].score) > 0.01
+
+
+# refusals
+
+REFUSED = {
+    "`renormalize_logits` must be True .* with `bad_words_ids` and `num_beams` 4": {**BEAMS, "bad_words_ids": [[3]]},
+    "`renormalize_logits` must be True .* with `min_length` and `num_beams` 4": {**BEAMS, "min_length": 7},
+    "`encoder_no_repeat_ngram_size` 2": {"encoder_no_repeat_ngram_size": 2},
+    "`exponential_decay_length_penalty`": {"exponential_decay_length_penalty": (3, 1.1)},
+    "`forced_eos_token_id` must be one of `eos_token_id` .*got 3": {"forced_eos_token_id": 3},
+    "`logits_processor` ": {"logits_processor": [1]},
+    "`do_sample` must be False with `num_beams` 2": {"do_sample": True, "num_beams": 2},
+    "`num_return_sequences` must be at most `num_beams` \\(1\\)": {"num_return_sequences": 2},
+    "must be at least 1 and the fewest, 9, got 8": {"min_new_tokens": 9, "max_new_tokens": 8},
+    "`repetition_penalty` must be at least 1 .*got 0.5": {"repetition_penalty": 0.5},
+    "`repetition_penalty` must be 1 with `num_beams` 4": {**BEAMS, "repetition_penalty": 2.0},
+    "`early_stopping` must be True or 'never' .*got False and 1.0": {**BEAMS, "early_stopping": False},
+    "`eos_token_id` must be one id with `num_beams`": {**BEAMS, "eos_token_id": [2, 3]},
+    "`eos_token_id` must be ids from 0 to .*got -1": {"eos_token_id": -1},
+    "`decoder_start_token_id` must be that of .*got 5": {"decoder_start_token_id": 5},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_it_cannot_do_is_refused_by_name(message, models):
+    _, engine, sources = models
+    with pytest.raises(ValueError, match=message):
+        decode(engine, sources, return_scores=True, **REFUSED[message])
+
+
+def test_every_setting_of_transformers_is_understood_or_refused_or_has_no_effect():
+    """A value that none has must not pass unnoticed."""
+    for name in vars(GenerationConfig()):
+        if name.startswith("_") or name in options_module._UNDERSTOOD | options_module._WITHOUT_EFFECT:
+            continue
+        with pytest.raises(ValueError, match=f"CTranslate2 does not support .*`{name}` 'odd'"):
+            translate_options(GenerationConfig(eos_token_id=2), {name: "odd", "do_sample": True}, vocab_size=9)
+
+
+# sampling
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 2.0, "top_k": 5, "top_p": 0.6},
+        {"temperature": 3.0},
+    ],
+)
+def test_samples_are_drawn_from_the_distribution_of_transformers(options, tmp_path):
+    """A model that always says the same: what it draws, many times, shows from which distribution."""
+    generator = tiny_generator()
+    pair = generator.tokenizers
+    model = tiny_model(logits_bias=True, tie_word_embeddings=False, decoder_layers=1, **pair.config_fields())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.mul_(5)
+    folder = save_generator(Generator(model, pair), tmp_path / "model")
+    engine = CTranslate2Engine.from_pretrained(folder, device="cpu")
+    drawn = decode(engine, [[5, 2]] * 100, do_sample=True, num_return_sequences=30, max_new_tokens=1, **options)
+    counts = torch.zeros(model.config.vocab_size)
+    for row in drawn:
+        for hypothesis in row:
+            counts[hypothesis.ids[0]] += 1
+    scores = TemperatureLogitsWarper(options["temperature"])(None, model.lm_head.bias.detach()[None])
+    if top_k := options.get("top_k", 50):
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if "top_p" in options:
+        scores = TopPLogitsWarper(options["top_p"])(None, scores)
+    expected = scores.softmax(-1)[0]
+    assert not counts[expected == 0].any()
+    assert (counts / counts.sum() - expected).abs().sum() / 2 < 0.05
+
+
+def test_sampling_follows_the_seed_of_torch(models):
+    _, engine, sources = models
+    samples = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        samples.append(decode(engine, sources, do_sample=True, temperature=2.0))
+        samples.append(decode(engine, sources, do_sample=True, temperature=2.0))
+    assert samples[0] == samples[2] != samples[4]
+    assert samples[1] == samples[3] != samples[0]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"temperature": 2.0, "top_k": 5, "top_p": 0.7}], ids=str)
+def test_scores_of_samples_are_log_probabilities_under_the_model(models, options):
+    model, engine, sources = models
+    [[sample], *_] = decode(engine, sources, do_sample=True, return_scores=True, **options)
+    ids = torch.tensor([[model.config.decoder_start_token_id, *sample.ids]])
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(sources[:1]), decoder_input_ids=ids[:, :-1]).logits
+    chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+    assert sample.score == pytest.approx(float(chosen.sum()), abs=1e-3)

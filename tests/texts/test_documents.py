@@ -1,0 +1,131 @@
+"""Tests of whole texts: nothing vanishes, layout stays, long sentences are cut at the best place."""
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+from identity_engine import identity_generator
+from tiny_generator import tiny_generator
+from verbs import execute
+
+from metaphrase.inference import generator as module
+from metaphrase.inference.generator import split_texts
+from metaphrase.scripts import generate
+from metaphrase.texts.documents import split_documents
+
+PAGE = "# Title\r\n\r\n  - One. Two?\n\t* (see 3)\n> A quote!  With  spaces.\n\n1. First;\tsecond\n---\n   \nLast"
+
+
+def split(texts: list[str], limit: int = 10**9):
+    return split_documents(texts, "en", lambda texts: [len(text) > limit for text in texts])
+
+
+def random_texts(count: int) -> list[str]:
+    draw = random.Random(0)
+    words = [
+        "Dr.",
+        "the",
+        "cat",
+        "No. 5",
+        "e.g.",
+        "今日は。",
+        "été",
+        "U.S.",
+        "🎉",
+        "(x)",
+        '"Yes!"',
+        "http://a.b/c?d=1",
+        "—",
+        "﷽",
+    ]
+    gaps = [" ", " ", " ", "  ", ". ", "! ", "? ", ", ", "; ", "\n", "\r\n", "\n\n", "\t", "\n  - ", "\n3. "]
+    gaps += ["\u00a0", "\u2028", "\x0b"]
+    return ["".join(draw.choice(words) + draw.choice(gaps) for _ in range(draw.randrange(40))) for _ in range(count)]
+
+
+def test_parts_of_a_page():
+    [document], _ = split([PAGE])
+    sentences = ["Title", "One.", "Two?", "(see 3)", "A quote!", "With  spaces.", "First;", "second", "Last"]
+    assert document.sentences == sentences
+    assert document.layout[:3] == ["# ", "\r\n\r\n  - ", " "]
+    assert document.join([text.upper() for text in sentences]) == PAGE.upper()
+
+
+@pytest.mark.parametrize("limit", [10**9, 12])
+def test_no_character_of_a_text_is_lost(limit):
+    texts = random_texts(200)
+    documents, _ = split(texts, limit)
+    assert [document.join(document.sentences) for document in documents] == texts
+    assert all(sentence == sentence.strip() != "" for document in documents for sentence in document.sentences)
+    assert all(len(sentence) <= limit for document in documents for sentence in document.sentences)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("the cat sleeps; the small dog runs", ["the cat sleeps;", "the small dog runs"]),
+        ("the cat, the dog and the small fox run", ["the cat, the dog", "and the small fox run"]),
+        ("one two three four, five six seven", ["one two three four,", "five six seven"]),
+        ("x" * 50, ["x" * 12, "x" * 13, "x" * 12, "x" * 13]),
+    ],
+)
+def test_a_long_sentence_is_cut_at_the_best_place(text, parts):
+    [document], num_cut = split([text], limit=24)
+    assert document.sentences == parts and document.join(parts) == text and num_cut == 1
+
+
+def test_an_identity_model_returns_the_texts():
+    generator = identity_generator(max_source_length=16)
+    texts = random_texts(100)
+    plain = [text if text.strip() else "" for text in texts]
+    targets = generator.generate(texts, split_sentences=True)
+    assert [text if text.strip() else "" for text in targets] == plain
+    assert generator.num_cut > 0 and generator.num_truncated == 0
+    stream = generator.generate_stream(texts, split_sentences="de", chunk_size=7, return_scores=False)
+    assert [candidates[0].text for candidates in stream] == targets
+
+
+def test_candidates_of_a_text_join_those_of_its_sentences():
+    generator = tiny_generator()
+    options = {"num_beams": 3, "num_return_sequences": 2}
+    [[first, second]] = generator.generate_n_best(["the cat. a dog."], split_sentences=True, **options)
+    parts = generator.generate_n_best(["the cat.", "a dog."], **options)
+    for index, joined in enumerate((first, second)):
+        assert joined.text == " ".join(row[index].text for row in parts)
+        assert joined.score == pytest.approx(sum(row[index].score for row in parts) / 2)
+
+
+@pytest.mark.parametrize(("code", "language"), [("deu_Latn", "deu"), ("de_DE", "de"), (None, "en")])
+def test_language_of_a_multilingual_tokenizer(code, language, monkeypatch):
+    languages = []
+    monkeypatch.setattr(module, "split_documents", lambda texts, language, *_: languages.append(language))
+    stand_in = SimpleNamespace(tokenizers=SimpleNamespace(source=SimpleNamespace(src_lang=code)))
+    for choice in (True, "fr"):
+        split_texts([stand_in], ["a"], choice)
+    assert languages == [language, "fr"]
+
+
+def test_risk_of_whole_texts_is_refused():
+    with pytest.raises(ValueError, match="split_sentences"):
+        next(tiny_generator().generate_stream(["the cat"], split_sentences=True, risk={"num_candidates": 2}))
+
+
+def test_command_splits_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        generate.Generator, "from_pretrained", lambda *_, **__: identity_generator(max_source_length=12)
+    )
+    text = "the cat. the dog\n\n\t- two dogs and the small cat run; the dog\n"
+    (tmp_path / "in.txt").write_text(text, encoding="utf-8")
+    words = ["model", "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.txt")]
+    execute(generate, [*words, "--split_sentences"])
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == text
+
+
+def test_white_space_takes_little_time():
+    text = "a cat" + " " * 100_000 + "b" + "\n" * 100_000 + "a dog; x" + "\u00a0" * 100_000
+    started = time.process_time()
+    [document], _ = split([text], limit=100)
+    assert document.join(document.sentences) == text
+    # A pattern that begins at each space would take minutes.
+    assert time.process_time() - started < 10

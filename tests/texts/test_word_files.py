@@ -1,0 +1,155 @@
+"""Tests of Word documents: formatted words, links, fields and images stay, and so does all else of the file."""
+
+import io
+import zipfile
+
+import pytest
+from identity_engine import align_by, identity_generator
+from PIL import Image
+from tiny_generator import tiny_generator
+from verbs import execute
+
+from metaphrase.scripts import generate
+from metaphrase.texts.whole_texts import TextDecoder, read_file
+
+docx = pytest.importorskip("docx", reason="needs python-docx")
+from docx.oxml import parse_xml  # noqa: E402
+from docx.oxml.ns import nsdecls  # noqa: E402
+
+NOTES = """<w:footnotes {}><w:footnote w:id="1"><w:p><w:r><w:footnoteRef/></w:r><w:r><w:t>a note</w:t></w:r></w:p></w:footnote>
+</w:footnotes>"""
+FIELD = '<w:fldChar w:fldCharType="begin"/>|<w:instrText>PAGE</w:instrText>|<w:fldChar w:fldCharType="separate"/>|<w:t>7</w:t>'
+FIELD += '|<w:fldChar w:fldCharType="end"/>'
+
+
+def append(paragraph, xml):
+    name, rest = xml.split(">", 1)[0].rstrip("/"), xml
+    paragraph._p.append(parse_xml(rest.replace(name, f"{name} {nsdecls('w')}", 1)))
+
+
+def make_document(path):
+    document = docx.Document()
+    document.add_heading("A title", 1)
+    paragraph = document.add_paragraph("The ")
+    paragraph.add_run("small cat").bold = True
+    # Word parts runs by their spelling.
+    append(paragraph, "<w:r><w:rPr><w:lang w:val='en'/></w:rPr><w:t xml:space='preserve'> sle</w:t></w:r>")
+    append(paragraph, "<w:proofErr w:type='spellStart'/>")
+    paragraph.add_run("eps & eats.")
+    paragraph = document.add_paragraph("On page ")
+    for xml in FIELD.split("|"):
+        append(paragraph, f"<w:r>{xml}</w:r>")
+    append(paragraph, "<w:bookmarkStart w:id='5' w:name='x'/>")
+    paragraph.add_run(" see ")
+    append(
+        paragraph,
+        "<w:hyperlink w:anchor='x'><w:r><w:rPr><w:u w:val='single'/></w:rPr><w:t>this link</w:t></w:r></w:hyperlink>",
+    )
+    append(paragraph, "<w:bookmarkEnd w:id='5'/>")
+    paragraph = document.add_paragraph("Name:\tBob\nSecond line")
+    image = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(image, "PNG")
+    image.seek(0)
+    paragraph.add_run().add_picture(image)
+    document.add_table(1, 1).cell(0, 0).text = "in a cell"
+    document.sections[0].header.paragraphs[0].text = "at the top"
+    document.save(path)
+
+
+def decoded(monkeypatch, path, change=str.upper):
+    monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: index if index < count else None))
+    file = read_file(path)
+    decoder = TextDecoder(identity_generator(change), text_format="xml", has_lines=True)
+    file.write(decoder.decode(file.texts), path.with_name("out.docx"))
+    return docx.Document(str(path.with_name("out.docx")))
+
+
+def looks(paragraph):
+    return [(run.text, run.bold) for run in paragraph.runs if run.text]
+
+
+def test_words_keep_their_look(monkeypatch, tmp_path):
+    make_document(str(tmp_path / "in.docx"))
+    document = decoded(monkeypatch, tmp_path / "in.docx")
+    title, first, second, third = document.paragraphs
+    assert (title.text, title.style.name) == ("A TITLE", "Heading 1")
+    assert looks(first) == [("THE ", None), ("SMALL CAT", True), (" SLEEPS & EATS.", None)]
+    assert second.text == "ON PAGE 7 SEE THIS LINK"
+    assert [link.text for link in second.hyperlinks] == ["THIS LINK"] and second.hyperlinks[0].runs[0].underline
+    assert [mark.tag.split("}")[1] for mark in (second._p[0], second._p[-1])] == ["bookmarkStart", "bookmarkEnd"]
+    assert third.text == "NAME:\tBOB\nSECOND LINE" and len(document.inline_shapes) == 1
+    assert document.tables[0].cell(0, 0).text == "IN A CELL"
+    assert document.sections[0].header.paragraphs[0].text == "AT THE TOP"
+
+
+def test_words_may_change_places(monkeypatch, tmp_path):
+    make_document(str(tmp_path / "in.docx"))
+    monkeypatch.setattr(TextDecoder, "_align", None)
+    file = read_file(tmp_path / "in.docx")
+    target = "<t1>Die kleine Katze</t1> schläft."
+    assert file.texts[1] == "The <t1>small cat</t1> sleeps &amp; eats."
+    file.write([target if index == 1 else text for index, text in enumerate(file.texts)], tmp_path / "out.docx")
+    document = docx.Document(str(tmp_path / "out.docx"))
+    assert looks(document.paragraphs[1]) == [("Die kleine Katze", True), (" schläft.", None)]
+
+
+def test_other_parts_stay(monkeypatch, tmp_path):
+    make_document(str(tmp_path / "plain.docx"))
+    content = NOTES.format(nsdecls("w"))
+    with zipfile.ZipFile(tmp_path / "plain.docx") as source, zipfile.ZipFile(tmp_path / "in.docx", "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            if name == "[Content_Types].xml":
+                kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.footnotes+xml"
+                data = data.replace(
+                    b"</Types>", f'<Override PartName="/word/footnotes.xml" ContentType="{kind}"/></Types>'.encode()
+                )
+            if name == "word/_rels/document.xml.rels":
+                kind = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/footnotes"
+                relation = f'<Relationship Id="rId99" Type="{kind}" Target="footnotes.xml"/></Relationships>'
+                data = data.replace(b"</Relationships>", relation.encode())
+            target.writestr(name, data)
+        target.writestr("word/footnotes.xml", content)
+    decoded(monkeypatch, tmp_path / "in.docx")
+    with zipfile.ZipFile(tmp_path / "in.docx") as source, zipfile.ZipFile(tmp_path / "out.docx") as target:
+        assert sorted(source.namelist()) == sorted(target.namelist())
+        assert b"A NOTE" in target.read("word/footnotes.xml") and b"footnoteRef" in target.read("word/footnotes.xml")
+        for name in source.namelist():
+            if "media" in name or name == "word/theme/theme1.xml":
+                assert source.read(name) == target.read(name)
+
+
+def bomb(path):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("word/document.xml", "w") as stream:
+        for _ in range(257):
+            stream.write(bytes(2**20))
+
+
+def make_empty(path):
+    docx.Document().save(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.write_bytes(b"no zip"), "must be a Word document"),
+        (lambda path: zipfile.ZipFile(path, "w").close(), "must be a Word document"),
+        (bomb, "must unpack to at most 256 MB, got 257 MB"),
+        (make_empty, "must hold text"),
+    ],
+)
+def test_errors_leave_the_output(monkeypatch, tmp_path, make, message):
+    make(tmp_path / "in.docx")
+    (tmp_path / "out.docx").write_text("old")
+    words = ["--file", str(tmp_path / "in.docx"), "--output", str(tmp_path / "out.docx"), "--overwrite"]
+    with pytest.raises(ValueError, match=message):
+        execute(generate, ["model", *words])
+    assert (tmp_path / "out.docx").read_text() == "old"
+
+
+def test_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(generate.Generator, "from_pretrained", lambda *_, **__: tiny_generator())
+    make_document(str(tmp_path / "in.docx"))
+    execute(generate, ["model", "--file", str(tmp_path / "in.docx"), "--output", str(tmp_path / "out.docx")])
+    document = docx.Document(str(tmp_path / "out.docx"))
+    assert len(document.paragraphs) == 4 and "7" in document.paragraphs[2].text and document.tables
