@@ -13,6 +13,10 @@ PLACES: dict[str, str] = {}
 
 # Public names of a core package that rings hold: the module by the name.
 PUBLIC_NAMES = {
+    "metaphrase.hub_card": {
+        "draw_attention_map": "metaphrase.analysis.attention_map",
+        "write_explanation_page": "metaphrase.analysis.pages",
+    },
     "metaphrase.inference": {
         "AttentionMap": "metaphrase.analysis.alignment",
         "EnsembleSearch": "metaphrase.decoding.searches.joint_search",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.hub_card import draw_attention_map
+from metaphrase.analysis.attention_map import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
 from metaphrase.inference.line_files import OutputFile, check_files, read_lines

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.analysis.comparison import TestSet, compare, compute_segments, external_segments
-from metaphrase.evaluation.metrics import check_references, metric_options, write_metrics
-from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
-from metaphrase.hub_card.pages import (
+from metaphrase.analysis.pages import (
     describe_tests,
     label_of,
     length_rows,
     score_rows,
     show_score,
+    spell_out,
     word_rows,
     write_comparison_page,
 )
+from metaphrase.evaluation.metrics import check_references, metric_options, write_metrics
+from metaphrase.hub_card.figures import LOWER_IS_BETTER
 from metaphrase.inference.line_files import check_files, read_lines
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.scripts.parsers.verbs import METRICS

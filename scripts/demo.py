@@ -11,8 +11,9 @@ from pathlib import Path
 
 from transformers import set_seed
 
+from metaphrase.analysis.attention_map import draw_attention_map
 from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
-from metaphrase.hub_card import draw_attention_map, renew_model_card
+from metaphrase.hub_card import renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.train import RECIPES, limit_bars, naming_checkpoint, next_steps
 from metaphrase.training.checkpointing.folders import checkpoints_in, discard_checkpoint, last_whole_checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.hub_card import write_explanation_page
+from metaphrase.analysis.pages import write_explanation_page
 from metaphrase.inference import Generator, explain
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.generate import warn_of_lengths

@@ -8,8 +8,8 @@ from sacrebleu.significance import PairedTest
 
 from metaphrase.analysis.comparison import TestSet as Texts
 from metaphrase.analysis.comparison import _test, compare, compute_segments, external_segments
+from metaphrase.analysis.pages import score_rows
 from metaphrase.evaluation.metrics import MAX_RESAMPLED_BYTES, METRICS, compute_metrics
-from metaphrase.hub_card.pages import score_rows
 
 WORDS = ["the", "cat", "dog", "sleeps", "runs", "on", "mat", "in", "house", "big", "small"]
 

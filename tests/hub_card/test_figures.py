@@ -1,23 +1,21 @@
-"""Tests of `metaphrase.hub_card.figures`: curves of training and maps of attention."""
+"""Tests of `metaphrase.hub_card.figures`: curves of training."""
 
 import subprocess
 import sys
-import warnings
 
 import numpy as np
 import pytest
-import torch
-from figure_files import LOG, png_size
+from figure_files import LOG
 
 from metaphrase.hub_card import figures
-from metaphrase.hub_card.figures import draw_attention_map, draw_training_curve
+from metaphrase.hub_card.figures import draw_training_curve
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """Figures in place of files."""
     figures_drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path, **options: figures_drawn.append(figure) or path)
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path, **options: figures_drawn.append(figure) or path)
     return figures_drawn
 
 
@@ -77,29 +75,6 @@ def test_a_long_noisy_log_has_its_mean(drawn):
     [panel] = drawn[0].axes
     assert panel.get_legend().get_texts()[0].get_text() == "training, mean of 11 neighbouring logs"
     assert panel.lines[1].get_ydata()[200] == pytest.approx(noise[195:206].mean())
-
-
-def test_attention_map_grows_with_its_tokens_and_keeps_long_labels_whole(tmp_path):
-    def draw(rows, columns, label="t", **options):
-        weights = torch.eye(rows, columns, requires_grad=True)  # one scale, hence one width of the colour bar
-        return png_size(draw_attention_map(weights, ["s"] * columns, [label] * rows, tmp_path / "map.png", **options))
-
-    small, large = draw(5, 15), draw(8, 21)
-    cell = 0.34 * figures.DOTS_PER_INCH
-    assert large[0] - small[0] == pytest.approx(6 * cell, abs=3) and large[1] > small[1]
-    label = "a_rather_long_token_indeed"
-    longer = draw(5, 15, label, title="Layer 1")
-    assert longer[0] > small[0] + 8 * len(label) and longer[1] > small[1]
-
-
-def test_attention_map_takes_any_token_without_a_warning(tmp_path):
-    tokens = ["日本", "🙂", "$x$", "^_{", "a\nb", "", " ", r"$\frac$", "▁the", "\u200d"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        path = draw_attention_map(np.eye(10), tokens, tokens, tmp_path / "map.png", title=r"日本 $\frac$")
-    assert min(png_size(path)) > 10 * 0.34 * figures.DOTS_PER_INCH
-    with pytest.raises(ValueError, match=r"got \(2, 3\) for 3 target and 2 source tokens"):
-        draw_attention_map(np.ones((2, 3)) / 3, ["a", "b"], ["x", "y", "z"], tmp_path / "map.png")
 
 
 @pytest.mark.slow

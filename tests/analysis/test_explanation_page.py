@@ -12,7 +12,7 @@ from chromium import chromium, one, texts
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.analysis.explanation import PositionMap
-from metaphrase.hub_card import write_explanation_page
+from metaphrase.analysis.pages import write_explanation_page
 from metaphrase.inference import explain
 
 EVIL = """</script><script>window.hacked=1</script> <b id="x">&amp; 'q' "q" <!-- {{data}} \\u003c $& שלום \u202e 👩‍💻 \x07"""

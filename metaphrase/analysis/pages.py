@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import SequenceMatcher
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from metaphrase.analysis.explanation import Explanation
-from metaphrase.hub_card.figures import SCORE_LABELS, spell_out
+from metaphrase.hub_card.figures import SCORE_LABELS
 from metaphrase.storage.folders import file_in_one_step
 
 
@@ -49,6 +50,13 @@ def write_page(path: str | os.PathLike, template: str, title: str, **fields: str
     with file_in_one_step(path) as temporary:
         temporary.write_text(page, encoding="utf-8", newline="\n")
     return path
+
+
+def spell_out(text: str, categories: Sequence[str]) -> str:
+    """Write characters of some Unicode categories as escapes, such as a newline."""
+    return "".join(
+        mark.encode("unicode_escape").decode() if unicodedata.category(mark) in categories else mark for mark in text
+    )
 
 
 def _describe(explanation: Explanation) -> dict[str, Any]:
