@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 from sacrebleu.significance import PairedTest, Result
@@ -222,28 +223,13 @@ def _error_rate(
     rows = []
     for prediction, texts in zip(predictions, references, strict=True):
         units, *candidates = (split(text.lower() if lowercase else text) for text in (prediction, *texts))
-        counted = [(count_edits(units, candidate), len(candidate)) for candidate in candidates]
+        counted = [(Levenshtein.distance(units, candidate), len(candidate)) for candidate in candidates]
         rows.append(min(counted, key=lambda row: (row[0], -row[1])))
     lengths = [length for _, length in rows]
     details = {"edits": sum(edits for edits, _ in rows), "ref_length": sum(lengths)}
     details["empty_references"] = lengths.count(0)
     facts = f"case:{'lc' if lowercase else 'mixed'}|unit:{unit}"
     return SegmentStatistics(Ratio(), rows, _signature(references, facts), details)
-
-
-def count_edits(prediction: Sequence, reference: Sequence) -> int:
-    """Return the Levenshtein distance. A row of the table is computed at once: insertions are a running minimum."""
-    numbers: dict[Any, int] = {}
-    reference_numbers, prediction_numbers = (
-        np.array([numbers.setdefault(token, len(numbers)) for token in tokens], dtype=np.int64)
-        for tokens in (reference, prediction)
-    )
-    costs = insertions = np.arange(len(prediction) + 1)
-    for number in reference_numbers:
-        candidates = costs + 1
-        np.minimum(candidates[1:], costs[:-1] + (prediction_numbers != number), out=candidates[1:])
-        costs = np.minimum.accumulate(candidates - insertions) + insertions
-    return int(costs[-1])
 
 
 class Metric(NamedTuple):

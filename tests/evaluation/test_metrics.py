@@ -1,9 +1,7 @@
 """Every score against its source or a count by hand, wrong arguments, and `metrics.json`."""
 
-import functools
 import json
 import math
-import random
 
 import evaluate
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from sacrebleu.metrics import BLEU, CHRF, TER
 
 from metaphrase.evaluation.corpus_metric import CorpusMetric
-from metaphrase.evaluation.metrics import METRICS, compute_metrics, count_edits, write_metrics
+from metaphrase.evaluation.metrics import METRICS, compute_metrics, write_metrics
 
 PREDICTIONS = ["The cat sat on the mat.", "Ein Haus, groß und alt", "one two three four five", ""]
 REFERENCES = ["The cat sat on a mat.", "ein Haus, alt und groß!", "one two three four six five", "not empty"]
@@ -111,23 +109,6 @@ def test_error_rates_by_hand():
     assert (result["edits"], result["ref_length"], result["empty_references"], result["score"]) == (3, 2, 1, 150)
     best = score("wer", ["a b c"], [["x y z", "a b", "a b c d"]])
     assert (best["edits"], best["ref_length"]) == (1, 4)
-
-
-def test_count_edits_equals_the_textbook_recursion():
-    def textbook(prediction, reference):
-        @functools.cache
-        def best(row, column):
-            if row == 0 or column == 0:
-                return row + column
-            change = reference[row - 1] != prediction[column - 1]
-            return min(best(row - 1, column - 1) + change, best(row, column - 1) + 1, best(row - 1, column) + 1)
-
-        return best(len(reference), len(prediction))
-
-    generator = random.Random(3)
-    for _ in range(300):
-        prediction, reference = ("".join(generator.choices("abc", k=generator.randrange(9))) for _ in range(2))
-        assert count_edits(prediction, reference) == textbook(prediction, reference), (prediction, reference)
 
 
 def test_results_are_json_and_leave_the_random_state_alone():
