@@ -14,6 +14,7 @@ from metaphrase.storage.loading import check_device, default_device
 from metaphrase.texts.plan import Terms, read_glossary
 
 try:
+    import python_multipart  # noqa: F401  Starlette reads forms with files by this library
     import uvicorn
 
     from metaphrase.serving.app import make_app
@@ -22,7 +23,7 @@ try:
     from metaphrase.serving.models import ServedModel
     from metaphrase.serving.service import Service
 except ModuleNotFoundError as error:
-    if error.name not in ("uvicorn", "fastapi", "prometheus_client"):
+    if error.name not in ("uvicorn", "fastapi", "prometheus_client", "python_multipart"):
         raise
     raise ImportError(f"`metaphrase serve` needs {error.name}. Install it: pip install 'metaphrase[serve]'") from error
 

@@ -33,7 +33,6 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
     app = FastAPI(
         title="Metaphrase", summary="Sequence-to-sequence models as a service", middleware=middleware, lifespan=lifespan
     )
-    app.state.limits = service.limits
     handle_errors(app)
     for api in (huggingface, libretranslate, deepl, openai, ui):
         app.include_router(api.make_router(service))

@@ -149,7 +149,7 @@ def handle_errors(app: FastAPI) -> None:
 
 
 class Gate:
-    """Refuses requests with a wrong key, and records all of them."""
+    """Refuses requests with a wrong key or a large body, and records all of them."""
 
     def __init__(self, app: ASGIApp, service: Service, metrics: Metrics):
         self.app, self.service, self.metrics = app, service, metrics
@@ -158,7 +158,16 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, path, status = time.perf_counter(), scope["path"], None
+        started, path, status, num_bytes = time.perf_counter(), scope["path"], None, 0
+        most = self.service.limits.max_body_kilobytes
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > 1024 * most:
+                raise HTTPException(413, f"The body must have at most {most} kB.", {"Connection": "close"})
+            return message
 
         async def record_status(message: Message) -> None:
             nonlocal status
@@ -172,7 +181,7 @@ class Gate:
             challenge = {"WWW-Authenticate": "Bearer"} if wrong_key == 401 else None
             app = error_response(path, wrong_key, WRONG_KEY, challenge)
         try:
-            await app(scope, receive, record_status)
+            await app(scope, receive_bounded, record_status)
         except Exception as error:
             # The message may hold a client's text, which no log keeps.
             logger.error("%s failed: %s.", route_of(scope), type(error).__name__)

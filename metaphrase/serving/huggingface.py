@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Query, Service, TextStream, cut_at
+from metaphrase.serving.service import Query, Service, TargetStream, cut_at
 
 _OUTPUTS = {
     "translation": "translation_text",
@@ -58,7 +58,7 @@ def make_router(service: Service) -> APIRouter:
         model, path = service.find_model(body.model), request.url.path
         query = _read_query(body, parameters)
         if body.stream or path == _STREAM:
-            stream = TextStream(service, model, query, seed=parameters.seed, stops=parameters.stop)
+            stream = TargetStream(service, model, query, seed=parameters.seed, stops=parameters.stop)
             return stream_response(path, _events(service, model, stream, await stream.start()))
         result = await service.answer(request, model, query, parameters.seed)
         # Clients of all tasks post to the root.
@@ -89,7 +89,7 @@ def _read_query(body: Inputs, parameters: Parameters) -> Query:
 
 
 async def _events(
-    service: Service, model: ServedModel, stream: TextStream, pieces: AsyncIterator[str]
+    service: Service, model: ServedModel, stream: TargetStream, pieces: AsyncIterator[str]
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield one event for each piece, and one with the whole text."""
     texts = []

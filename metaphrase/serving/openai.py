@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Query, Service, TextStream, cut_at
+from metaphrase.serving.service import Query, Service, TargetStream, cut_at
 
 
 class Prompts(BaseModel):
@@ -66,7 +66,7 @@ def make_router(service: Service) -> APIRouter:
             "model": model.name,
         }
         if body.stream:
-            stream = TextStream(service, model, query, seed=body.seed, stops=stops)
+            stream = TargetStream(service, model, query, seed=body.seed, stops=stops)
             with_usage = (body.stream_options or {}).get("include_usage", False)
             events = _events(service, model, stream, await stream.start(), frame, with_usage)
             return stream_response(request.url.path, events, "data: [DONE]\n\n")
@@ -118,7 +118,7 @@ def _read_query(body: Prompts) -> Query:
 async def _events(
     service: Service,
     model: ServedModel,
-    stream: TextStream,
+    stream: TargetStream,
     pieces: AsyncIterator[str],
     frame: dict[str, Any],
     with_usage: bool,

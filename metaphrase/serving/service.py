@@ -1,9 +1,11 @@
 """The way of a request from its endpoint to the models and back: checks, whole texts sentence by sentence, and streams."""
 
 import asyncio
+import collections
 import contextlib
 import functools
 import hmac
+import itertools
 import re
 import threading
 import time
@@ -97,39 +99,44 @@ class Service:
         return self.models[name]
 
     @functools.cached_property
-    def targets_by_source(self) -> dict[str, list[str]]:
-        """Target languages by source language, of all models that translate, alone or two in a row."""
-        pairs: dict[str, dict[str, None]] = {}
-        for model in self.models.values():
-            for source in model.source_languages if model.task == "translation" else ():
-                pairs.setdefault(source, {}).update(dict.fromkeys(model.target_languages))
-        rows = {source: list(targets) for source, targets in pairs.items()}
-        for source, targets in rows.items():
-            pairs[source].update((code, None) for middle in targets for code in rows.get(middle, ()) if code != source)
-        return {source: list(targets) for source, targets in pairs.items()}
-
-    def find_translator(self, source: str | None, target: str) -> ServedModel | Pivot:
-        """Return the first model that translates between two languages, or else two models; `None` is any source language.
+    def routes(self) -> dict[tuple[str, str], ServedModel | Pivot]:
+        """The first model that translates between two languages, or else two models, by source and target language.
 
         Of several languages between the two, English comes first, and then the order of the models.
         """
-        translators = [model for model in self.models.values() if model.task == "translation"]
+        direct: dict[tuple[str, str], ServedModel] = {}
+        for model in self.models.values():
+            if model.task == "translation":
+                for pair in itertools.product(model.source_languages, model.target_languages):
+                    direct.setdefault(pair, model)
+        into, out_of = collections.defaultdict(list), collections.defaultdict(list)
+        for source, target in direct:
+            into[target].append(source)
+            out_of[source].append(target)
+        routes: dict[tuple[str, str], ServedModel | Pivot] = dict(direct)
+        for middle in sorted(into, key=lambda code: code != "en"):
+            for source, target in itertools.product(into[middle], out_of.get(middle, ())):
+                if source != target and (source, target) not in routes:
+                    routes[source, target] = Pivot(direct[source, middle], middle, direct[middle, target])
+        return routes
 
-        def find_direct(source: str | None, target: str) -> ServedModel | None:
-            for model in translators:
-                knows_source = source is None or base_code(source) in model.source_languages
-                if knows_source and base_code(target) in model.target_languages:
-                    return model
-            return None
+    @functools.cached_property
+    def targets_by_source(self) -> dict[str, list[str]]:
+        """Target languages by source language."""
+        targets = collections.defaultdict(list)
+        for source, target in self.routes:
+            targets[source].append(target)
+        return dict(targets)
 
-        if model := find_direct(source, target):
-            return model
-        middles = dict.fromkeys(code for model in translators for code in model.target_languages)
-        for middle in sorted(middles, key=lambda code: code != "en"):
-            first, second = find_direct(source, middle), find_direct(middle, target)
-            if first and second and base_code(source) != base_code(target):
-                return Pivot(first, middle, second)
-        pairs = [f"{a}-{b}" for a, targets in self.targets_by_source.items() for b in targets if a != b]
+    def find_translator(self, source: str | None, target: str) -> ServedModel | Pivot:
+        """Return the route between two languages; `None` is any source language. Raises `UnknownModelError` if there is none."""
+        if source is not None:
+            route = self.routes.get((base_code(source), base_code(target)))
+        else:
+            route = next((route for (_, code), route in self.routes.items() if code == base_code(target)), None)
+        if route is not None:
+            return route
+        pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
         raise UnknownModelError(
             f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
@@ -137,9 +144,8 @@ class Service:
 
     def list_pivots(self) -> list[str]:
         """Return the pairs of languages that two models translate, such as de-en-fr."""
-        pairs = [(source, target) for source, targets in self.targets_by_source.items() for target in targets]
-        routes = [(source, self.find_translator(source, target), target) for source, target in pairs]
-        return [f"{source}-{route.language}-{target}" for source, route, target in routes if isinstance(route, Pivot)]
+        routes = self.routes.items()
+        return [f"{source}-{route.language}-{target}" for (source, target), route in routes if isinstance(route, Pivot)]
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
@@ -307,7 +313,7 @@ def cut_at(text: str, stops: Sequence[str] | None) -> str:
     return text[: min(ends)] if ends else text
 
 
-class TextStream:
+class TargetStream:
     """The target of one text, sentence by sentence. In the end `is_finished` is False if a sentence met the length limit."""
 
     def __init__(
@@ -364,17 +370,16 @@ class TextStream:
 
 async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str] | None) -> AsyncIterator[str]:
     """Yield pieces up to the first of several strings."""
-    most = max(map(len, stops or ()), default=0)
+    # A stop may begin in one piece and end in the next one.
+    num_held = max(max(map(len, stops or ()), default=0) - 1, 0)
     waiting = ""
     async for piece in pieces:
         waiting += piece
         if (text := cut_at(waiting, stops)) != waiting:
             yield text
             return
-        # A stop may begin in this piece and end in the next one.
-        ready = len(waiting) - max(most - 1, 0)
-        if ready > 0:
-            yield waiting[:ready]
-            waiting = waiting[ready:]
+        if ready := waiting[: max(len(waiting) - num_held, 0)]:
+            yield ready
+            waiting = waiting[len(ready) :]
     if waiting:
         yield waiting

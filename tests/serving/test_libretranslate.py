@@ -234,37 +234,67 @@ def test_bad_files_are_refused(status, message, name, content, fields, guarded_u
     assert answer.status_code == status and message in answer.json()["error"]
 
 
-def test_bodies_without_a_file_are_refused(guarded_url):
-    for kind, body in (
-        ("application/json", "{}"),
-        ("multipart/form-data", "x"),
-        ("multipart/form-data; boundary=a", "--a--"),
-    ):
-        headers = {"Content-Type": kind, "Authorization": "Bearer right"}
-        answer = requests.post(guarded_url + "/translate_file", data=body, headers=headers)
-        assert answer.status_code == 400 and "multipart/form-data" in answer.json()["error"]
-    assert requests.get(guarded_url + "/download_file/none.srt").status_code == 404
+def part(disposition, content="a cat"):
+    return f"--a\r\nContent-Disposition: {disposition}\r\n\r\n{content}\r\n"
 
 
+FIELDS = "".join(part(f'form-data; name="{name}"', text) for name, text in (("source", "en"), ("target", "de")))
+
+
+def send_form(url, body, kind="multipart/form-data; boundary=a"):
+    headers = {"Content-Type": kind, "Authorization": "Bearer right"}
+    return requests.post(url + "/translate_file", data=body.encode(), headers=headers, timeout=5)
+
+
+@pytest.mark.parametrize(
+    "disposition",
+    [
+        'form-data; name="file"; filename="a;b.txt"',
+        r'form-data; name="file"; filename="a\"b.txt"',
+        "form-data; name=file; filename=b.txt",
+        'form-data; NAME="file"; FileName="b.txt"',
+        'form-data; filename="Äpfel und \u4e2d.txt"; name="file"',
+    ],
+)
+def test_a_file_may_be_described_in_any_legal_way(disposition, guarded_url):
+    answer = send_form(guarded_url, FIELDS + part(disposition) + "--a--\r\n")
+    assert answer.status_code == 200, answer.text
+    assert requests.get(answer.json()["translatedFileUrl"]).content == b"A CAT"
+
+
+FILE = part('form-data; name="file"; filename="b.txt"')
+REFUSED = {
+    "JSON": ("{}", "application/json"),
+    "no boundary": ("x", "multipart/form-data"),
+    "no part": ("--a--",),
+    "a field in place of a file": (FIELDS + part("form-data; name=file") + "--a--\r\n",),
+    # RFC 7578 forbids this form.
+    "a name of another form": (FIELDS + part("form-data; name=file; filename*=UTF-8''b.txt") + "--a--\r\n",),
+    "a file in place of a field": (FILE.replace('"file"', '"source"') + "--a--\r\n",),
+    "two files": (FIELDS + 2 * FILE + "--a--\r\n",),
+    "no end": (FIELDS + '--a\r\nContent-Disposition: form-data; name="file"',),
+}
 HOSTILE = {
-    "a long header": b'--a\r\nContent-Disposition: form-data; a="' + b";" * 900_000,
-    "nested parts": b"".join(
-        b"--%s\r\nContent-Type: multipart/mixed; boundary=%s\r\n\r\n" % (b"a" * n, b"a" * (n + 1))
-        for n in range(1, 900)
+    "a long header": '--a\r\nContent-Disposition: form-data; a="' + ";" * 900_000,
+    "nested parts": "".join(
+        f"--{'a' * n}\r\nContent-Type: multipart/mixed; boundary={'a' * (n + 1)}\r\n\r\n" for n in range(1, 900)
     ),
-    "many parts": b"--a\r\n\r\nx\r\n" * 90_000,
-    "many names": b"--a\r\nContent-Disposition: form-data" + b"; name='; filename=''" * 40_000,
+    "many parts": "--a\r\n\r\nx\r\n" * 90_000,
+    "many fields": part("form-data; name=b", "") * 15_000,
+    "many names": "--a\r\nContent-Disposition: form-data" + "; name='; filename=''" * 40_000,
+    "many headers": "--a\r\n" + "X: y\r\n" * 150_000,
 }
 
 
-def test_names_of_files_may_be_of_any_letters(guarded_url):
-    # requests writes such a name by its second form.
-    assert upload(guarded_url, "Äpfel und \u4e2d.srt", SUBTITLES).status_code == 200
+@pytest.mark.parametrize("case", REFUSED)
+def test_forms_without_a_file_are_refused(case, guarded_url):
+    answer = send_form(guarded_url, *REFUSED[case])
+    assert answer.status_code == 400 and answer.json()["error"]
+    assert requests.get(guarded_url + "/download_file/none.srt").status_code == 404
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_forms_are_refused(name):
+def test_hostile_forms_are_refused_at_once():
     with running(upper_service()) as url:
-        headers = {"Content-Type": "multipart/form-data; boundary=a"}
-        answer = requests.post(url + "/translate_file", data=HOSTILE[name], headers=headers, timeout=20)
-    assert answer.status_code == 400 and "multipart/form-data" in answer.json()["error"]
+        for body in HOSTILE.values():
+            answer = send_form(url, body)
+            assert answer.status_code == 400 and answer.json()["error"]

@@ -16,7 +16,7 @@ from tiny_generator import tiny_generator
 
 from metaphrase.scripts import serve
 from metaphrase.serving.limits import Limits
-from metaphrase.serving.service import Query, TextStream, cut_pieces
+from metaphrase.serving.service import Query, TargetStream, cut_pieces
 from metaphrase.texts.whole_texts import TextDecoder
 
 SECRET = "a sentence that nobody else may read"
@@ -207,7 +207,7 @@ def test_stream_has_a_piece_for_each_sentence():
     service = upper_service()
 
     async def collect():
-        stream = TextStream(service, service.find_model(None), Query(["  One cat. Two dogs.\n\n- a bird"]))
+        stream = TargetStream(service, service.find_model(None), Query(["  One cat. Two dogs.\n\n- a bird"]))
         return [piece async for piece in await stream.start()], stream.is_finished
 
     assert asyncio.run(collect()) == (["  ONE CAT. ", "TWO DOGS.\n\n- ", "A BIRD"], True)
