@@ -2,17 +2,16 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:
-    # Only Linux and macOS have it.
-    fcntl = None
+from filelock import FileLock, Timeout
+
+logger = logging.getLogger(__name__)
 
 _CARD_NAME = "README.md"
 # File that names the models of an ensemble.
@@ -54,10 +53,10 @@ def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -
     """
     output = output.resolve()
     partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
-    partial.mkdir(parents=True, exist_ok=True)
-    with WriteLock(partial, "output"):
-        for path in partial.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with WriteLock(output, "output"):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
         restore_replaced(output)
         try:
             yield partial
@@ -214,42 +213,43 @@ def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = Fals
 
 
 class WriteLock(contextlib.AbstractContextManager):
-    """Lock of a file or folder, held until `release` or the end of the process. It leaves nothing on the disk.
+    """Lock against a second run with the same output, held until `release` or the end of the process.
 
-    Nothing is locked for pipes and devices, or where the platform or file system has no such locks.
+    The lock is the file `.NAME.lock` beside the output, which `release` removes. The next run takes over what a killed run has
+    left. Pipes and devices have no lock, and a place that permits none has a warning.
     """
 
     def __init__(self, path: str | os.PathLike, name: str):
         """Take the lock.
 
         Args:
-            path: An existing file or folder.
+            path: A file or folder, which need not exist.
             name: The option that names the output, for the error.
         """
-        self._descriptor = None
-        is_file = os.path.isfile(path)
-        if fcntl is None or not (is_file or os.path.isdir(path)):
+        path, self._lock = Path(path).resolve(), None
+        if path.exists() and not (path.is_file() or path.is_dir()):
             return
-        # Some network file systems lock only files open for writing.
-        self._descriptor = os.open(path, os.O_WRONLY if is_file else os.O_RDONLY)
+        # Another thread may end the run.
+        lock = FileLock(_temporary_path(path, "lock"), timeout=0, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
+            lock.acquire()
+        except Timeout:
             raise ValueError(
-                f"`{name}` must be written by one run at a time, got {os.fspath(path)}, which another one is writing."
+                f"`{name}` must be written by one run at a time, got {path}, which another one is writing."
             ) from None
-        except OSError:
-            self.release()
+        except OSError as error:
+            logger.warning("%s is not locked against a second run: %s.", path, error)
         else:
-            # A forked process may outlive this one.
-            os.register_at_fork(after_in_child=self.release)
+            self._lock = lock
 
     def release(self) -> None:
         """Give the lock up; a second call has no effect."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
+        if self._lock is not None:
+            # Before another run can hold the lock of this file.
+            with contextlib.suppress(OSError):
+                os.unlink(self._lock.lock_file)
+            self._lock.release()
+        self._lock = None
 
     def __exit__(self, *exception: object) -> None:
         self.release()

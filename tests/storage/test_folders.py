@@ -71,7 +71,7 @@ def test_the_next_run_replaces_what_a_killed_run_has_left(tmp_path):
     for kind in ("file", "folder"):
         with writer(kind, tmp_path / kind):
             pass
-    assert names(tmp_path) == [".file.partial", ".folder.partial"]
+    assert names(tmp_path) == [".file.partial", ".folder.lock", ".folder.partial"]
     with file_in_one_step(tmp_path / "file") as path:
         path.write_text("all")
     with folder_in_one_step(tmp_path / "folder") as path:
@@ -182,7 +182,7 @@ def is_free(path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, tmp_path, monkeypatch):
+def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, tmp_path, monkeypatch, caplog):
     path = tmp_path / "place"
     path.touch() if kind == "file" else path.mkdir()
     with WriteLock(path, "output") as lock:
@@ -213,10 +213,12 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, t
         time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    # A file system without locks locks nothing.
-    monkeypatch.setattr(folders.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks available")))
+    assert names(tmp_path) == ["place"]
+    # A place without locks locks nothing, and says so.
+    monkeypatch.setattr(folders.FileLock, "acquire", Mock(side_effect=OSError(errno.ENOLCK, "no locks available")))
     with WriteLock(path, "output"):
         assert is_free(path)
+    assert "place is not locked against a second run: " in caplog.text
 
 
 @pytest.mark.parametrize("resume", [False, True])
