@@ -14,19 +14,17 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 _CARD_NAME = "README.md"
-# File that names the models of an ensemble.
+# It names the models of an ensemble.
 ENSEMBLE_NAME = "ensemble.json"
-# Provenance of an encoder-decoder that was made of decoder-only models.
-ADAPTATION_NAME = "adaptation.json"
-# Provenance of an export, with the names of its files.
-EXPORT_NAME = "export.json"
+# Provenance of an encoder-decoder made of decoder-only models, and of an export.
+ADAPTATION_NAME, EXPORT_NAME = "adaptation.json", "export.json"
 
 
 @contextlib.contextmanager
 def file_in_one_step(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which replaces `path` if the block succeeds and is removed if it fails.
+    """Yield a temporary path, which replaces `path` if the block succeeds and is removed if it fails.
 
-    The next run replaces what a killed run has left there. A pipe or device is yielded itself.
+    A pipe or device is yielded itself.
     """
     if path.exists() and not path.is_file():
         yield path
@@ -45,11 +43,8 @@ def file_in_one_step(path: Path) -> Iterator[Path]:
 def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `output` if the block succeeds and is removed if it fails.
 
-    The next run removes what a killed run has left. The README.md of a replaced folder is kept: its owner may have edited it.
-
-    Args:
-        output: The folder to write.
-        check: Raises an error if `output` must not be replaced. It is called after the block, which may take hours.
+    `check` raises an error if `output` must not be replaced. It is called after the block, which may take hours. The README.md
+    of a replaced folder is kept: its owner may have edited it.
     """
     output = output.resolve()
     partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
@@ -153,11 +148,7 @@ def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[st
 
 
 def members_of(name_or_path: str | os.PathLike) -> list[Path]:
-    """Return the folders of the models that a folder joins as an ensemble. A single model, or a name on the Hub, has none.
-
-    Raises:
-        ValueError: If the file that names the models is damaged.
-    """
+    """Return the folders of the models that a folder joins as an ensemble. A single model, or a name on the Hub, has none."""
     path = Path(name_or_path, ENSEMBLE_NAME)
     names = (read_fields(path) or {"models": []}).get("models")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -166,15 +157,9 @@ def members_of(name_or_path: str | os.PathLike) -> list[Path]:
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """Return the fields of a file.
-
-    Raises:
-        ValueError: If the file is damaged or does not hold fields.
-        OSError: If the file is missing.
-    """
-    text = read_text(path)
+    """Return the fields of a file. Raise a `ValueError` if the file is damaged or does not hold fields."""
     try:
-        content = parse(text)
+        content = parse(read_text(path))
     except (ValueError, RecursionError) as error:
         # A YAML error has several lines.
         text = " ".join(str(error).split())

@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import read_fields
 from metaphrase.storage.generation_options import check_options, use_floats
-from metaphrase.storage.weight_files import ADAPTER_NAME, WeightFiles, is_finite, listed, refuse_not_finite
+from metaphrase.storage.weight_files import ADAPTER_NAME, WeightFiles, check_finite, listed
 
 _TOKENIZER_FILES = [
     f"{part}{name}" for part in ("", "target_tokenizer/") for name in ("tokenizer_config.json", "tokenizer.json")
@@ -27,14 +27,8 @@ _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_to
 
 
 def check_model_folder(folder: str | os.PathLike) -> None:
-    """Check that a configuration can be made of a model's settings. A name on the Hub is not checked.
-
-    Args:
-        folder: Folder of a model, an adapter, a tokenizer or an export. Files that it lacks are not checked.
-    """
+    """Check that a configuration can be made of a model's settings. Files that a folder lacks are not checked."""
     folder = Path(folder)
-    if not folder.is_dir():
-        return
     path, generation_path = folder / CONFIG_NAME, folder / GENERATION_CONFIG_NAME
     fields, generation = read_fields(path) or {}, read_fields(generation_path) or {}
     for file, settings in ((path, fields), (generation_path, generation)):
@@ -42,9 +36,8 @@ def check_model_folder(folder: str | os.PathLike) -> None:
     for name in _TOKENIZER_FILES:
         # transformers names no file in its error.
         read_fields(folder / name)
-    config = None
+    config, file = None, path
     try:
-        file = path
         # The code of other families may not run.
         if fields.get("model_type") in CONFIG_MAPPING:
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
@@ -72,20 +65,11 @@ def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig
                 )
 
 
-def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    """Load a model with `AutoModelForSeq2SeqLM.from_pretrained`, and refuse a checkpoint that lacks weights.
+def load_model(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+    """Load a model by `AutoModelForSeq2SeqLM.from_pretrained`. Raise a `ValueError` for damaged, missing or infinite weights.
 
     transformers only warns, and fills missing weights at random. Models of other families still load with that
     warning, since their classes may rebuild weights. The caller has checked the folder with `check_model_folder`.
-
-    Args:
-        name_or_path: Folder or Hub id.
-        trust_remote_code: True if code beside the weights may run.
-        **options: Passed to `from_pretrained`.
-
-    Raises:
-        ValueError: If weights are damaged, have a wrong shape, or are not finite, or a Metaphrase model lacks weights.
-        OSError: If the model does not exist.
     """
     folder = Path(name_or_path)
     if (folder / CONFIG_NAME).is_file() and not (folder / ADAPTER_NAME).is_file():
@@ -111,8 +95,7 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
             f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}, where these are missing: {listed(missing)}."
         )
     for weight_name, weight in model.state_dict().items():
-        if not is_finite(weight):
-            refuse_not_finite(name_or_path, weight_name)
+        check_finite(weight, weight_name, name_or_path)
     if model.generation_config is not None:
         use_floats(vars(model.generation_config))
     return model

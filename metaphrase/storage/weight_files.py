@@ -8,7 +8,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -45,14 +45,7 @@ class Kind(NamedTuple):
 
 
 def weight_names(folder: Path, single: str = SAFE_WEIGHTS_NAME, index: str = SAFE_WEIGHTS_INDEX_NAME) -> list[str]:
-    """Return the names of the weight files that transformers loads from a folder. They need not exist.
-
-    Args:
-        folder: The folder of a model.
-        single: Name of the file, if there is one.
-        index: Name of the file that lists several files.
-    """
-    # transformers prefers the single file.
+    """Return the names of the weight files that transformers loads: the single file, or those that an index lists."""
     if (folder / single).is_file():
         return [single]
     path = folder / index
@@ -60,8 +53,8 @@ def weight_names(folder: Path, single: str = SAFE_WEIGHTS_NAME, index: str = SAF
         return []
     weight_map = (read_fields(path) or {}).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
-    suffix = Path(single).suffix
     # transformers would open a pickle, or a file of another folder.
+    suffix = Path(single).suffix
     if not names or any(Path(name).name != name or Path(name).suffix != suffix for name in names):
         raise ValueError(f"{path} must name {suffix} files beside it, got {listed(names) or 'none'}.")
     return names
@@ -84,11 +77,13 @@ def is_finite(weight: torch.Tensor) -> bool:
     return all(map(math.isfinite, torch.aminmax(weight)))
 
 
-def refuse_not_finite(folder: str | os.PathLike, name: str) -> NoReturn:
+def check_finite(weight: torch.Tensor, name: str, folder: str | os.PathLike) -> None:
     """Raise a `ValueError` for a weight that is not finite."""
-    raise ValueError(
-        f"The weight `{name}` of {os.fspath(folder)} must hold finite numbers, got NaN or infinity. Take an earlier checkpoint."
-    )
+    if not is_finite(weight):
+        raise ValueError(
+            f"The weight `{name}` of {os.fspath(folder)} must hold finite numbers, got NaN or infinity. "
+            "Take an earlier checkpoint."
+        )
 
 
 class WeightFiles:
@@ -120,10 +115,10 @@ class WeightFiles:
         if torch_names:
             tensors = {name: tensor for path in self.paths for name, tensor in _load_tensors(path).items()}
             self._read = tensors.__getitem__
-            kinds = {
-                name: Kind(_STORED_TYPES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()
+            self.kinds = {
+                name: Kind(_STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+                for name, tensor in sorted(tensors.items())
             }
-            self.kinds = dict(sorted(kinds.items()))
             return
         try:
             opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
@@ -137,8 +132,7 @@ class WeightFiles:
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor."""
         weight = self._read(name)
-        if not is_finite(weight):
-            refuse_not_finite(self.folder, name)
+        check_finite(weight, name, self.folder)
         return weight
 
 
