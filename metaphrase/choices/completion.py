@@ -30,8 +30,8 @@ from metaphrase.choices.rules import (
 )
 from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
+from metaphrase.engines.memory import free_main_memory
 from metaphrase.storage.folders import ADAPTATION_NAME
-from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.checks import VALIDATION_FIELDS

@@ -45,6 +45,7 @@ from metaphrase.conversion.families.family import (
 )
 from metaphrase.conversion.marian.files import find_model_file
 from metaphrase.conversion.marian.folder import MARIAN_FILE, read_marian, write_marian
+from metaphrase.conversion.torch_weights import open_weights
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
@@ -126,7 +127,7 @@ def convert(
             "transformers, and call `dequantize` and `save_pretrained`."
         )
     with contextlib.ExitStack() as files:
-        weights = WeightFiles(folder, files, reads_torch=True)
+        weights = open_weights(folder, files)
         with folder_in_one_step(output, check) as partial:
             write = _write_theirs if model_type == OURS else _write_ours
             write(family, folder, weights, partial, max_shard_bytes)

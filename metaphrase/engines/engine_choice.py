@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.prepacked_weights import WeightRecord
+from metaphrase.engines.memory import free_main_memory
 from metaphrase.inference.batches import Engine, longest_target
 from metaphrase.modeling import MetaphraseForConditionalGeneration
-from metaphrase.storage.loading import free_main_memory
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 

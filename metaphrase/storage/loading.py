@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
@@ -155,12 +154,3 @@ def check_device(name: str | torch.device) -> None:
         # CUDA's message may have many lines.
         reason = str(error).partition("\n")[0]
         raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
-
-
-def free_main_memory() -> int:
-    """Return the free bytes of main memory. A container may have less than the machine."""
-    free = psutil.virtual_memory().available
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            free = min(free, int(Path(limit).read_text()))
-    return free

@@ -1,11 +1,9 @@
-"""Weights in safetensors, read one tensor at a time and written in files of bounded size. Conversion also reads torch's files."""
+"""Weights in safetensors, read one tensor at a time and written in files of bounded size."""
 
 import contextlib
 import math
 import os
-import pickle
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,15 +12,13 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from metaphrase.storage.folders import read_fields, write_json
 
 ADAPTER_NAME = "adapter_config.json"
 _MAX_NAMES_IN_MESSAGE = 5
-# Files of torch are pickles.
 _HINT = f"`metaphrase convert` reads {WEIGHTS_NAME}, too, and writes safetensors."
-_STORED_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Kind(NamedTuple):
@@ -87,67 +83,39 @@ def check_finite(weight: torch.Tensor, name: str, folder: str | os.PathLike) -> 
 
 
 class WeightFiles:
-    """The weights of a folder, read one tensor at a time.
-
-    Args:
-        folder: Holds `model.safetensors`, or an index and the files in it.
-        files: Closes the files on exit.
-        reads_torch: True to read `pytorch_model.bin`, or an index and the files in it, if there are no safetensors.
+    """The weights of a folder in safetensors, read one tensor at a time.
 
     Attributes:
         paths: The files.
         kinds: Type and shape of each tensor, in alphabetical order of the names.
     """
 
-    def __init__(self, folder: Path, files: contextlib.ExitStack, *, reads_torch: bool = False):
+    def __init__(self, folder: Path, files: contextlib.ExitStack):
+        """Open the files of a folder. `files` closes them."""
         self.folder = folder
         if not folder.is_dir():
             raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
         if (folder / ADAPTER_NAME).is_file():
             raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
-        names = weight_names(folder)
-        torch_names = [] if names or not reads_torch else weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-        self.paths = [folder / name for name in names or torch_names]
+        self.paths = [folder / name for name in weight_names(folder)]
         if not self.paths:
             raise ValueError(
                 f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. {_HINT}"
             )
-        if torch_names:
-            tensors = {name: tensor for path in self.paths for name, tensor in _load_tensors(path).items()}
-            self._read = tensors.__getitem__
-            self.kinds = {
-                name: Kind(_STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-                for name, tensor in sorted(tensors.items())
-            }
-            return
         try:
             opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
         except SafetensorError as error:
             raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
         file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        self._read = lambda name: file_of[name].get_tensor(name)
+        self.load = lambda name: file_of[name].get_tensor(name)
         slices = {name: file_of[name].get_slice(name) for name in sorted(file_of)}
         self.kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor."""
-        weight = self._read(name)
+        weight = self.load(name)
         check_finite(weight, name, self.folder)
         return weight
-
-
-def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load the tensors of a file that torch has saved. A file with anything else is refused, and runs no code."""
-    try:
-        # Only files of torch 1.6 and later can be mapped.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path} must be a whole file of tensors alone, since other content could run code."
-        ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise ValueError(f"{path} must hold tensors by their names, got {type(tensors).__name__}.")
-    return tensors
 
 
 class PlannedTensor(NamedTuple):
