@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 from sacrebleu.metrics import BLEU
 
+from metaphrase.analysis.randomization import NUM_RANDOMIZATION_TRIALS, check_memory, randomization
 from metaphrase.evaluation.metrics import (
     METRICS,
     NUM_BOOTSTRAP_SAMPLES,
-    NUM_RANDOMIZATION_TRIALS,
     Ratio,
     SegmentStatistics,
     bootstrap,
-    randomization,
 )
 
 NUM_LENGTH_BUCKETS = 5
@@ -124,6 +123,8 @@ def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) 
     """Return the scores with their intervals and probabilities, and the seed."""
     scores, seed = {}, None
     for name, systems in segments.items():
+        first = next(iter(systems.values()))
+        check_memory("paired_bs_n", num_resamples, len(first.rows), 4 * (len(first.rows[0]) + 2))
         results, seed = bootstrap(systems, num_resamples)
         rows = [
             {"system": system, "score": float(result.score), "mean": float(result.mean), "ci": float(result.ci)}

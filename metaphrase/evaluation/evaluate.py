@@ -3,6 +3,7 @@
 import logging
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -30,11 +31,10 @@ def corpus_loss(
     batch_size: int = 64,
     max_tokens_per_batch: int = 8192,
 ) -> dict[str, float | None]:
-    """Return the mean negative log-likelihood per target token (end-of-sequence tokens included), without label smoothing.
+    """Return `loss`, its exponential `perplexity`, and `num_target_tokens`.
 
-    Returns:
-        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A value that is not finite, which JSON lacks, is
-        None, with a warning.
+    The loss is the mean negative log-likelihood per target token, end-of-sequence tokens included, in nats, without label
+    smoothing. A value that is not finite, which JSON lacks, is None, with a warning.
     """
     collate = PairCollator(model.config.pad_token_id or 0)
     lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
@@ -75,7 +75,7 @@ def evaluate_generator(
     Args:
         generator: Model and tokenizers.
         sources: Source texts.
-        targets: One target for each source, as in training. The loss is that of the targets.
+        targets: One target for each source, as in training, for the loss.
         references: Texts for the scores; by default the targets as decoding writes them, with `pretokenized` pieces joined.
         metrics: Names of scores (see `metaphrase.evaluation.metrics`).
         metric_options: Options of each metric.
@@ -111,8 +111,8 @@ def evaluate_generator(
         "num_unfinished": generator.num_unfinished - before,
         "generation": generation_settings(generator, generation_options),
     }
-    if generator.num_truncated > truncated_before:
-        result["num_truncated"] = generator.num_truncated - truncated_before
+    if count := generator.num_truncated - truncated_before:
+        result["num_truncated"] = count
     if generator.is_single:
         encode = generator.tokenizers.encode_targets
         end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(targets))
@@ -126,12 +126,9 @@ def evaluate_generator(
 
 def generation_settings(generator: Generator, generation_options: dict) -> dict:
     """Return the settings that decoding used: the generation config of the model, the options over it, and `use_vmap` if true."""
-    hidden = ("transformers_version", "use_cache", "return_dict_in_generate")
-    config = {
-        name: value
-        for name, value in generator.model.generation_config.to_diff_dict().items()
-        if name not in hidden and not name.startswith(("_", "output_")) and not name.endswith("token_id")
-    }
+    hidden = re.compile("transformers_version|use_cache|return_dict_in_generate|_.*|output_.*|.*token_id")
+    settings = generator.model.generation_config.to_diff_dict()
+    config = {name: value for name, value in settings.items() if not hidden.fullmatch(name)}
     has_map = {"use_vmap": True} if generator.vocabulary_map is not None else {}
     return {"num_beams": 1, **config, **generation_options, **has_map}
 
@@ -164,10 +161,7 @@ class TaskScores:
 
 
 def _rows_by_task(tasks: list[str]) -> dict[str, list[int]]:
-    rows: dict[str, list[int]] = {}
-    for row, task in enumerate(tasks):
-        rows.setdefault(task, []).append(row)
-    return rows
+    return {task: [row for row, other in enumerate(tasks) if other == task] for task in dict.fromkeys(tasks)}
 
 
 class ValidationSample:
@@ -212,6 +206,5 @@ class ValidationSample:
 
 def spread(rows: int, most: int | None) -> list[int]:
     """Return at most `most` evenly spread numbers below `rows`; None means all."""
-    if most is None or most >= rows:
-        return list(range(rows))
+    most = rows if most is None else min(most, rows)
     return [number * rows // most for number in range(most)]
