@@ -58,12 +58,12 @@ def make_router(service: Service) -> APIRouter:
         model, path = service.find_model(body.model), request.url.path
         query = _read_query(body, parameters)
         if body.stream or path == _STREAM:
-            stream = TargetStream(service, model, query, seed=parameters.seed, stops=parameters.stop)
+            stream = TargetStream(service, model, query)
             return stream_response(path, _events(service, model, stream, await stream.start()))
-        result = await service.answer(request, model, query, parameters.seed)
+        result = await service.answer(request, model, query)
         # Clients of all tasks post to the root.
         names = [_OUTPUTS[_PATHS[path]]] if path in _PATHS else dict.fromkeys([_OUTPUTS[model.task], "generated_text"])
-        texts = [cut_at(target, parameters.stop) for row in result.targets for target in row]
+        texts = [cut_at(target, query.stops) for row in result.targets for target in row]
         rows = [dict.fromkeys(names, text) for text in texts]
         if parameters.details:
             # The count is that of all targets.
@@ -84,6 +84,8 @@ def _read_query(body: Inputs, parameters: Parameters) -> Query:
         source_lang=parameters.src_lang,
         target_lang=parameters.tgt_lang,
         num_targets=options.pop("num_return_sequences", 1),
+        stops=parameters.stop or (),
+        seed=parameters.seed,
         options=options,
     )
 

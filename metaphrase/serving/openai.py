@@ -58,7 +58,6 @@ def make_router(service: Service) -> APIRouter:
     async def complete(request: Request) -> Response:
         body = await read_body(request, Prompts)
         model, query = service.find_model(body.model), _read_query(body)
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop
         frame = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -66,13 +65,13 @@ def make_router(service: Service) -> APIRouter:
             "model": model.name,
         }
         if body.stream:
-            stream = TargetStream(service, model, query, seed=body.seed, stops=stops)
+            stream = TargetStream(service, model, query)
             with_usage = (body.stream_options or {}).get("include_usage", False)
             events = _events(service, model, stream, await stream.start(), frame, with_usage)
             return stream_response(request.url.path, events, "data: [DONE]\n\n")
-        result = await service.answer(request, model, query, body.seed)
+        result = await service.answer(request, model, query)
         targets = [target for row in result.targets for target in row]
-        texts = [cut_at(target, stops) for target in targets]
+        texts = [cut_at(target, query.stops) for target in targets]
         # The count is that of all targets.
         reason = "length" if result.num_unfinished else "stop"
         choices = [
@@ -111,6 +110,8 @@ def _read_query(body: Prompts) -> Query:
         source_lang=body.src_lang,
         target_lang=body.tgt_lang,
         num_targets=body.n or 1,
+        stops=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+        seed=body.seed,
         options=options,
     )
 

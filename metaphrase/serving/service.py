@@ -46,6 +46,8 @@ class Query:
     keep_tags: Collection[str] = ()
     num_targets: int = 1  # for each source; all but the first are alternatives
     is_file: bool = False  # True if the texts are of one file, in one language, with lines
+    stops: Sequence[str] = ()  # a target ends before the first of these strings
+    seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -195,9 +197,7 @@ class Service:
             finally:
                 task.cancel()
 
-    async def answer(
-        self, request: Request, model: ServedModel | Pivot, query: Query, seed: int | None = None
-    ) -> Answer:
+    async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
         """Decode the texts of a request."""
         check_query(query, self.limits)
 
@@ -205,7 +205,7 @@ class Service:
             with self.text_work(query, ticket):
                 return answer(model, query, ticket)
 
-        return await self.run(request, work, seed)
+        return await self.run(request, work, query.seed)
 
     async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
         """Translate texts, each by a model for its language, which is identified where the query has none.
@@ -307,34 +307,25 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
     return Answer(targets, generator.num_unfinished)
 
 
-def cut_at(text: str, stops: Sequence[str] | None) -> str:
+def cut_at(text: str, stops: Sequence[str]) -> str:
     """Return a text up to the first of several strings."""
-    ends = [text.find(stop) for stop in stops or () if stop and stop in text]
+    ends = [text.find(stop) for stop in stops if stop and stop in text]
     return text[: min(ends)] if ends else text
 
 
 class TargetStream:
     """The target of one text, sentence by sentence. In the end `is_finished` is False if a sentence met the length limit."""
 
-    def __init__(
-        self,
-        service: Service,
-        model: ServedModel,
-        query: Query,
-        *,
-        seed: int | None = None,
-        stops: Sequence[str] | None = None,
-    ):
-        """Check a request, whose target ends before the first of `stops`."""
+    def __init__(self, service: Service, model: ServedModel, query: Query):
+        """Check a request."""
         check_query(query, service.limits)
         if len(query.texts) != 1 or query.num_targets != 1:
             raise ValueError("A stream must have one text and one target.")
-        self.is_finished, self.query = True, query
-        self._service, self._model, self._seed, self._stops = service, model, seed, stops
+        self.is_finished, self.query, self._service, self._model = True, query, service, model
 
     async def start(self) -> AsyncIterator[str]:
         """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own."""
-        pieces = cut_pieces(self._pieces(), self._stops)
+        pieces = cut_pieces(self._pieces(), self.query.stops)
         first = await anext(pieces, "")
 
         async def all_pieces() -> AsyncIterator[str]:
@@ -346,21 +337,19 @@ class TargetStream:
 
     async def _pieces(self) -> AsyncIterator[str]:
         service, query = self._service, self.query
-        with service.admit(self._seed) as ticket:
+        with service.admit(query.seed) as ticket:
             generator, language_options = self._model.open(ticket, query.source_lang, query.target_lang)
             options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
             language = splitting_language(self._model, query)
 
             def split() -> Document:
                 with service.text_work(query, ticket):
-                    [document], _ = split_texts([generator], query.texts, language)
-                return document
+                    return split_texts([generator], query.texts, language)[0][0]
 
             document = await service.run_in_thread(split)
             lead, *gaps = document.layout
             for sentence, gap in zip(document.sentences, gaps, strict=True):
-                decode = functools.partial(generator.generate, [sentence], **options)
-                [text] = await service.run_in_thread(decode)
+                [text] = await service.run_in_thread(functools.partial(generator.generate, [sentence], **options))
                 yield lead + text + gap
                 lead = ""
             if lead:
@@ -368,10 +357,10 @@ class TargetStream:
             self.is_finished = not generator.num_unfinished
 
 
-async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str] | None) -> AsyncIterator[str]:
+async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str]) -> AsyncIterator[str]:
     """Yield pieces up to the first of several strings."""
     # A stop may begin in one piece and end in the next one.
-    num_held = max(max(map(len, stops or ()), default=0) - 1, 0)
+    num_held = max(max(map(len, stops), default=0) - 1, 0)
     waiting = ""
     async for piece in pieces:
         waiting += piece

@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,10 @@ from metaphrase.serving.models import ServedModel, name_of
 from metaphrase.serving.service import Query, Service, answer, check_query, splitting_language
 
 _FOLDER = Path(__file__).with_name("page")
+_POLICY = (
+    "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 # The weights of all layers and heads grow with the product of both lengths.
 _MAX_ATTENTION_TOKENS = 512
 
@@ -87,33 +90,20 @@ def make_router(service: Service) -> APIRouter:
 
 def load_page() -> tuple[str, dict[str, str]]:
     """Return the page with its style and script inside, and headers that allow these and no others."""
-    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    template = (_FOLDER / "page.html").read_text(encoding="utf-8")
-    parts = {"style": style, "script": script}
-    content = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
-    digests = {name: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for name, text in parts.items()}
-    policy = [
-        "default-src 'none'",
-        f"style-src 'sha256-{digests['style']}'",
-        f"script-src 'sha256-{digests['script']}'",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-    return content, {
-        "Content-Security-Policy": "; ".join(policy),
+    page, style, script = ((_FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    headers = {
+        "Content-Security-Policy": _POLICY.format(*digests),
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-cache",
     }
+    return page.replace("{{style}}", style).replace("{{script}}", script), headers
 
 
 def _describe(model: ServedModel) -> dict[str, Any]:
     def name_all(codes: list[str]) -> list[dict[str, str]]:
-        languages = [{"code": code, "name": name_of(code)} for code in codes]
-        return sorted(languages, key=lambda language: language["name"])
+        return [{"code": code, "name": name_of(code)} for code in sorted(codes, key=name_of)]
 
     return {
         "name": model.name,
@@ -139,13 +129,10 @@ def _translate(model: ServedModel, query: Query, ticket: Ticket) -> dict[str, An
 
 def _attend(model: ServedModel, body: PairFields, ticket: Ticket) -> dict[str, Any]:
     generator, _ = model.open(ticket, body.source_lang, body.target_lang)
-    tokenizers = generator.tokenizers
-    lengths = [
-        len(encode([text])[0])
-        for encode, text in ((tokenizers.encode_sources, body.source), (tokenizers.encode_targets, body.target))
-    ]
-    if max(lengths) > _MAX_ATTENTION_TOKENS:
-        raise ValueError(f"A text must have at most {_MAX_ATTENTION_TOKENS} tokens for attention, got {max(lengths)}.")
+    encode_sources, encode_targets = generator.tokenizers.encode_sources, generator.tokenizers.encode_targets
+    longest = max(len(ids) for ids in (*encode_sources([body.source]), *encode_targets([body.target])))
+    if longest > _MAX_ATTENTION_TOKENS:
+        raise ValueError(f"A text must have at most {_MAX_ATTENTION_TOKENS} tokens for attention, got {longest}.")
     [attention] = cross_attentions(generator, [body.source], [body.target], layer=aligned_layer(generator.model))
     weights = word_weights(attention).astype(float).round(4).tolist()
     return {"source_words": attention.source_words, "target_words": attention.target_words, "weights": weights}
