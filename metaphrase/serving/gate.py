@@ -1,5 +1,6 @@
 """Guards in front of all APIs: keys, errors in the form of each API, access log and metrics."""
 
+import functools
 import json
 import logging
 import time
@@ -43,17 +44,18 @@ class Metrics:
 
     def __init__(self, service: Service):
         self.registry = CollectorRegistry()
-        self.requests = self._make(Counter, "requests", "Answered requests", ("route", "status"))
-        self.seconds = self._make(Histogram, "request_seconds", "Time of a request", ("route",))
-        self._sentences = self._make(Counter, "sentences", "Decoded sentences")
-        self._tokens = self._make(Counter, "tokens", "Tokens that the models read or wrote", ("side",))
-        waiting = self._make(Gauge, "sentences_waiting", "Sentences that wait for the engine")
+        counter, gauge, histogram = (
+            functools.partial(kind, namespace="metaphrase", registry=self.registry)
+            for kind in (Counter, Gauge, Histogram)
+        )
+        self.requests = counter("requests", "Answered requests", ("route", "status"))
+        self.seconds = histogram("request_seconds", "Time of a request", ("route",))
+        self._sentences = counter("sentences", "Decoded sentences")
+        self._tokens = counter("tokens", "Tokens that the models read or wrote", ("side",))
+        waiting = gauge("sentences_waiting", "Sentences that wait for the engine")
         waiting.set_function(lambda: service.batcher.num_waiting)
-        self._make(Gauge, "requests_running", "Requests that wait or run").set_function(lambda: service.num_requests)
+        gauge("requests_running", "Requests that wait or run").set_function(lambda: service.num_requests)
         service.batcher.observe = self._observe_batch
-
-    def _make(self, kind: Callable[..., Any], name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
-        return kind(f"metaphrase_{name}", text, labels, registry=self.registry)
 
     def _observe_batch(self, num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
         self._sentences.inc(num_sentences)
@@ -64,7 +66,7 @@ class Metrics:
 class Api(NamedTuple):
     """Errors of an API: the body for a status and a message, and the statuses of some errors."""
 
-    # Beginnings of its paths.
+    # Beginnings of its paths, with a slash after the last word.
     prefixes: tuple[str, ...]
     body: Callable[[int, str], dict[str, Any]]
     unknown_model: int = 400
@@ -84,11 +86,11 @@ def _hugging_face_body(status: int, message: str) -> dict[str, Any]:
 
 # The first API with a prefix of the path decides. The last one has all other paths.
 APIS = (
-    Api(("/v1",), _openai_body, unknown_model=404),
+    Api(("/v1/",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
-    Api(("/v2",), lambda status, message: {"message": message}, overload=429, wrong_key=403),
+    Api(("/v2/",), lambda status, message: {"message": message}, overload=429, wrong_key=403),
     Api(
-        ("/translate", "/translate_file", "/download_file", "/detect", "/languages"),
+        ("/translate/", "/translate_file/", "/download_file/", "/detect/", "/languages/"),
         lambda status, message: {"error": message},
         wrong_key=403,
     ),
@@ -99,11 +101,7 @@ APIS = (
 def find_api(path: str) -> Api:
     """Return the API of a path."""
     # `/translation` is Hugging Face's, `/translate` LibreTranslate's.
-    return next(
-        api
-        for api in APIS
-        if any(path == prefix or path.startswith(prefix + "/") for prefix in api.prefixes) or api is APIS[-1]
-    )
+    return next((api for api in APIS if f"{path}/".startswith(api.prefixes)), APIS[-1])
 
 
 def error_response(path: str, status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -132,17 +130,20 @@ def handle_errors(app: FastAPI) -> None:
     """Turn the errors of all endpoints into responses. The gate answers the unexpected ones."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        path, headers = request.url.path, None
+        path, message, headers = request.url.path, str(error), None
         api = find_api(path)
-        if isinstance(error, OverloadError):
-            status, headers = api.overload, {"Retry-After": "1"}
-        elif isinstance(error, HTTPException):
-            return error_response(path, error.status_code, str(error.detail), error.headers)
-        elif isinstance(error, ValueError):
-            status = api.unknown_model if isinstance(error, UnknownModelError) else 400
-        else:
-            status = CLIENT_CLOSED
-        return error_response(path, status, str(error), headers)
+        match error:
+            case HTTPException():
+                status, message, headers = error.status_code, str(error.detail), error.headers
+            case OverloadError():
+                status, headers = api.overload, {"Retry-After": "1"}
+            case UnknownModelError():
+                status = api.unknown_model
+            case ValueError():
+                status = 400
+            case _:
+                status = CLIENT_CLOSED
+        return error_response(path, status, message, headers)
 
     for error in (HTTPException, OverloadError, ValueError, CancelledRequest, ClientDisconnect):
         app.add_exception_handler(error, answer)

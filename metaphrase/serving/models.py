@@ -17,21 +17,8 @@ from metaphrase.tokenization.tokenizer_pair import has_languages
 
 TASKS = ("translation", "summarization", "text2text-generation")
 # ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name.
-_TABLE = """
-af afr Afrikaans|am amh Amharic|ar arb Arabic|az azj Azerbaijani|be bel Belarusian|bg bul Bulgarian|bn ben Bengali
-bs bos Bosnian|ca cat Catalan|cs ces Czech|cy cym Welsh|da dan Danish|de deu German|el ell Greek|en eng English
-eo epo Esperanto|es spa Spanish|et est Estonian|eu eus Basque|fa pes Persian|fi fin Finnish|fr fra French|ga gle Irish
-gl glg Galician|gu guj Gujarati|ha hau Hausa|he heb Hebrew|hi hin Hindi|hr hrv Croatian|hu hun Hungarian|hy hye Armenian
-id ind Indonesian|ig ibo Igbo|is isl Icelandic|it ita Italian|ja jpn Japanese|jv jav Javanese|ka kat Georgian
-kk kaz Kazakh|km khm Khmer|kn kan Kannada|ko kor Korean|ky kir Kyrgyz|lb ltz Luxembourgish|lo lao Lao|lt lit Lithuanian
-lv lvs Latvian|mg plt Malagasy|mk mkd Macedonian|ml mal Malayalam|mn khk Mongolian|mr mar Marathi|ms zsm Malay
-my mya Burmese|nb nob Norwegian|ne npi Nepali|nl nld Dutch|om gaz Oromo|or ory Odia|pa pan Punjabi|pl pol Polish
-ps pbt Pashto|pt por Portuguese|ro ron Romanian|ru rus Russian|sd snd Sindhi|si sin Sinhala|sk slk Slovak
-sl slv Slovenian|so som Somali|sq als Albanian|sr srp Serbian|sv swe Swedish|sw swh Swahili|ta tam Tamil|te tel Telugu
-tg tgk Tajik|th tha Thai|tl tgl Tagalog|tr tur Turkish|uk ukr Ukrainian|ur urd Urdu|uz uzn Uzbek|vi vie Vietnamese
-xh xho Xhosa|yo yor Yoruba|zh zho Chinese|zu zul Zulu
-"""
-_ROWS = [row.split(maxsplit=2) for line in _TABLE.strip().splitlines() for row in line.split("|")]
+_TABLE = Path(__file__).with_name("languages.tsv").read_text(encoding="utf-8")
+_ROWS = [line.split("\t") for line in _TABLE.splitlines()]
 NAMES = {code: name for code, _, name in _ROWS}
 _SHORT = {long: code for code, long, _ in _ROWS}
 # The identifier's names of languages, where the table has another.
@@ -57,13 +44,10 @@ class ServedModel:
             raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
         self.name, self.task, self.generator, self.batcher = name, task, generator, batcher
         self._codes: dict[str, str] = {}
-        if languages is not None:
-            self.source_languages, self.target_languages = [base_code(languages[0])], [base_code(languages[1])]
-        elif has_languages(generator.tokenizers.source):
+        if languages is None and has_languages(generator.tokenizers.source):
             self._codes = codes_of_tokenizer(generator.tokenizers.source)
-            self.source_languages = self.target_languages = list(self._codes)
-        else:
-            self.source_languages, self.target_languages = [], []
+        sides = ([base_code(code)] for code in languages) if languages else (list(self._codes),) * 2
+        self.source_languages, self.target_languages = sides
         self._find_variant = functools.cache(self._make_variant)
 
     @classmethod
@@ -72,22 +56,19 @@ class ServedModel:
     ) -> "ServedModel":
         """Load a model from a folder or the Hub, with the arguments `loading` of `Generator.from_pretrained`.
 
-        A name such as en-de tells the languages. Without a name they are read from the recipe of the folder, and the name of
-        the folder is that of the model. By default the task is translation for a model with languages.
+        A name such as en-de tells the languages. Other names leave them to the recipe of the folder. By default the name is that
+        of the folder, and the task is translation for a model with languages.
         """
-        languages = None if name is None else read_pair(name)
         [folder, *_] = members_of(path) or [Path(path)]
         recipe = read_fields(folder / "recipe.yaml", yaml.safe_load) or {}
         pair = recipe.get("source_language"), recipe.get("target_language")
-        if languages is None and all(isinstance(code, str) and len(base_code(code)) in (2, 3) for code in pair):
-            languages = pair
+        is_known = all(isinstance(code, str) and len(base_code(code)) in (2, 3) for code in pair)
+        languages = read_pair(name or "") or (pair if is_known else None)
         generator = Generator.from_pretrained(path, **loading)
         if generator.engine_choice is not None:
             generator.engine_choice.expect_many()
-        if task is None:
-            is_translation = languages is not None or has_languages(generator.tokenizers.source)
-            is_translation = is_translation and (languages is None or languages[0] != languages[1])
-            task = recipe.get("task") or ("translation" if is_translation else "text2text-generation")
+        is_translation = languages[0] != languages[1] if languages else has_languages(generator.tokenizers.source)
+        task = task or recipe.get("task") or ("translation" if is_translation else "text2text-generation")
         return cls(name or Path(path).resolve().name, generator, batcher, languages=languages, task=task)
 
     def open(
@@ -98,14 +79,11 @@ class ServedModel:
         Codes of languages are those of `source_languages` and `target_languages`, or as the tokenizer spells them.
         """
         generator, options = self.generator, {}
+        for code, known in ((source_lang, self.source_languages), (target_lang, self.target_languages)):
+            if code and known and base_code(code) not in known:
+                raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}, got {known}.")
         if self._codes and (source_lang or target_lang):
             generator, options = self._find_variant(self._spell(source_lang), self._spell(target_lang))
-        else:
-            for code, known in ((source_lang, self.source_languages), (target_lang, self.target_languages)):
-                if code and known and base_code(code) not in known:
-                    raise UnknownModelError(
-                        f"The model {self.name!r} must know the language {code!r}, got one for {known[0]}."
-                    )
         return self.batcher.queue(generator, ticket), options
 
     def count_tokens(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[int, int]:
@@ -115,11 +93,7 @@ class ServedModel:
 
     def _spell(self, code: str | None) -> str | None:
         """Return the code of a language as the tokenizer spells it."""
-        if code is None or code in self._codes.values():
-            return code
-        if base_code(code) not in self._codes:
-            raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}.")
-        return self._codes[base_code(code)]
+        return code if code is None or code in self._codes.values() else self._codes[base_code(code)]
 
     def _make_variant(self, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:
         generator = copy.copy(self.generator)

@@ -239,19 +239,21 @@ class Service:
 
 def check_query(query: Query, limits: Limits) -> None:
     """Check a request before it waits. Raises `ValueError` if a text or an option is beyond a limit."""
-    if len(query.texts) > limits.max_texts and not query.is_file:
-        raise ValueError(f"A request must have at most {limits.max_texts} texts, got {len(query.texts)}.")
-    if (total := sum(map(len, query.texts))) > limits.max_text_characters:
-        raise ValueError(f"A request must have at most {limits.max_text_characters} characters, got {total}.")
+    num_texts, num_characters = 1 if query.is_file else len(query.texts), sum(map(len, query.texts))
+    for name, count, most in (
+        ("texts", num_texts, limits.max_texts),
+        ("characters", num_characters, limits.max_text_characters),
+    ):
+        if count > most:
+            raise ValueError(f"A request must have at most {most} {name}, got {count}.")
     for name, value in query.options.items():
         if name not in CLIENT_OPTIONS or not isinstance(value, int | float):
             raise ValueError(
                 f"An option must be one of {', '.join(CLIENT_OPTIONS)} with a number, true or false, got {name!r}: {value!r}."
             )
     check_options(query.options)
-    largest = dict.fromkeys(
-        ("max_new_tokens", "max_length", "min_length", "min_new_tokens"), limits.max_new_tokens_per_text
-    )
+    lengths = ("max_new_tokens", "max_length", "min_length", "min_new_tokens")
+    largest = dict.fromkeys(lengths, limits.max_new_tokens_per_text)
     largest |= dict.fromkeys(("num_beams", "num_return_sequences"), limits.max_beams)
     for name, most in largest.items():
         if query.options.get(name, 0) > most:
