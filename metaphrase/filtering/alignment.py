@@ -38,12 +38,22 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self._numbers) + 1
 
-    def encode(self, words: Iterable[str]) -> Iterator[int]:
-        """Yield the number of each word."""
+    def encode(self, words: Iterable[str]) -> list[int]:
+        """Return the number of each word."""
         numbers = self._numbers
-        for word in words:
-            number = numbers.get(word)
-            yield numbers.get("_" + word[:_PREFIX], 0) if number is None else number
+        return [numbers[word] if word in numbers else numbers.get("_" + word[:_PREFIX], 0) for word in words]
+
+
+def join_sides(
+    sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the numbers of all sources and of all targets, one text after the other, and the lengths (2, pairs)."""
+    lengths = np.array([[len(text) for text in side] for side in (sources, targets)], dtype=np.int64)
+    numbers = (
+        np.fromiter(chain.from_iterable(side), dtype=np.int64, count=int(size))
+        for side, size in zip((sources, targets), lengths.sum(1), strict=True)
+    )
+    return *numbers, lengths
 
 
 class WordPairs(NamedTuple):
@@ -117,12 +127,8 @@ class AlignmentModel:
         return self._score(*self._encode(*_split(pairs))) if pairs else np.zeros(0)
 
     def _encode(self, *sides: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        lengths = np.array([[len(text) for text in side] for side in sides], dtype=np.int64)
-        numbers = [
-            np.fromiter(chain.from_iterable(map(vocabulary.encode, side)), dtype=np.int64, count=int(size))
-            for side, vocabulary, size in zip(sides, self._vocabularies, lengths.sum(1), strict=True)
-        ]
-        return *numbers, lengths
+        rows = zip(sides, self._vocabularies, strict=True)
+        return join_sides(*([vocabulary.encode(text) for text in side] for side, vocabulary in rows))
 
     def _train(self, pairs: WordPairs) -> None:
         """Run expectation maximization. Both directions share the table of word pairs that occur."""

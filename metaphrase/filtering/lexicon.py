@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
-from metaphrase.filtering.alignment import WordPairs
+from metaphrase.filtering.alignment import WordPairs, join_sides
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import SPACED_WORD
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
@@ -32,7 +32,7 @@ def make_vocabulary_map(
     random order: the first ones are used, up to a number of token pairs.
     """
     texts = [list(side) for side in zip(*pairs, strict=True)]
-    sources, targets, lengths = _join(tokenizers.encode_sources(texts[0]), tokenizers.encode_targets(texts[1]))
+    sources, targets, lengths = _join_first(tokenizers.encode_sources(texts[0]), tokenizers.encode_targets(texts[1]))
     vocabulary = tokenizers.target.get_vocab()
     num_targets = max(vocabulary.values()) + 1
     words, partners, probabilities = learn_lexicon(sources, targets, lengths, num_targets)
@@ -98,7 +98,7 @@ def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
         [[known[word] for word in words if word in known] for words in side]
         for side, known in zip(sides, numbers, strict=True)
     ]
-    sources, targets, lengths = _join(*encoded)
+    sources, targets, lengths = _join_first(*encoded)
     if not len(sources) or not len(targets):
         return {}
     forward = learn_lexicon(sources, targets, lengths, len(names[1]))
@@ -125,19 +125,12 @@ def _frequent_words(texts: Iterable[Iterable[str]]) -> list[str]:
     return sorted(words, key=lambda word: (-counts[word], word))
 
 
-def _join(
-    sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first numbers of sources and of targets, and the lengths (2, pairs), up to the most token pairs."""
-    rows = sources, targets
-    lengths = np.minimum([[len(ids) for ids in side] for side in rows], _MAX_TOKENS)
-    num_pairs = int(np.searchsorted(np.cumsum(lengths[0] * lengths[1]), _MAX_TOKEN_PAIRS, side="right"))
-    lengths = lengths[:, :num_pairs]
-    sides = [
-        np.fromiter(chain.from_iterable(ids[:_MAX_TOKENS] for ids in side[:num_pairs]), np.int64, count=int(size))
-        for side, size in zip(rows, lengths.sum(1), strict=True)
-    ]
-    return *sides, lengths
+def _join_first(sources: Iterable[Sequence[int]], targets: Iterable[Sequence[int]]) -> tuple[np.ndarray, ...]:
+    """Return `join_sides` of the first tokens of each text, and of the first texts, up to the most token pairs."""
+    sources, targets = ([ids[:_MAX_TOKENS] for ids in side] for side in (sources, targets))
+    sizes = accumulate(len(source) * len(target) for source, target in zip(sources, targets, strict=True))
+    num_pairs = sum(1 for size in sizes if size <= _MAX_TOKEN_PAIRS)
+    return join_sides(sources[:num_pairs], targets[:num_pairs])
 
 
 def _is_letter(name: str) -> bool:

@@ -149,28 +149,18 @@ _END = frozenset(".!?…。！？｡؟۔।॥։;:")
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSettings:
-    """Rules and thresholds. The names are those of the options of `metaphrase filter`.
+    """Rules and thresholds. The names are those of the options of `metaphrase filter`, which describe them."""
 
-    Attributes:
-        rules: Names of the active rules; None for all.
-        source_lang: Language of the sources for the rule `language`; None to accept any.
-        target_lang: The same for the targets.
-        duplicates: "near" to compare normal forms in the rule `duplicate`, "exact" to compare the texts themselves.
-        normalize: True to normalize texts before the rules see them.
-        forward_model: Name of a model for the rule `dual_cross_entropy`.
-        backward_model: Name of the model of the other direction.
-    """
-
-    rules: Collection[str] | None = None
+    rules: Collection[str] | None = None  # None for all
     max_characters: int = 3000
     max_length_ratio: float = 3.0
     min_letter_share: float = 0.4
     min_language_probability: float = 0.05
     min_dual_score: float = 0.01
     max_targets_per_source: int = 50
-    source_lang: str | None = None
+    source_lang: str | None = None  # None to accept any
     target_lang: str | None = None
-    duplicates: str = "near"
+    duplicates: str = "near"  # or exact
     normalize: bool = False
     forward_model: str | None = None
     backward_model: str | None = None
@@ -281,8 +271,7 @@ def _repeats(text: str) -> bool:
     words = text.split()
     if len(words) < _MIN_WORDS_OF_REPETITION or 2 * len(set(words)) > len(words):
         return False
-    ngrams = Counter(zip(words, words[1:], words[2:], strict=False))
-    return max(ngrams.values()) > _MAX_REPEATS
+    return max(Counter(zip(words, words[1:], words[2:], strict=False)).values()) > _MAX_REPEATS
 
 
 # Tells if a pair breaks a rule, from the rules, source, target, and normal forms of both. A table keeps the loop over rules
@@ -319,11 +308,12 @@ class LanguageRule:
 
     def breaks(self, source: str, target: str) -> bool:
         """Return True if a side has hardly the probability to be in its language."""
-        for text, language in zip((source, target), self._languages, strict=True):
-            if language is not None:
-                # Lower case: the model takes capitals for names of other languages.
-                text = text[:_LANGUAGE_CHARACTERS].lower()
-                entries = self._detector.detect(text, model="lite", k=-1, threshold=self._least)
-                if all(entry["lang"] != language for entry in entries):
-                    return True
-        return False
+        return self._is_foreign(source, self._languages[0]) or self._is_foreign(target, self._languages[1])
+
+    def _is_foreign(self, text: str, language: str | None) -> bool:
+        # Lower case: the model takes capitals for names of other languages.
+        text = text[:_LANGUAGE_CHARACTERS].lower()
+        options = {"model": "lite", "k": -1, "threshold": self._least}
+        return language is not None and all(
+            entry["lang"] != language for entry in self._detector.detect(text, **options)
+        )

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -10,7 +11,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,7 @@ Verdict = tuple[str, Pair]
 
 
 class PairFilter:
-    """All rules, prepared for one corpus.
-
-    Attributes:
-        num_records: Number of pairs of the corpus, with those that cannot be used.
-        alignment: The model of the rule `alignment`; `None` if the rule is off.
-    """
+    """All rules, prepared for one corpus of `num_records`. `alignment` is the model of this rule; None if the rule is off."""
 
     def __init__(self, source: PairSource, settings: FilterSettings, score_pairs: PairScorer | None = None):
         """Read the corpus once and learn from a sample of it. Without `score_pairs` the rule `dual_cross_entropy` is off."""
@@ -85,6 +80,7 @@ class PairFilter:
         The new hashes are added to those of earlier records.
         """
         settings, verdicts = self._settings, []
+        # Normal forms of the pairs that stay, by their indices.
         forms_of: dict[int, Pair] = {}
         for index, record in enumerate(records):
             if isinstance(record, PairProblem):
@@ -101,19 +97,18 @@ class PairFilter:
             return [verdicts[index][1] for index in forms_of]
 
         def drop(rule: str, is_broken: Iterable[bool]) -> None:
-            for index, broken in zip(list(forms_of), list(is_broken), strict=True):
-                if broken:
-                    verdicts[index] = rule, verdicts[index][1]
-                    del forms_of[index]
+            for index in list(itertools.compress(list(forms_of), is_broken)):
+                verdicts[index] = rule, verdicts[index][1]
+                del forms_of[index]
 
         def drop_repeated(rule: str, texts: Iterable[str], most: int, earlier: SeenHashes) -> bytes:
             """Drop pairs whose text occurred `most` times before. Return the hashes of the others."""
             if rule not in self._active:
                 return b""
             hashes = list(map(hash_text, texts))
-            is_old = earlier.counts(hashes) >= most
-            drop(rule, is_old)
-            hashes = [value for value, old in zip(hashes, is_old, strict=True) if not old]
+            is_new = earlier.counts(hashes) < most
+            drop(rule, ~is_new)
+            hashes = list(itertools.compress(hashes, is_new))
             earlier.add(hashes)
             return b"".join(hashes)
 
@@ -185,19 +180,18 @@ class FilterReport:
 
 
 class WorkFolder(contextlib.AbstractContextManager):
-    """Folder `OUTPUT.partial` with the files of an unfinished run and a state that says how far they go.
+    """Folder `OUTPUT.partial` with the files of an unfinished run, and the last saved `state`, which says how far they go.
 
     A run appends to the files and then saves the state. A resumed run first cuts off what was appended after the state.
-
-    Attributes:
-        outputs: Final path of each output by name.
-        state: The last state that was saved; empty at the beginning.
     """
 
     def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
         """Read the state of a stopped run. Nothing is written before `with`.
 
-        The key is the settings and the input of the run, as values of JSON. A stopped run must have the same.
+        Args:
+            outputs: Final path of each output by name.
+            key: Settings and input of the run, as values of JSON. A stopped run must have the same.
+            resume: False to begin again.
         """
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
@@ -305,12 +299,12 @@ def filter_pairs(
         report: JSON file for the counts and examples.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
-        on_start: Is called with the number of pairs, and with that of the pairs that a stopped run has done.
-        on_chunk: Is called with a number of pairs that are done.
+        on_start: Called with the number of pairs, and that of the pairs that a stopped run has done.
+        on_chunk: Called with a number of pairs that are done.
     """
     files = {f"output_{number}": Path(path) for number, path in enumerate(outputs)}
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
-    stats = [(Path(path).name, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in source.paths]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in map(Path, source.paths)]
     # Names are those of the options, for the error about a stopped run that had other ones.
     active = {"rules": [rule for rule in RULES if settings.rules is None or rule in settings.rules]}
     key = asdict(settings) | active | {"shard": shard, "columns": source.columns}
@@ -325,8 +319,8 @@ def filter_pairs(
             part = shard_range(pair_filter.num_records, shard)
             on_start(len(part), result.num_read)
             seen_pairs, seen_sources = (SeenHashes(folder.read(name)) for name in ("pairs", "sources"))
-            records = islice(source.records(), part.start + result.num_read, part.stop)
-            while chunk := list(islice(records, PAIRS_PER_CHUNK)):
+            records = itertools.islice(source.records(), part.start + result.num_read, part.stop)
+            while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
                 verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
                 result.add(verdicts)
                 _append_verdicts(folder, verdicts)
