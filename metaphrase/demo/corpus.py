@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.demo import grammar
-from metaphrase.demo.grammar import BARE, BE, DEFINITE, INDEFINITE, RELATIVE, Clause, JoinedClause, NounPhrase, Sentence
+from metaphrase.demo.grammar import (
+    ADJECTIVES,
+    BARE,
+    BE,
+    DEFINITE,
+    INDEFINITE,
+    NOUNS,
+    POSSESSIVES,
+    RELATIVE,
+    Clause,
+    JoinedClause,
+    NounPhrase,
+    PrepositionalPhrase,
+    Sentence,
+)
 from metaphrase.demo.languages import to_english, to_german
 
 # Repetition in a tuple is the weight of an item.
@@ -18,22 +32,22 @@ _SUBJECT_PRONOUNS = (*grammar.PRONOUNS[:2], *grammar.PRONOUNS)  # I and you have
 _VERBS = (*grammar.INTRANSITIVE_VERBS * 2, *grammar.OBJECT_VERBS * 2, *grammar.DITRANSITIVE_VERBS * 3, *[BE] * 16)
 # Verbs of events; *be* among them takes a passing state.
 _EVENT_VERBS = tuple(verb for verb in _VERBS if verb.english not in ("know", "have", "love", "live"))
-_DETERMINERS = (*[DEFINITE] * 12, *[INDEFINITE] * 6, *grammar.POSSESSIVES, grammar.THIS, grammar.THIS, grammar.EVERY)
-_KNOWN_DETERMINERS = (*[DEFINITE] * 6, *grammar.POSSESSIVES, grammar.THIS)
+_DETERMINERS = (*[DEFINITE] * 12, *[INDEFINITE] * 6, *POSSESSIVES, grammar.THIS, grammar.THIS, grammar.EVERY)
+_KNOWN_DETERMINERS = (*[DEFINITE] * 6, *POSSESSIVES, grammar.THIS)
 # Determiners that are clear under negation: *nicht jeden* and *jeden ... nicht* would differ.
 _NEGATED_DETERMINERS = (*_KNOWN_DETERMINERS, *[INDEFINITE] * 8)
 _PLACE_DETERMINERS = (*[DEFINITE] * 8, INDEFINITE, grammar.THIS)
-_STATES = tuple(adjective for adjective in grammar.ADJECTIVES if adjective.is_state)
+_STATES = tuple(adjective for adjective in ADJECTIVES if adjective.is_state)
 
 
 @cache
 def _nouns_of(kinds: tuple[str, ...], is_place: bool = False) -> tuple[grammar.Noun, ...]:
-    return tuple(noun for noun in grammar.NOUNS if noun.kind in kinds and (noun.preposition or not is_place))
+    return tuple(noun for noun in NOUNS if noun.kind in kinds and (noun.preposition or not is_place))
 
 
 @cache
 def _adjectives_of(noun: grammar.Noun, is_colour: bool) -> tuple[grammar.Adjective, ...]:
-    return tuple(word for word in grammar.ADJECTIVES if noun.kind in word.kinds and word.is_colour == is_colour)
+    return tuple(word for word in ADJECTIVES if noun.kind in word.kinds and word.is_colour == is_colour)
 
 
 @cache
@@ -148,7 +162,7 @@ class Sampler:
         return clause
 
     def _copula_clause(self, is_past: bool, modal: grammar.Modal | None, is_negated: bool, is_event: bool) -> Clause:
-        predicate = self._pick(_STATES if is_event else grammar.ADJECTIVES)
+        predicate = self._pick(_STATES if is_event else ADJECTIVES)
         if "person" in predicate.kinds and self._chance(0.2):
             subject = self._pick(_SUBJECT_PRONOUNS)
         else:
@@ -200,10 +214,10 @@ class Sampler:
         if "person" in verb.objects and may_be_pronoun and self._chance(0.25):
             return {"direct_object": self._object_pronoun(subject)}
         objects: dict[str, grammar.Nominal] = {}
-        if verb.is_ditransitive:
-            is_pronoun = may_be_pronoun and self._chance(0.4)
-            receiver = None if is_pronoun else self._noun_phrase(_nouns_of(("person",)), True, 0.1)
-            objects["indirect_object"] = receiver or self._object_pronoun(subject)
+        if verb.is_ditransitive and may_be_pronoun and self._chance(0.4):
+            objects["indirect_object"] = self._object_pronoun(subject)
+        elif verb.is_ditransitive:
+            objects["indirect_object"] = self._noun_phrase(_nouns_of(("person",)), True, 0.1)
         adjectives = 0.25 if is_simple or verb.is_ditransitive else 0.5
         determiners = _NEGATED_DETERMINERS if clause.is_negated else _DETERMINERS
         direct = self._noun_phrase(_nouns_of(verb.objects), adjectives=adjectives, determiners=determiners)
@@ -213,30 +227,24 @@ class Sampler:
 
     def _object_pronoun(self, subject: grammar.Nominal) -> grammar.Pronoun:
         """Draw a pronoun that does not mean the subject: no *I see me*, no *we see me*."""
-        pronouns = grammar.PRONOUNS
-        if isinstance(subject, grammar.Pronoun):
-            is_third = subject.person == 3
-            pronouns = [
-                word for word in grammar.PRONOUNS if word is not subject and (is_third or word.person != subject.person)
-            ]
-        return self._pick(pronouns)
+        # A third person may meet another one.
+        person = None if subject.person == 3 else subject.person
+        return self._pick([word for word in grammar.PRONOUNS if word is not subject and word.person != person])
 
-    def _phrase(self, clause: Clause) -> grammar.PrepositionalPhrase:
+    def _phrase(self, clause: Clause) -> PrepositionalPhrase:
         """Draw a place, a destination, or company."""
         verb, is_negated = clause.verb, clause.is_negated
         name = self._pick(verb.phrases)
         if name in ("place", "water") or (name == "to" and self._chance(0.7)):
             nouns = _nouns_of(("water",) if name == "water" else ("building", "landscape"), is_place=True)
-            goal = self._noun_phrase(nouns, is_negated, adjectives=0.3, determiners=_PLACE_DETERMINERS)
-            return grammar.PrepositionalPhrase(
-                grammar.PREPOSITIONS["to" if name == "to" else goal.noun.preposition], goal
-            )
-        if self._chance(0.35):
-            return grammar.PrepositionalPhrase(grammar.PREPOSITIONS[name], self._object_pronoun(clause.subject))
-        kinds = ("person", "animal") if "animal" in verb.subjects and name != "to" else ("person",)
-        return grammar.PrepositionalPhrase(
-            grammar.PREPOSITIONS[name], self._noun_phrase(_nouns_of(kinds), is_negated, adjectives=0.3)
-        )
+            complement = self._noun_phrase(nouns, is_negated, adjectives=0.3, determiners=_PLACE_DETERMINERS)
+            name = "to" if name == "to" else complement.noun.preposition
+        elif self._chance(0.35):
+            complement = self._object_pronoun(clause.subject)
+        else:
+            kinds = ("person", "animal") if "animal" in verb.subjects and name != "to" else ("person",)
+            complement = self._noun_phrase(_nouns_of(kinds), is_negated, adjectives=0.3)
+        return PrepositionalPhrase(grammar.PREPOSITIONS[name], complement)
 
     def _noun_phrase(
         self,
@@ -252,23 +260,19 @@ class Sampler:
         self._used.append(noun)
         described = self._adjectives(noun) if self._chance(adjectives) else ()
         determiner = self._pick(_KNOWN_DETERMINERS if is_known else determiners)
-        is_parent = noun.english in ("mother", "father")
-        is_plural = (
-            noun.plural is not None and self._chance(0.3) and not (is_parent and determiner in grammar.POSSESSIVES)
-        )
+        is_possessive, is_parent = determiner in POSSESSIVES, noun.english in ("mother", "father")
+        is_plural = noun.plural is not None and self._chance(0.3) and not (is_parent and is_possessive)
         has_no_one = is_plural or noun.plural is None  # plural and mass nouns: no *a*, no *every*
         possessor = None
         if determiner is INDEFINITE and has_no_one:
             determiner = self._pick(grammar.NUMBERS) if is_plural and self._chance(0.4) else BARE
-        elif (determiner is grammar.EVERY and has_no_one) or (
-            determiner in grammar.POSSESSIVES and not noun.can_be_owned
-        ):
+        elif (determiner is grammar.EVERY and has_no_one) or (is_possessive and not noun.can_be_owned):
             determiner = DEFINITE
         elif determiner is DEFINITE and noun.can_be_owned and self._chance(0.1):
             owner = self._pick([person for person in _nouns_of(("person",)) if person not in self._used])
             self._used.append(owner)
             possessor = NounPhrase(
-                owner, self._pick(grammar.POSSESSIVES) if owner.can_be_owned and self._chance(0.4) else DEFINITE
+                owner, self._pick(POSSESSIVES) if owner.can_be_owned and self._chance(0.4) else DEFINITE
             )
         return NounPhrase(noun, determiner, is_plural, described, possessor)
 
@@ -289,15 +293,11 @@ MIN_OCCURRENCES = 20
 MIN_SENTENCES, MAX_SENTENCES = 2, 3  # of a text
 _DEFAULT_NUM_TRAIN = 30000
 # Structures, whose fields may be structures. All else is a word.
-_STRUCTURES = (Sentence, JoinedClause, Clause, grammar.PrepositionalPhrase, grammar.Coordination, NounPhrase)
+_STRUCTURES = (Sentence, JoinedClause, Clause, PrepositionalPhrase, grammar.Coordination, NounPhrase)
 _HELD_OUT_MODULUS = 16
-_NUMBERS = {
-    word: number for words in (grammar.NOUNS, grammar.ADJECTIVES, grammar.VERBS) for number, word in enumerate(words)
-}
-_CAT, _BLACK = (
-    next(word for word in words if word.english == name)
-    for words, name in ((grammar.NOUNS, "cat"), (grammar.ADJECTIVES, "black"))
-)
+_NUMBERS = {word: number for words in (NOUNS, ADJECTIVES, grammar.VERBS) for number, word in enumerate(words)}
+_CAT = next(noun for noun in NOUNS if noun.english == "cat")
+_BLACK = next(adjective for adjective in ADJECTIVES if adjective.english == "black")
 _TEST_REST = (_NUMBERS[_BLACK] + _NUMBERS[_CAT]) % _HELD_OUT_MODULUS
 _VALIDATION_REST = (_TEST_REST + _HELD_OUT_MODULUS // 2) % _HELD_OUT_MODULUS
 FIRST_TEST_SENTENCE = Sentence(Clause(NounPhrase(_CAT, DEFINITE), BE, predicate=_BLACK))
@@ -322,9 +322,7 @@ def combinations(part: Any) -> Iterator[Combination]:
     elif isinstance(part, Clause):
         for noun in _nouns(part.subject):
             yield (part.predicate, noun) if part.verb is BE else (noun, part.verb)
-        yield from (
-            (part.verb, noun) for nominal in (part.indirect_object, part.direct_object) for noun in _nouns(nominal)
-        )
+        yield from ((part.verb, noun) for noun in _nouns(part.indirect_object) + _nouns(part.direct_object))
     if isinstance(part, _STRUCTURES):
         yield from chain.from_iterable(combinations(getattr(part, field.name)) for field in fields(part))
 

@@ -107,10 +107,8 @@ def _english_nominal(nominal: grammar.Nominal, is_object: bool = False) -> list[
     noun, determiner = nominal.noun, nominal.determiner
     if determiner is RELATIVE:
         return ["that" if noun.kind != "person" else WHO.english_object if is_object else WHO.english]
-    words = [
-        *(adjective.english for adjective in nominal.adjectives),
-        noun.plural if nominal.is_plural else noun.english,
-    ]
+    words = [adjective.english for adjective in nominal.adjectives]
+    words.append(noun.plural if nominal.is_plural else noun.english)
     article = determiner.plural if nominal.is_plural else determiner.singular
     if nominal.possessor:
         *owner, owner_noun = _english_nominal(nominal.possessor)
@@ -118,10 +116,9 @@ def _english_nominal(nominal: grammar.Nominal, is_object: bool = False) -> list[
     elif article:
         words.insert(0, "an" if determiner is INDEFINITE and words[0][0] in "aeiou" else article)
     if relative := nominal.relative:
-        pronoun = (
-            _english_nominal(relative.direct_object, is_object=True) if _is_relative(relative.direct_object) else []
-        )
-        words += pronoun + _english_clause(relative)
+        if _is_relative(relative.direct_object):
+            words += _english_nominal(relative.direct_object, is_object=True)
+        words += _english_clause(relative)
     return words
 
 
@@ -227,12 +224,9 @@ def german_nominal(nominal: grammar.Nominal, case: int, is_negated: bool = False
 def _german_determiner(determiner: grammar.Determiner, case: int, column: int) -> str:
     if determiner is DEFINITE:
         return _ARTICLES[case][column]
-    has_no_ending = (case, column) in (
-        (NOMINATIVE, grammar.MASCULINE),
-        (NOMINATIVE, grammar.NEUTER),
-        (grammar.ACCUSATIVE, grammar.NEUTER),
-    )
-    if determiner.kind == "bare" or (determiner.kind == "mixed" and has_no_ending):
+    # *ein Hund, ein Haus*, but *einen Hund*.
+    columns = {NOMINATIVE: (grammar.MASCULINE, grammar.NEUTER), grammar.ACCUSATIVE: (grammar.NEUTER,)}
+    if determiner.kind == "bare" or (determiner.kind == "mixed" and column in columns.get(case, ())):
         return determiner.stem
     return determiner.stem + _FULL_ENDINGS[case][column]
 
