@@ -78,14 +78,9 @@ class Facts:
 
 
 class TrainedFolder:
-    """Contents of a trained folder, with None for a missing file.
+    """Fields of the files of a trained folder, with None for a missing file.
 
     Attributes:
-        path: The folder.
-        metrics: `metrics.json`.
-        recipe: `recipe.yaml`.
-        state: `trainer_state.json`.
-        config: `config.json`.
         num_parameters: Number of weights.
         scores: Results by name of the score, possibly none.
         data_name: Name of the data that the scores were measured on.
@@ -238,7 +233,7 @@ def _language(language: str | None) -> str:
 def write_model_card(
     folder: str | os.PathLike, facts: Facts | None = None, *, repo_id: str | None = None, overwrite: bool = False
 ) -> Path:
-    """Write `README.md` into a trained folder, and the picture of the training curves if there is a log.
+    """Write `README.md` into a trained folder, and the picture of the training curves if there is a log. Return its path.
 
     The card reports `metrics.json`, `recipe.yaml`, `trainer_state.json`, `config.json` and the headers of the weights. What a
     missing file would tell, the card calls unknown.
@@ -249,12 +244,8 @@ def write_model_card(
         repo_id: Name of the model on the Hub, `user/name`, for the code in the card.
         overwrite: True to replace a `README.md` that this function did not write.
 
-    Returns:
-        The path of the card.
-
     Raises:
-        ValueError: If the folder or one of its files is not valid, `repo_id` or the task is not valid, or a `README.md` from
-            somewhere else exists.
+        ValueError: If an argument or a file of the folder is not valid, or a `README.md` from somewhere else exists.
     """
     trained, stated = TrainedFolder(folder), facts or Facts()
     path = trained.path / "README.md"
@@ -316,13 +307,9 @@ def write_model_card(
 
 
 def renew_model_card(folder: str | os.PathLike) -> Path:
-    """Write card and picture after a run, with the facts of an earlier card. A card by somebody else stays, with a warning.
+    """Write card and picture after a run, with the facts of an earlier card. Return the path of the card.
 
-    Returns:
-        The path of the card.
-
-    Raises:
-        ValueError: If the folder or one of its files is not valid.
+    A card by somebody else stays, with a warning.
     """
     path = Path(folder) / "README.md"
     if not path.exists() or is_own_card(path):
@@ -342,10 +329,7 @@ def is_own_card(path: str | os.PathLike) -> bool:
 
 
 def read_facts(path: str | os.PathLike) -> Facts:
-    """Read the facts that an earlier card was given, to write them into a new one. The title follows from the folder.
-
-    If the card is missing, or somebody made or changed it, there are no facts.
-    """
+    """Return the facts that an earlier card was given; none if it is missing, or somebody made or changed it."""
     path = Path(path)
     if not path.exists() or not is_own_card(path):
         return Facts()

@@ -15,13 +15,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from metaphrase.hub_card.card import (
-    FIGURE_NAME,
-    SECRET_FIELDS,
-    TrainedFolder,
-    read_recipe,
-    redact,
-)
+from metaphrase.hub_card.card import FIGURE_NAME, SECRET_FIELDS, TrainedFolder, read_recipe, redact
 from metaphrase.storage.folders import EXPORT_NAME, read_fields, refuse_outer_links
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import WeightFiles, weight_names
@@ -58,15 +52,10 @@ REASONS = {
 
 @dataclass
 class Selection:
-    """Files of a folder to share.
-
-    Attributes:
-        contents: Path, or bytes that replace the file, by the name in the repository.
-        left_out: The reason for each file or folder that is not shared.
-    """
+    """Files of a folder to share, by their names in the repository: a path, or bytes in place of the file."""
 
     contents: dict[str, Path | bytes] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # the reason for each file or folder
 
     def report(self, show: Callable[[str], object]) -> None:
         """Pass each line of a listing to `show`."""
@@ -143,17 +132,15 @@ def _card_pictures(folder: Path) -> list[str]:
 def check_folder(folder: Path) -> None:
     """Check that a folder holds a complete model that loads, and no secret."""
     check_model_folder(folder)
-    if (names := web_files(folder)) is not None:
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise ValueError(
-                f"`folder` must hold a whole export, but {', '.join(missing)} is missing in {str(folder)!r}."
-            )
+    exported = web_files(folder)
+    names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])] if exported is None else exported
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        kind = "model" if exported is None else "export"
+        raise ValueError(f"`folder` must hold a whole {kind}, but {', '.join(missing)} is missing in {str(folder)!r}.")
+    if exported is not None:
         return
     # Opens the files that the card is made from.
     recipe = TrainedFolder(folder).recipe or {}
-    names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
     settings = read_fields(folder / "tokenizer_config.json")
     # Code beside the model is not run here. A slow tokenizer may need a package that is not installed here.
     if settings is not None and "auto_map" not in settings:
@@ -189,10 +176,6 @@ def upload(
 
     Returns:
         The name of the repository and the id of the commit, with a space between.
-
-    Raises:
-        ValueError: If `private` is True and the repository is public.
-        OSError: If the Hub refuses or cannot be reached.
     """
     api = HfApi(token=token)
     with _naming_refusals(api, repo_id):
@@ -209,11 +192,7 @@ def upload(
 
 
 def check_access(repo_id: str, token: str | None) -> None:
-    """Check that the Hub can be reached and knows the token, before anything is written.
-
-    Raises:
-        OSError: If the Hub refuses or cannot be reached, or there is no token.
-    """
+    """Check that the Hub can be reached and knows the token, before anything is written."""
     api = HfApi(token=token)
     with _naming_refusals(api, repo_id):
         api.whoami()
@@ -222,17 +201,15 @@ def check_access(repo_id: str, token: str | None) -> None:
 @contextlib.contextmanager
 def _naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
     """Say in errors of the Hub how to mend them."""
-    hint = "log in with `hf auth login`, or set a token with write access by HF_TOKEN or --token"
     try:
         yield
-    except LocalTokenNotFoundError as error:
-        raise PermissionError(f"A token is needed to write to {repo_id!r}: {hint}.") from error
-    except HfHubHTTPError as error:
-        if error.response.status_code in (401, 403):
-            raise PermissionError(
-                f"The Hub does not let you write to {repo_id!r}: {hint}. The Hub's answer: {error}"
-            ) from error
-        raise
+    except (LocalTokenNotFoundError, HfHubHTTPError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code not in (401, 403):
+            raise
+        raise PermissionError(
+            f"A token is needed to write to {repo_id!r}: log in with `hf auth login`, or set a token with write access by "
+            f"HF_TOKEN or --token. {error}"
+        ) from error
     except HTTPError as error:
         raise ConnectionError(
             f"{api.endpoint} cannot be reached: {error or type(error).__name__}. Try again with a network."
