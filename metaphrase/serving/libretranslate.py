@@ -108,7 +108,7 @@ def make_router(service: Service) -> APIRouter:
             raise ValueError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         languages = {"source_lang": source, "target_lang": body.target}
         if suffix in _FORMATS:
-            query = Query([decode_text(content)], **languages, text_format=_FORMATS[suffix])
+            query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
             result, _ = await service.translate(request, query)
             translated = result.targets[0][0].encode()
         else:
@@ -147,14 +147,6 @@ def make_router(service: Service) -> APIRouter:
         return JSONResponse(rows)
 
     return router
-
-
-def decode_text(content: bytes) -> str:
-    """Return the text of a file."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"A text file must be UTF-8: {error}. Convert it first.") from error
 
 
 def open_file(path: Path, name: str, most_bytes: int) -> Any:

@@ -222,7 +222,7 @@ def test_a_word_document_of_many_texts_is_translated(tmp_path):
         (400, "must be a Word document, got 'a.docx'", "a.docx", b"PK\x03\x04", {}),
         (400, "must hold text to decode, got none in 'talk.srt'", "talk.srt", b"\n", {}),
         (400, "must unpack to at most", "bomb.docx", zipped(b"0" * 10**6), {}),
-        (400, "must be UTF-8", "note.txt", b"\xff\xfe\xff", {}),
+        (400, "utf-8", "note.txt", b"\xff\xfe\xff", {}),
         (400, "xx is not supported", "talk.srt", SUBTITLES, {"target": "xx"}),
         (403, "key", "talk.srt", SUBTITLES, {"api_key": "wrong"}),
         (413, "at most 4 kB", "note.txt", b"a" * 5000, {}),
