@@ -1,5 +1,6 @@
 """Scores of a model: of a test set, and of the validation sample and the tasks of a run."""
 
+import collections
 import logging
 import math
 import operator
@@ -161,7 +162,10 @@ class TaskScores:
 
 
 def _rows_by_task(tasks: list[str]) -> dict[str, list[int]]:
-    return {task: [row for row, other in enumerate(tasks) if other == task] for task in dict.fromkeys(tasks)}
+    rows = collections.defaultdict(list)
+    for row, task in enumerate(tasks):
+        rows[task].append(row)
+    return rows
 
 
 class ValidationSample:
