@@ -9,9 +9,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from source_files import ROOT, SOURCES, TREES
+from source_files import FOLDERS, ROOT, SOURCES, TREES
 
 MAX_FILES_PER_FOLDER = 20
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_RAISES = 33_000, 170, 430
+MAX_TEST_LINES = 30_000
+# What travels to the Hub beside the weights.
+MAX_HUB_LINES, MAX_HUB_FILES = 2_200, 10
+FOLDERS_AT_THE_TOP = {*FOLDERS, "benchmarks", "docs", "tests"}
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
 # The packages in the order of the table: each may import those above it.
 PAGE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8").partition("## Which package may import which")[2]
@@ -93,3 +98,14 @@ def test_modeling_is_flat_and_imports_three_libraries():
 def test_folders_are_small():
     folders = Counter(Path(file).parent.as_posix() for file in SOURCES)
     assert {folder: count for folder, count in folders.items() if count > MAX_FILES_PER_FOLDER} == {}
+
+
+def test_package_can_be_read():
+    lines = {file: source.count("\n") for file, source in SOURCES.items()}
+    travelling = [file for file in SOURCES if file.startswith("modeling/") and file != "modeling/__init__.py"]
+    assert sum(lines.values()) <= MAX_SOURCE_LINES and len(lines) <= MAX_SOURCE_FILES
+    assert sum(isinstance(node, ast.Raise) for tree in TREES.values() for node in ast.walk(tree)) <= MAX_RAISES
+    assert len(travelling) <= MAX_HUB_FILES and sum(lines[file] for file in travelling) <= MAX_HUB_LINES
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    assert sum(text.count("\n") for text in tests) <= MAX_TEST_LINES
+    assert {path.parent.name for path in ROOT.glob("*/*.py")} == FOLDERS_AT_THE_TOP
