@@ -71,7 +71,7 @@ def evaluate_generator(
     show_progress: bool | None = None,
     on_decoded: Callable[[list[str]], object] | None = None,
 ) -> tuple[dict, list[str]]:
-    """Decode a test set and score it.
+    """Generate targets for a test set and score them.
 
     Args:
         generator: Model and tokenizers.
@@ -83,12 +83,12 @@ def evaluate_generator(
         generation_options: Arguments of `generate()`, over the generation config of the model.
         num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
         show_progress: True for a bar, or lines without a terminal; None for a bar on a terminal only.
-        on_decoded: Called with the decoded texts before scoring, so that an error in scoring loses no text.
+        on_decoded: Called with the targets of the model before scoring, so that an error in scoring loses no text.
 
     Returns:
-        The content of `metrics.json`, and the decoded texts. Only a single torch model has a loss, not an ensemble or another
-        engine. `num_truncated` counts truncated sources, and `num_truncated_references` targets whose loss stops at the length
-        limit of the model. Scores are of the whole texts.
+        The content of `metrics.json`, and the targets of the model. Only a single torch model has a loss, not an ensemble or
+        another engine. `num_truncated` counts truncated sources, and `num_truncated_references` targets whose loss stops at the
+        length limit of the model. Scores are of the whole texts.
 
     Raises:
         ValueError: If the texts differ in number or are none, or the references cannot be encoded without their language.
@@ -97,7 +97,7 @@ def evaluate_generator(
     if not len(sources) == len(targets) == len(references) > 0:
         counts = f"{len(sources)}, {len(targets)} and {len(references)}"
         raise ValueError(f"Sources, targets and references must be equally many and not empty, got {counts}.")
-    # Decoding takes long: check first.
+    # Generation takes long: check first.
     check_references(references, metrics, "references")
     if generator.is_single:
         check_target_language(generator.tokenizers.target)
@@ -126,7 +126,7 @@ def evaluate_generator(
 
 
 def generation_settings(generator: Generator, generation_options: dict) -> dict:
-    """Return the settings that decoding used: the generation config of the model, the options over it, and `use_vmap` if true."""
+    """Return the settings of the search: the generation config of the model, the options over it, and `use_vmap` if true."""
     hidden = re.compile("transformers_version|use_cache|return_dict_in_generate|_.*|output_.*|.*token_id")
     settings = generator.model.generation_config.to_diff_dict()
     config = {name: value for name, value in settings.items() if not hidden.fullmatch(name)}
@@ -169,7 +169,7 @@ def _rows_by_task(tasks: list[str]) -> dict[str, list[int]]:
 
 
 class ValidationSample:
-    """Validation pairs that each evaluation decodes and scores.
+    """Validation pairs for which each evaluation generates and scores targets.
 
     Attributes:
         rows: Ascending rows of the validation pairs.

@@ -50,7 +50,7 @@ class Metrics:
         )
         self.requests = counter("requests", "Answered requests", ("route", "status"))
         self.seconds = histogram("request_seconds", "Time of a request", ("route",))
-        self._sentences = counter("sentences", "Decoded sentences")
+        self._sentences = counter("sentences", "Sentences that have a target")
         self._tokens = counter("tokens", "Tokens that the models read or wrote", ("side",))
         waiting = gauge("sentences_waiting", "Sentences that wait for the engine")
         waiting.set_function(lambda: service.batcher.num_waiting)

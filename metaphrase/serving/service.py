@@ -198,7 +198,7 @@ class Service:
                 task.cancel()
 
     async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
-        """Decode the texts of a request."""
+        """Generate the targets of a request."""
         check_query(query, self.limits)
 
         def work(ticket: Ticket) -> Answer:
@@ -270,7 +270,7 @@ def splitting_language(model: ServedModel, query: Query) -> str | bool:
 
 
 def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
-    """Decode the texts of a request."""
+    """Generate the targets of a request."""
     if isinstance(model, Pivot):
         if query.terms:
             names = f"{model.first.name} and {model.second.name}"
