@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import anyio
 from fastapi import Request
 
-from metaphrase.inference.generator import split_texts
+from metaphrase.inference.generator import Generator, split_texts
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import Pivot, ServedModel, UnknownModelError, base_code, identify_languages
@@ -262,11 +262,15 @@ def check_query(query: Query, limits: Limits) -> None:
         raise ValueError(f"The number of targets must be from 1 to {limits.max_beams}, got {query.num_targets!r}.")
 
 
-def splitting_language(model: ServedModel, query: Query) -> str | bool:
-    """Return the language to split texts into sentences by, True for the generator's, or False to keep them whole."""
-    if not (model.task == "translation" if query.split_sentences is None else query.split_sentences):
-        return False
-    return next((base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code), True)
+def open_model(model: ServedModel, query: Query, ticket: Ticket) -> tuple[Generator, dict[str, Any], str | bool]:
+    """Return the generator of a request, its options of `generate()`, and its value of `split_sentences`.
+
+    This is the language to split texts by, True for the generator's, or False to keep them whole.
+    """
+    generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
+    is_split = model.task == "translation" if query.split_sentences is None else query.split_sentences
+    codes = (base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code)
+    return generator, complete_sampling(query.options) | language_options, is_split and next(codes, True)
 
 
 def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
@@ -279,9 +283,7 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
         texts = [row[0] for row in first.targets]
         last = answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
         return Answer(last.targets, first.num_unfinished + last.num_unfinished)
-    generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
-    options = complete_sampling(dict(query.options)) | language_options
-    split_sentences = splitting_language(model, query)
+    generator, options, split_sentences = open_model(model, query, ticket)
     needs_decoder = query.text_format != "text" or bool(query.terms)
     if query.num_targets > 1:
         if needs_decoder:
@@ -340,13 +342,12 @@ class TargetStream:
     async def _pieces(self) -> AsyncIterator[str]:
         service, query = self._service, self.query
         with service.admit(query.seed) as ticket:
-            generator, language_options = self._model.open(ticket, query.source_lang, query.target_lang)
-            options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
-            language = splitting_language(self._model, query)
+            generator, options, split_sentences = open_model(self._model, query, ticket)
+            options["num_return_sequences"] = 1
 
             def split() -> Document:
                 with service.text_work(query, ticket):
-                    return split_texts([generator], query.texts, language)[0][0]
+                    return split_texts([generator], query.texts, split_sentences)[0][0]
 
             document = await service.run_in_thread(split)
             lead, *gaps = document.layout

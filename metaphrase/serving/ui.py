@@ -15,7 +15,7 @@ from metaphrase.inference.generator import split_texts
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.models import ServedModel, name_of
-from metaphrase.serving.service import Query, Service, answer, check_query, splitting_language
+from metaphrase.serving.service import Query, Service, answer, check_query, open_model
 
 _FOLDER = Path(__file__).with_name("page")
 _POLICY = (
@@ -115,8 +115,8 @@ def _describe(model: ServedModel) -> dict[str, Any]:
 
 
 def _translate(model: ServedModel, query: Query, ticket: Ticket) -> dict[str, Any]:
-    generator, _ = model.open(ticket, query.source_lang, query.target_lang)
-    [document], _ = split_texts([generator], query.texts, splitting_language(model, query))
+    generator, _, split_sentences = open_model(model, query, ticket)
+    [document], _ = split_texts([generator], query.texts, split_sentences)
     # Alternatives of a sentence, and not of the whole text, are of use to a reader.
     query = dataclasses.replace(query, texts=document.sentences, split_sentences=False)
     result = answer(model, query, ticket)
