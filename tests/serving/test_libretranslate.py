@@ -9,13 +9,10 @@ import pytest
 import requests
 from identity_engine import identity_generator
 from libretranslatepy import LibreTranslateAPI
-from local_server import running, upper_service
+from local_server import running, translators, upper_service
 from tiny_generator import tiny_generator
 
 from metaphrase.serving import libretranslate
-from metaphrase.serving.batcher import Batcher
-from metaphrase.serving.models import ServedModel
-from metaphrase.serving.service import Service
 from metaphrase.texts.plan import Terms
 
 LONG_GERMAN = "Der kleine Hund läuft durch den Garten und die Katze schläft in der Sonne."
@@ -59,18 +56,12 @@ def test_client_detects_a_language(client):
 
 
 def test_source_auto_finds_a_model_for_each_text():
-    batcher, upper, lower = Batcher(), identity_generator(str.upper), identity_generator(str.lower)
-    models = [
-        ServedModel(f"{source}-fr", generator, batcher, languages=(source, "fr"), task="translation")
-        for source, generator in (("en", upper), ("de", lower))
-    ]
+    service = translators({"en-fr": identity_generator(str.upper), "de-fr": identity_generator(str.lower)})
     texts = [LONG_GERMAN, "The small dog runs through the garden, and the cat sleeps in the sun."]
-    with running(Service(models, batcher)) as url:
-        answer = requests.post(url + "/translate", json={"q": texts, "source": "auto", "target": "fr"}).json()
+    with running(service) as url:
         # Too short to tell its language, a text has that of all texts together.
-        short = requests.post(
-            url + "/translate", json={"q": ["OK", LONG_GERMAN], "source": "auto", "target": "fr"}
-        ).json()
+        bodies = [{"q": q, "source": "auto", "target": "fr"} for q in (texts, ["OK", LONG_GERMAN])]
+        answer, short = (requests.post(url + "/translate", json=body).json() for body in bodies)
     assert answer["translatedText"] == [LONG_GERMAN.lower(), texts[1].upper()]
     assert [row["language"] for row in answer["detectedLanguage"]] == ["de", "en"]
     assert all(90 < row["confidence"] <= 100 for row in answer["detectedLanguage"])
@@ -78,13 +69,9 @@ def test_source_auto_finds_a_model_for_each_text():
 
 
 def test_two_models_translate_one_after_the_other():
-    batcher = Batcher()
     changes = {"de-en": lambda text: text + " first", "en-fr": str.upper}
-    models = [
-        ServedModel(name, identity_generator(change), batcher, languages=tuple(name.split("-")), task="translation")
-        for name, change in changes.items()
-    ]
-    service = Service(models, batcher, glossaries={"pets": Terms(glossary={"cat": "Kater"})})
+    generators = {name: identity_generator(change) for name, change in changes.items()}
+    service = translators(generators, glossaries={"pets": Terms(glossary={"cat": "Kater"})})
     with running(service) as url:
         fields = {"source": "de", "target": "fr"}
         answers = [
@@ -134,9 +121,8 @@ def test_keys_may_stand_in_the_header(guarded_url):
 def test_markup_and_alternatives_of_a_model():
     with running(upper_service(tiny_generator())) as url:
         languages = {"source": "en", "target": "de"}
-        page = requests.post(
-            url + "/translate", json={"q": "<p>the <b>cat</b></p>", "format": "html", "alternatives": 1, **languages}
-        ).json()
+        body = {"q": "<p>the <b>cat</b></p>", "format": "html", "alternatives": 1, **languages}
+        page = requests.post(url + "/translate", json=body).json()
         assert page["translatedText"].startswith("<p>") and page["translatedText"].count("</b>") == 1
         assert page["alternatives"] == []
         answer = requests.post(url + "/translate", json={"q": ["the cat"], "alternatives": 3, **languages}).json()
@@ -185,16 +171,12 @@ def test_the_server_keeps_the_last_files(guarded_url, monkeypatch):
 
 
 def test_a_file_has_one_language():
-    batcher, upper, lower = Batcher(), identity_generator(str.upper), identity_generator(str.lower)
-    models = [
-        ServedModel(f"{source}-fr", generator, batcher, languages=(source, "fr"), task="translation")
-        for source, generator in (("en", upper), ("de", lower))
-    ]
+    service = translators({"en-fr": identity_generator(str.upper), "de-fr": identity_generator(str.lower)})
     english = "The small dog runs through the garden."
     content = SUBTITLES.replace(b"<i>the dog</i>", f"{LONG_GERMAN} {LONG_GERMAN}".encode()).replace(
         b"sleeps.", english.encode()
     )
-    with running(Service(models, batcher)) as url:
+    with running(service) as url:
         answer = upload(url, "talk.srt", content, source="auto", target="fr")
         text = requests.get(answer.json()["translatedFileUrl"]).text
     assert text.endswith(english.lower() + "\n")
@@ -243,7 +225,7 @@ FIELDS = "".join(part(f'form-data; name="{name}"', text) for name, text in (("so
 
 def send_form(url, body, kind="multipart/form-data; boundary=a"):
     headers = {"Content-Type": kind, "Authorization": "Bearer right"}
-    return requests.post(url + "/translate_file", data=body.encode(), headers=headers, timeout=5)
+    return requests.post(url + "/translate_file", data=body.encode(), headers=headers, timeout=20)
 
 
 @pytest.mark.parametrize(

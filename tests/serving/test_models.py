@@ -5,6 +5,7 @@ import time
 
 import pytest
 from identity_engine import identity_generator
+from local_server import translators
 from tiny_generator import save_generator, tiny_generator
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 
@@ -100,29 +101,26 @@ def test_each_request_has_its_own_languages(batcher):
         model.open(ticket, "fr", "de")
 
 
-def test_language_of_another_model_is_refused(batcher):
-    models = [
-        ServedModel(name, identity_generator(), batcher, languages=tuple(name.split("-")), task="translation")
-        for name in ("en-de", "de-en")
-    ]
-    service = Service(models, batcher)
-    assert service.find_model(None) is service.find_model("en-de") is service.find_translator("en", "DE") is models[0]
-    assert service.find_translator(None, "en-US") is models[1]
+def test_language_of_another_model_is_refused():
+    service = translators(dict.fromkeys(("en-de", "de-en"), identity_generator()))
+    first, second = service.models.values()
+    assert service.find_model(None) is service.find_model("en-de") is service.find_translator("en", "DE") is first
+    assert service.find_translator(None, "en-US") is second
     for find in (lambda: service.find_model("other"), lambda: service.find_translator("en", "fr")):
         with pytest.raises(UnknownModelError):
             find()
     with pytest.raises(UnknownModelError, match="must know the language 'fr'"):
-        models[0].open(Ticket(time.monotonic() + 60), "fr", "de")
+        first.open(Ticket(time.monotonic() + 60), "fr", "de")
     with pytest.raises(ValueError, match="a name of its own, got en-de, en-de"):
-        Service([models[0], models[0]], batcher)
+        Service([first, first], service.batcher)
+    service.batcher.close()
 
 
-def test_pairs_of_two_models(batcher):
+def test_pairs_of_two_models():
     def serve(*names):
-        generator = identity_generator()
-        pairs = [(name, tuple(name.split("-"))) for name in names]
-        models = [ServedModel(name, generator, batcher, languages=pair, task="translation") for name, pair in pairs]
-        return Service(models, batcher)
+        service = translators(dict.fromkeys(names, identity_generator()))
+        service.batcher.close()
+        return service
 
     def find(service, source, target):
         route = service.find_translator(source, target)

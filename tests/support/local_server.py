@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import uvicorn
 from identity_engine import identity_generator
@@ -15,15 +15,19 @@ from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
 
 
-def upper_service(generator: Generator | None = None, **options) -> Service:
-    """Return a service with the models en-de and de-en, which write sources in upper case, unless another generator is given."""
+def translators(generators: Mapping[str, Generator], **options) -> Service:
+    """Return a service with models for translation, whose names such as en-de are their languages."""
     batcher = Batcher()
-    generator = generator or identity_generator(str.upper)
     models = [
         ServedModel(name, generator, batcher, languages=tuple(name.split("-")), task="translation")
-        for name in ("en-de", "de-en")
+        for name, generator in generators.items()
     ]
     return Service(models, batcher, **options)
+
+
+def upper_service(generator: Generator | None = None, **options) -> Service:
+    """Return a service with the models en-de and de-en, which write sources in upper case, unless another generator is given."""
+    return translators(dict.fromkeys(("en-de", "de-en"), generator or identity_generator(str.upper)), **options)
 
 
 def demo_service() -> Service:
