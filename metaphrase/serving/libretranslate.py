@@ -95,33 +95,15 @@ def make_router(service: Service) -> APIRouter:
             ]
         return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
 
-    files: dict[str, bytes] = {}
-    # A document may need much memory. So only one is read at a time.
-    reading, most_bytes = asyncio.Lock(), _UNPACKED * 1024 * service.limits.max_body_kilobytes
+    files, reading = {}, asyncio.Lock()
 
     @router.post("/translate_file")
     async def translate_file(request: Request) -> Response:
         body, name, content = await read_upload(request, File)
         check_key(request, body.api_key)
-        source, suffix = check_languages(body.source, body.target), Path(name).suffix.lower()
-        if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
-            raise ValueError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
-        languages = {"source_lang": source, "target_lang": body.target}
-        if suffix in _FORMATS:
-            query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
-            result, _ = await service.translate(request, query)
-            translated = result.targets[0][0].encode()
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / f"file{suffix}"
-                path.write_bytes(content)
-                async with reading:
-                    file = await service.run_in_thread(lambda: open_file(path, name, most_bytes))
-                query = Query(file.texts, **languages, text_format="xml", split_sentences=True, is_file=True)
-                result, _ = await service.translate(request, query)
-                await service.run_in_thread(lambda: file.write([row[0] for row in result.targets], path))
-                translated = path.read_bytes()
-        name = secrets.token_urlsafe(16) + suffix
+        languages = {"source_lang": check_languages(body.source, body.target), "target_lang": body.target}
+        translated = await translate_content(service, request, name, content, languages, reading)
+        name = secrets.token_urlsafe(16) + Path(name).suffix.lower()
         files[name] = translated
         while len(files) > _MOST_FILES:
             del files[next(iter(files))]
@@ -147,6 +129,34 @@ def make_router(service: Service) -> APIRouter:
         return JSONResponse(rows)
 
     return router
+
+
+async def translate_content(
+    service: Service,
+    request: Request,
+    name: str,
+    content: bytes,
+    languages: dict[str, str | None],
+    reading: asyncio.Lock,
+) -> bytes:
+    """Return the translation of a file with this name and content. Documents may need much memory: `reading` admits one."""
+    suffix = Path(name).suffix.lower()
+    if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
+        raise ValueError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
+    if suffix in _FORMATS:
+        query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
+        result, _ = await service.translate(request, query)
+        return result.targets[0][0].encode()
+    most_bytes = _UNPACKED * 1024 * service.limits.max_body_kilobytes
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"file{suffix}"
+        path.write_bytes(content)
+        async with reading:
+            file = await service.run_in_thread(lambda: open_file(path, name, most_bytes))
+        query = Query(file.texts, **languages, text_format="xml", split_sentences=True, is_file=True)
+        result, _ = await service.translate(request, query)
+        await service.run_in_thread(lambda: file.write([row[0] for row in result.targets], path))
+        return path.read_bytes()
 
 
 def open_file(path: Path, name: str, most_bytes: int) -> Any:
