@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import EXPORT_NAME, check_output, folder_in_one_step, write_provenance
-from metaphrase.storage.loading import check_model_folder, load_model
+from metaphrase.storage.loading import check_model_folder, load_pretrained
 from metaphrase.tokenization import TokenizerPair
 
 # Sinusoids have no limit, but a table has. A longer text raises an error.
@@ -41,7 +41,7 @@ def export_folder(
     config = MetaphraseConfig.from_pretrained(source)
     if obstacles := obstacles_of(config):
         raise ValueError(f"The format {provenance['to']} cannot express {'; '.join(obstacles)}.")
-    model = load_model(source, config=config, trust_remote_code=False, **load_options).eval()
+    model = load_pretrained(source, config=config, trust_remote_code=False, **load_options).eval()
     tokenizers = TokenizerPair.from_pretrained(source)
     with folder_in_one_step(output, check) as partial:
         tokenizers.save_pretrained(partial)

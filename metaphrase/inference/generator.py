@@ -53,7 +53,7 @@ from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.storage.folders import members_of
 from metaphrase.storage.generation_options import complete_sampling
-from metaphrase.storage.loading import check_device, default_device, is_exported, load_model, naming
+from metaphrase.storage.loading import check_device, default_device, is_exported, load_pretrained, naming
 from metaphrase.texts.documents import Document, keep_whole, split_documents
 from metaphrase.texts.plan import find_loop
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
@@ -775,4 +775,4 @@ def _load_model(
             f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(dtype)!r}."
         )
     weight_type = "auto" if dtype == "auto" else weight_type
-    return load_model(name_or_path, dtype=weight_type, trust_remote_code=trust_remote_code).to(device).eval()
+    return load_pretrained(name_or_path, dtype=weight_type, trust_remote_code=trust_remote_code).to(device).eval()

@@ -64,7 +64,7 @@ def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig
                 )
 
 
-def load_model(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
     """Load a model by `AutoModelForSeq2SeqLM.from_pretrained`. Raise a `ValueError` for damaged, missing or infinite weights.
 
     transformers only warns, and fills missing weights at random. Models of other families still load with that

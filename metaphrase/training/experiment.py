@@ -56,7 +56,7 @@ from metaphrase.training.model_setup import (
     fit_vocabulary,
     load_base,
     longest_sequences,
-    set_generation_config,
+    settle_decoding,
 )
 from metaphrase.training.optimizer import FrozenStart, check_optimizer, freeze
 from metaphrase.training.r_drop import check_r_drop
@@ -287,7 +287,7 @@ class Experiment:
             tokenizers.declare_max_length(positions)
         # By default, generate() stops at 20 tokens.
         limit = recipe.generation_max_length or self.corpus.limits[1] + 1
-        set_generation_config(model, recipe, limit, languages)
+        settle_decoding(model, recipe, limit, languages)
         if recipe.r_drop_alpha:
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze and recipe.freeze_steps is None:

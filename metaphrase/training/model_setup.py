@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, Pr
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.generation_options import use_floats
-from metaphrase.storage.loading import load_model, naming
+from metaphrase.storage.loading import load_pretrained, naming
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.checkpointing.sharding import whole_shape
 from metaphrase.training.recipe.recipe import Recipe
@@ -50,7 +50,7 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
         logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)
         dtype = torch.float32
     if with_weights:
-        return load_model(name, dtype=dtype, trust_remote_code=False)
+        return load_pretrained(name, dtype=dtype, trust_remote_code=False)
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
     try:
         model.generation_config = GenerationConfig.from_pretrained(name)
@@ -118,9 +118,7 @@ _OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "num_beam_groups": 
 _OF_DETAILED_RESULTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 
-def set_generation_config(
-    model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]
-) -> None:
+def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]) -> None:
     """Set the generation settings of a model such that transformers can save them with each checkpoint.
 
     transformers refuses to save settings that contradict each other. Settings of a base model without effect, such as the

@@ -13,7 +13,7 @@ from tiny_generator import tiny_pair
 
 from metaphrase.inference import Generator
 from metaphrase.scripts.__main__ import run
-from metaphrase.storage.loading import check_model_folder, load_model
+from metaphrase.storage.loading import check_model_folder, load_pretrained
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, is_finite, write_weights
 from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
@@ -114,17 +114,17 @@ def test_weights_that_are_not_finite_are_refused(subcommand, folder, tmp_path, c
 
 def test_weights_that_float16_cannot_hold_are_refused_and_others_are_those_saved(folder):
     change_weights(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), 1e5))
-    model = load_model(folder, trust_remote_code=False)
+    model = load_pretrained(folder, trust_remote_code=False)
     assert torch.equal(model.state_dict()[LOST], load_file(folder / "model.safetensors")[LOST])
     with pytest.raises(ValueError, match=rf"`{LOST}` of \S+ must hold finite numbers"):
-        load_model(folder, dtype=torch.float16, trust_remote_code=False)
+        load_pretrained(folder, dtype=torch.float16, trust_remote_code=False)
 
 
 def test_other_families_may_make_weights_anew(others, tmp_path):
     # BART's head is its embedding, and a bias that no checkpoint need hold is zero.
     folder = shutil.copytree(others / "bart", tmp_path / "bart")
     change_weights(folder, lambda tensors: tensors.pop("final_logits_bias"))
-    assert (load_model(folder, trust_remote_code=False).final_logits_bias == 0).all()
+    assert (load_pretrained(folder, trust_remote_code=False).final_logits_bias == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -160,7 +160,7 @@ def test_no_pickle_is_ever_opened(folder, is_in_index, tmp_path, monkeypatch, ca
     message = "must name .safetensors files" if is_in_index else "`metaphrase convert` reads pytorch_model.bin, too"
     assert run_subcommand("attention", folder, tmp_path) == 2
     assert message in capsys.readouterr().err
-    for load in (load_model, Generator.from_pretrained):
+    for load in (load_pretrained, Generator.from_pretrained):
         with pytest.raises(ValueError, match=re.escape(message)):
             load(folder, trust_remote_code=False)
 
