@@ -23,6 +23,8 @@ NORMALIZATIONS = ("nfc", "nfd", "nfkc", "nfkd")
 # These kinds learn pieces until the vocabulary is full.
 KINDS_THAT_FILL_A_VOCABULARY = ("byte_bpe", "bpe", "unigram")
 KINDS_WITH_ALL_BYTES = ("byte_bpe", "byte", "char", "word")
+# Kinds with merges, of which `subword_sampling` skips some.
+SAMPLED_KINDS = ("byte_bpe", "bpe")
 DEFAULT_VOCAB_SIZE = 8000
 # First entries of every vocabulary. Kinds with all bytes never produce the unknown token. No tokenizer adds the beginning: the
 # model does, as it shifts labels right.

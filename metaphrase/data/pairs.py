@@ -242,6 +242,8 @@ def pair_formatter(output: str | None) -> Callable[[str, str], str]:
 
 SPLITS = ("train", "validation", "test")
 LENGTH_COLUMNS = ("source_length", "target_length")
+# Changes of training pairs that a recipe may ask for.
+AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words")
 
 Policy = Literal["error", "skip"]
 # Name of the task of a pair, where a run has several.

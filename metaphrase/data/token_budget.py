@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from metaphrase.augmentation.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
 from metaphrase.modeling import IGNORED_LABEL
@@ -281,6 +280,21 @@ def uncounted(pair: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
     return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}
 
 
+def announce_epoch(loader: DataLoader, epoch: int) -> None:
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth.
+
+    The loaders of accelerate stop at the first sampler that takes an epoch.
+    """
+    parts = [loader, loader.dataset]
+    sampler = loader.batch_sampler
+    while sampler is not None:
+        parts += [sampler, getattr(sampler, "sampler", None)]
+        sampler = getattr(sampler, "batch_sampler", None)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
 Pair = Mapping[str, Sequence[int]]
 _ROWS_PER_READ = 1000
 # The counts of a report, in the order of the shared tensor.
@@ -293,7 +307,7 @@ class PairStream:
     Pairs are dropped and counted as by `encode_pairs`. `rules` are the other fields of `PairEncoder`.
     """
 
-    def __init__(self, texts: PairSource, tokenizers: TokenizerPair, augmenter: Augmenter | None = None, **rules: Any):
+    def __init__(self, texts: PairSource, tokenizers: TokenizerPair, augmenter: Callable | None = None, **rules: Any):
         self.texts, self.encode, self.augmenter = texts, PairEncoder(tokenizers, **rules), augmenter
         # Shared memory: the workers of a loader read, each with a copy of this stream.
         self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64).share_memory_()

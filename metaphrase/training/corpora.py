@@ -1,6 +1,5 @@
 """Corpora: training, validation and test data of a recipe, of one or of several parts, from files to data sets of token ids."""
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,16 +11,6 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter
-from metaphrase.augmentation.denoising import (
-    DenoisingDataset,
-    load_texts,
-    longest_block,
-    make_objective,
-    objective_tokens,
-    text_blocks,
-)
-from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import (
     SPLITS,
@@ -35,15 +24,12 @@ from metaphrase.data.pairs import (
 )
 from metaphrase.data.stages import StagedPairs, parse_stages
 from metaphrase.data.token_budget import PairStream, TokenBudgetStream
-from metaphrase.filtering.lexicon import learn_terms
-from metaphrase.filtering.run import sample_pairs
+from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-# It bounds time and memory.
-_MAX_LEARNED_PAIRS = 100_000
 _TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
@@ -122,43 +108,22 @@ class PairCorpus:
         encoded = self._encode_plain(tokenizers)
         # A stream augments its pairs itself.
         if isinstance(encoded["train"], datasets.Dataset) and (augmenter := self._augmenter(tokenizers)) is not None:
-            encoded["train"] = AugmentedPairs(encoded["train"], augmenter)
+            encoded["train"] = augmenter.augment(encoded["train"])
         return encoded
 
     def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         return {name: self._encode(name, tokenizers) for name in SPLITS if name in self.splits}
 
-    def _augmenter(self, tokenizers: TokenizerPair) -> Augmenter | None:
-        recipe = self.recipe
-        if not recipe.is_augmented:
+    def _augmenter(self, tokenizers: TokenizerPair) -> Any:
+        """Return the `Augmenter` of the training pairs, or None if they stay as they are."""
+        if not self.recipe.is_augmented:
             return None
-        rates, terms, rare_words = recipe.augmentation, None, None
-        if "rare_words" in rates:
-            rare_words = self.rare_words
-            if not rare_words.substitutes:
-                raise ValueError(
-                    "`augmentation.rare_words` must be left out for pairs without words that may stand in the place of others."
-                )
-        if "terms" in rates:
-            terms = learn_terms(self._sample())
-            if not terms:
-                raise ValueError(
-                    "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
-                )
-            logger.info("%sLearned %d terms, to insert some into sources.", self.label, len(terms))
-        return Augmenter(
-            tokenizers, self.seed, self.limits, recipe.subword_sampling, rates, self._prefixes(), terms, rare_words
-        )
+        option = "augmentation" if self.recipe.augmentation else "subword_sampling"
+        return needed_plugin("augmentation", option)(self, tokenizers)
 
-    @functools.cached_property
-    def rare_words(self) -> RareWords:
-        """Words of the training pairs, with their translations, that may take the places of others."""
-        return RareWords.learn(self._sample())
-
-    def _sample(self) -> list[tuple[str, str]]:
-        return sample_pairs(zip(*self.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
-
-    def _prefixes(self) -> list[str]:
+    @property
+    def prefixes(self) -> list[str]:
+        """Prefixes of the sources."""
         return [self.recipe.source_prefix] if self.recipe.source_prefix else []
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
@@ -251,45 +216,6 @@ class StreamedPairCorpus(PairCorpus):
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
 
 
-class TextCorpus(PairCorpus):
-    """Plain text, from which a denoising objective makes pairs: the corrupted text and its hidden spans."""
-
-    def _check(self) -> None:
-        self.recipe.data_path("train_text_file")
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        return objective_tokens(self.recipe.objective, self.recipe.num_sentinels)
-
-    def load(self) -> None:
-        for split in ("train", "validation"):
-            if getattr(self.recipe, f"{split}_text_file") is not None:
-                path = self.recipe.data_path(f"{split}_text_file")
-                max_samples = getattr(self.recipe, f"max_{split}_samples")
-                options = {name: getattr(self.recipe, name) for name in ("invalid_utf8", "max_line_characters")}
-                self.splits[split] = load_texts(path, max_samples, **options)
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        texts = self.splits["train"]
-        if self.recipe.invalid_utf8 == "skip":
-            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Selecting valid UTF-8")
-        return column_texts(texts, "text"), ()
-
-    def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
-        recipe = self.recipe
-        objective = make_objective(recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length)
-        length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
-        blocks, self.reports[split] = text_blocks(self.splits[split], tokenizers, length)
-        logger.info("%s: %s", split, self.reports[split])
-        return DenoisingDataset(blocks, objective, self.seed)
-
-    def scored_split(self) -> None:
-        return None
-
-    def sizes(self) -> dict[str, int]:
-        return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
-
-
 def _fit_limits(recipe: Recipe, longest: tuple[int | None, int | None]) -> Recipe:
     """Return the recipe with default length limits lowered to what the model can read."""
     # A decoded sequence has a start token, which labels lack, and its last token is never read.
@@ -347,8 +273,9 @@ class _PartedCorpus(PairCorpus):
             self.reports |= {f"{name}/{split}": report for split, report in part.reports.items()}
         return encoded
 
-    def _prefixes(self) -> list[str]:
-        return [prefix for corpus in self.parts.values() for prefix in corpus._prefixes()]
+    @property
+    def prefixes(self) -> list[str]:
+        return [prefix for corpus in self.parts.values() for prefix in corpus.prefixes]
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -428,7 +355,7 @@ def open_corpus(
     if recipe.tasks or recipe.stages:
         kind = TaskCorpus if recipe.tasks else StagedCorpus
     elif recipe.objective != "pairs":
-        kind = TextCorpus
+        kind = needed_plugin("objective", "objective")
     else:
         kind = StreamedPairCorpus if recipe.streaming else PairCorpus
     return kind(recipe, arguments, longest)
