@@ -3,7 +3,7 @@
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -394,7 +394,7 @@ _FEATURES = datasets.Features(
 )
 TEXTS_PER_CALL = 1000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 @dataclass
@@ -434,18 +434,13 @@ def load_texts(
     With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
     features = datasets.Features({"text": datasets.Value("string")})
-    arguments = {"path": str(file), "keep_invalid": invalid_utf8 == "skip", "limit": max_line_characters}
-    texts = read_cached(_generate_texts, (str(file),), features, CACHE_VERSION, cache_dir, arguments)
+    options = invalid_utf8 == "skip", max_line_characters
+    texts = read_cached(
+        lambda: zip(iterate_lines(file, *options)), features, (options, CACHE_VERSION), (str(file),), cache_dir
+    )
+    if not len(texts):
+        raise ValueError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
-
-
-def _generate_texts(path: str, cache_key: Any, keep_invalid: bool, limit: int) -> Iterator[dict[str, str | None]]:
-    is_empty = True
-    for line in iterate_lines(path, keep_invalid, limit):
-        is_empty = False
-        yield {"text": line}
-    if is_empty:
-        raise ValueError(f"A text file must hold at least one line, got none in {path}.")
 
 
 def text_blocks(
