@@ -37,6 +37,12 @@ PUBLIC_NAMES = {
         "word_alignment": "metaphrase.analysis.alignment",
         "word_weights": "metaphrase.analysis.alignment",
     },
+    "metaphrase.tokenization": {
+        "word_ids_by_offsets": "metaphrase.analysis.words",
+        "words_of_decoded": "metaphrase.analysis.words",
+        "words_of_source": "metaphrase.analysis.words",
+        "words_of_target": "metaphrase.analysis.words",
+    },
 }
 
 

@@ -81,11 +81,6 @@ class LengthGroupedSampler(Sampler[int]):
         yield from order[num_full * self.batch_size :]
 
 
-def padded_cost(lengths: np.ndarray) -> int:
-    """Return the tokens of a padded batch of pairs `(pairs, 2)`, both sides together: what `max_tokens_per_batch` bounds."""
-    return len(lengths) * int(lengths.max(axis=0).sum())
-
-
 def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     """Return lengths rounded up to a multiple, as a collator pads."""
     return -(-lengths // multiple) * multiple
@@ -209,7 +204,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
         The budget bounds the padded tokens of both sides, and must hold the longest pair.
         """
-        self._num_tokens = int(np.sum(lengths))
         self.lengths = as_padded(lengths, max_tokens_per_batch, length_multiple)
         self.max_tokens_per_batch, self.seed, self.epoch = max_tokens_per_batch, seed, 0
         self.num_processes, self.process_index = num_processes, process_index
@@ -250,11 +244,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return islice(self.epoch_batches(self.epoch), self.process_index, None, self.num_processes)
-
-    def padding_share(self) -> float:
-        """Return the share of padding in the tokens of the first epoch, from 0 to 1, if all batches are padded."""
-        batches = (np.array(batch) % len(self.lengths) for batch in self.epoch_batches(0))
-        return 1 - self._num_tokens / sum(padded_cost(self.lengths[batch]) for batch in batches)
 
 
 class WithFillers(Dataset):
