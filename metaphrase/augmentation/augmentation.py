@@ -115,11 +115,11 @@ class SubwordSampler:
         if merged >= num_merges:
             return plain
         for _ in range(merged):
-            ids = _merge(ids, self._permitted_merges(ids)[0])
+            ids = _apply(self._permitted_merges(ids)[0], ids)
         # The number of merges that are skipped before one is made.
         skipped = 1 + int(log(1 - draw()) / self._log_skipped)
         while skipped < len(merges := self._permitted_merges(ids)):
-            ids = _merge(ids, merges[skipped])
+            ids = _apply(merges[skipped], ids)
             skipped = int(log(1 - draw()) / self._log_skipped)
         return ids
 
@@ -135,19 +135,15 @@ class SubwordSampler:
         """Return start and merged id of each permitted merge, first learned first."""
         merges = self._permitted.get(ids)
         if merges is None:
-            ranked = [
-                (*merge, start)
-                for start, pair in enumerate(pairwise(ids))
-                if (merge := self._merges.get(pair)) is not None
-            ]
-            ranked.sort(key=lambda merge: (merge[0], merge[2]))
-            merges = [(start, merged) for _, merged, start in ranked]
+            found = [(self._merges[pair], start) for start, pair in enumerate(pairwise(ids)) if pair in self._merges]
+            # A rank belongs to one merge, so that equal ones are sorted by their start.
+            merges = [(start, merged) for (_, merged), start in sorted(found)]
             if len(self._permitted) < _MAX_STATES:
                 self._permitted[ids] = merges
         return merges
 
 
-def _merge(ids: Ids, merge: tuple[int, int]) -> Ids:
+def _apply(merge: tuple[int, int], ids: Ids) -> Ids:
     start, merged = merge
     return (*ids[:start], merged, *ids[start + 2 :])
 
@@ -212,17 +208,15 @@ class Augmenter:
                 return sampler(encoding, generators[number])
 
             sides.append(encode(list(side), None if sampler is None else segment))
-        return [self._within_limits(*row) for row in zip(pairs, texts, zip(*sides, strict=True), strict=True)]
-
-    def _within_limits(
-        self, pair: Mapping[str, Any], texts: tuple[str, str], ids: tuple[list[int], list[int]]
-    ) -> dict[str, list[int]]:
-        """Return the new ids of a pair, and its own for a side that is too long."""
-        fits = [len(side) <= limit for side, limit in zip(ids, self.limits, strict=True)]
-        if texts[1] != pair["target"]:
-            # A change of both sides, such as upper case, must not reach one alone.
-            fits = [all(fits)] * 2
-        return {name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)}
+        changed = []
+        for pair, (_, target), *ids in zip(pairs, texts, *sides, strict=True):
+            # A side that is too long stays as it was.
+            fits = [len(side) <= limit for side, limit in zip(ids, self.limits, strict=True)]
+            if target != pair["target"]:
+                # A change of both sides, such as upper case, must not reach one alone.
+                fits = [all(fits)] * 2
+            changed.append({name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)})
+        return changed
 
     def change_texts(self, source: str, target: str, random: Random) -> tuple[str, str]:
         """Return source and target with the changes of text that are drawn for the pair."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import numpy as np
@@ -42,11 +42,9 @@ class SpanCorruption:
 
     The block `Thank you for inviting me to your party last week` may become the source
     `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`, each with an end-of-sequence token.
-    As in the published training code, no further sentinel ends the target.
 
-    The length of a block decides how many tokens and spans are hidden; the generator decides which ones. As in the paper's
-    code, kept and hidden parts alternate and begin with a kept one: the first token is always kept and the last one always
-    hidden. A single span (up to 30 tokens by default) therefore never moves.
+    The length of a block decides how many tokens and spans are hidden. As in the paper's code, kept and hidden parts alternate
+    and begin with a kept one, and no further sentinel ends the target. A single span therefore never moves.
 
     Source: Raffel et al. 2020, sections 3.1.4, 3.3.3 and 3.3.4 (arXiv 1910.10683).
     """
@@ -55,10 +53,8 @@ class SpanCorruption:
     eos_token_id: int
     noise_density: float = 0.15
     mean_span_length: float = 3.0
-    # If false, `lengths` are upper bounds.
-    lengths_are_exact: ClassVar[bool] = True
 
-    def noise_counts(self, block_length: int) -> tuple[int, int]:
+    def count_noise(self, block_length: int) -> tuple[int, int]:
         """Return the numbers of hidden tokens and of spans of a block."""
         num_noise = min(max(round(block_length * self.noise_density), 1), block_length - 1)
         num_spans = max(round(num_noise / self.mean_span_length), 1)
@@ -67,15 +63,15 @@ class SpanCorruption:
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         """Return the tokens of source and target of a block, with end-of-sequence tokens."""
-        num_noise, num_spans = self.noise_counts(block_length)
+        num_noise, num_spans = self.count_noise(block_length)
         return block_length - num_noise + num_spans + 1, num_noise + num_spans + 1
 
     def num_sentinels(self, block_length: int) -> int:
-        return self.noise_counts(block_length)[1]
+        return self.count_noise(block_length)[1]
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return source and target of a block of ids `(tokens,)`."""
-        num_noise, num_spans = self.noise_counts(len(block))
+        num_noise, num_spans = self.count_noise(len(block))
         hidden = random_segmentation(num_noise, num_spans, generator)
         ends = np.cumsum(random_segmentation(len(block) - num_noise, num_spans, generator) + hidden)
         return replace_spans(block, np.stack([ends - hidden, ends], axis=1), self.sentinel_ids, self.eos_token_id)
@@ -106,15 +102,12 @@ def replace_spans(
 class TextInfilling:
     """Objective that shuffles the sentences of a block and replaces spans of tokens by one mask each. The target is the block.
 
-    Both sides get an end-of-sequence token. Sentences are shuffled within their document: an end-of-sequence token inside the
-    block ends a document and stays in place until masking, which treats it as any other token.
+    Both sides get an end-of-sequence token. Sentences, which end in `full_stop_ids`, are shuffled within their document. An
+    end-of-sequence token inside the block ends a document.
 
     Span lengths follow a Poisson distribution. They are drawn until they reach the share of tokens to mask, and the last one
-    is shortened to match it exactly. An empty span inserts a mask. If there are more spans than masked tokens (only in tiny
-    blocks), surplus empty spans are dropped: a source is never longer than its block. All positions of the spans are equally
-    likely. Two spans that touch leave two masks.
-
-    Without `full_stop_ids`, which end a sentence, sentences keep their order.
+    is shortened to match it exactly. An empty span inserts a mask, unless there are more spans than masked tokens: a source is
+    never longer than its block. All positions of the spans are equally likely.
 
     Source: Lewis et al. 2020, section 2.2 for both kinds of noise, section 5.1 for the share (arXiv 1910.13461).
     """
@@ -124,7 +117,6 @@ class TextInfilling:
     full_stop_ids: Sequence[int] = ()
     noise_density: float = 0.3
     mean_span_length: float = 3.0
-    lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         return block_length + 1, block_length + 1
@@ -199,8 +191,6 @@ class MixtureOfDenoisers:
     Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
     """
 
-    lengths_are_exact = False
-
     def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int] | None = None):
         """Take the token before the source by mode; None for no token. The first sentinel also replaces the rest of a block."""
         self.sentinel_ids, self.eos_token_id, self.mode_token_ids = sentinel_ids, eos_token_id, mode_token_ids
@@ -248,7 +238,6 @@ class PrefixLM:
     """
 
     eos_token_id: int
-    lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         return block_length, block_length
