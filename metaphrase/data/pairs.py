@@ -218,6 +218,7 @@ def _select_columns(columns: Columns, where: str, present: list[str]) -> list[st
     return names
 
 
+# A reader of each ending. All files but Parquet may have `.gz` behind it.
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
 
 
@@ -361,7 +362,8 @@ class PairSource:
         for path in self.paths:
             if not Path(path).is_file():
                 raise FileNotFoundError(f"There is no file {path}.")
-        if self.file is not None and _suffix(self.paths[0]) not in READERS:
+        endings = (*READERS, *(f"{ending}.gz" for ending in READERS if ending != ".parquet"))
+        if self.file is not None and not self.paths[0].endswith(endings):
             raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}.")
 
     @property
@@ -370,7 +372,7 @@ class PairSource:
         return tuple(str(path) for path in (self.file, self.source_file, self.target_file) if path is not None)
 
     @property
-    def columns(self) -> tuple[Column, Column]:
+    def columns(self) -> Columns:
         return self.source_column, self.target_column
 
     @property
@@ -388,9 +390,10 @@ class PairSource:
         if not self.paths:
             tables = self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ)
             return read_arrow(tables, self.columns, self.name, limit)
-        if len(self.paths) == 2:
+        if self.file is None:
             return read_parallel(*self.paths, limit)
-        return READERS[_suffix(self.paths[0])](self.paths[0], self.columns, limit)
+        [path] = self.paths
+        return READERS[Path(path.removesuffix(".gz")).suffix](path, self.columns, limit)
 
     def rows(self, **options: Any) -> Iterator[tuple[str, str, str]]:
         """Yield source with prefix, target and problem of each record. The problem of a good pair is empty.
@@ -431,11 +434,6 @@ class PairSource:
         """Stream the sources (0), without prefix, or the targets (1)."""
         start = len(self.source_prefix or "") if index == 0 else 0
         return (pair[index][start:] for pair in self.pairs())
-
-
-def _suffix(path: str) -> str:
-    suffix = Path(path.removesuffix(".gz")).suffix
-    return "" if suffix == ".parquet" and path.endswith(".gz") else suffix
 
 
 def load_pairs(

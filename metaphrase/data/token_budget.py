@@ -120,8 +120,14 @@ def sort_by_both_lengths(indices: np.ndarray, lengths: np.ndarray, num_batches: 
     return np.concatenate(strips)
 
 
-def fill_to_count(batches: list[list[int]], count: int, filler: int) -> list[list[int]]:
-    """Halve the batches with most pairs until there are `count`. Where pairs do not suffice, a batch holds `filler` alone."""
+def form_steps(
+    batches: list[list[int]], count: int, filler: int, num_processes: int, generator: torch.Generator
+) -> list[list[int]]:
+    """Return `count` batches in random order, of which process `i` takes each `num_processes`-th from `i` on.
+
+    The batches with most pairs are halved until there are so many. Where pairs do not suffice, a batch holds `filler` alone.
+    Neighbors form a step and cost about the same, so that no process waits long.
+    """
     most = min(count, sum(map(len, batches)))
     while (missing := most - len(batches)) > 0:
         by_size = sorted(range(len(batches)), key=lambda number: len(batches[number]), reverse=True)
@@ -130,21 +136,9 @@ def fill_to_count(batches: list[list[int]], count: int, filler: int) -> list[lis
             half = len(batch) // 2
             parts += [batch[:half], batch[half:]] if number in largest else [batch]
         batches = parts
-    return batches + [[filler] for _ in range(count - len(batches))]
-
-
-def shuffle_steps(batches: list[list[int]], num_processes: int, generator: torch.Generator) -> list[list[int]]:
-    """Shuffle groups of `num_processes` neighbors, which form one step and cost about the same, so that no process waits long.
-
-    Process `i` takes each `num_processes`-th batch from `i` on.
-    """
-    steps = torch.randperm(len(batches) // num_processes, generator=generator).tolist()
+    batches = batches + [[filler] for _ in range(count - len(batches))]
+    steps = torch.randperm(count // num_processes, generator=generator).tolist()
     return [batches[step * num_processes + rank] for step in steps for rank in range(num_processes)]
-
-
-def seeded_generator(seed: int) -> torch.Generator:
-    """Return a generator for a seed of any size, also above torch's limit."""
-    return torch.Generator().manual_seed(seed if seed < 2**64 else seed % 2**63)
 
 
 def form_batches(
@@ -169,10 +163,11 @@ def form_round(
     lengths: np.ndarray, max_tokens_per_batch: int, seed: int, num_processes: int, pairs_per_chunk: int | None = None
 ) -> list[list[int]]:
     """Return the batches of some pairs, equally many for each process, in random order. The index `len(lengths)` is a filler."""
-    generator = seeded_generator(seed)
+    # torch takes no larger seed.
+    generator = torch.Generator().manual_seed(seed if seed < 2**64 else seed % 2**63)
     batches = form_batches(lengths, max_tokens_per_batch, generator, pairs_per_chunk)
     count = -(-len(batches) // num_processes) * num_processes
-    return shuffle_steps(fill_to_count(batches, count, len(lengths)), num_processes, generator)
+    return form_steps(batches, count, len(lengths), num_processes, generator)
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
@@ -227,7 +222,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return self.batches_per_process
 
     def _generator(self, epoch: int) -> torch.Generator:
-        return seeded_generator(self.seed * 1_000_003 + epoch)
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
 
     def _form(self, epoch: int, is_whole: bool = False) -> list[list[int]]:
         size = None if is_whole else self.pairs_per_chunk
@@ -240,7 +235,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         candidates = (self._form(*options) for options in ((epoch,), (epoch, True), (0,)))
         batches = next(batches for batches in candidates if len(batches) <= count)
         filler = len(self.lengths) + int(self.lengths.sum(axis=1).argmin())
-        return shuffle_steps(fill_to_count(batches, count, filler), self.num_processes, self._generator(epoch))
+        return form_steps(batches, count, filler, self.num_processes, self._generator(epoch))
 
     def __iter__(self) -> Iterator[list[int]]:
         return islice(self.epoch_batches(self.epoch), self.process_index, None, self.num_processes)

@@ -23,7 +23,7 @@ from metaphrase.data.token_budget import (
     TokenBudgetSampler,
     TokenBudgetStream,
     WithFillers,
-    fill_to_count,
+    form_steps,
 )
 from metaphrase.tokenization.batches import cut_into_batches
 
@@ -98,10 +98,13 @@ def test_longest_pair_that_no_batch_can_hold_is_refused_by_name():
 
 
 def test_splitting_halves_the_largest():
-    assert fill_to_count([[1, 2, 3, 4], [5]], 3, 9) == [[1, 2], [3, 4], [5]]
-    # The first of equals is split, and its halves take its place.
-    assert fill_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 5, 9) == [[1, 2], [3], [4, 5], [6], [7, 8]]
-    assert fill_to_count([[1, 2], [3]], 4, 9) == [[1], [2], [3], [9]]
+    for batches, expected in (
+        ([[1, 2, 3, 4], [5]], [[1, 2], [3, 4], [5]]),
+        # The first of equals is split.
+        ([[1, 2], [3, 4, 5], [6, 7, 8]], [[1, 2], [3], [4, 5], [6, 7, 8]]),
+        ([[1, 2], [3]], [[1], [2], [3], [9]]),
+    ):
+        assert sorted(form_steps(batches, len(expected), 9, 1, torch.Generator())) == expected
 
 
 @pytest.mark.parametrize(("pairs", "processes"), [(5, 2), (7, 3), (6, 3), (2, 3)])
