@@ -279,16 +279,15 @@ def make_objective(
     eos, vocabulary = tokenizer.eos_token_id, tokenizer.get_vocab()
     if name == "prefix_lm":
         return PrefixLM(eos)
-    if name == "text_infilling":
-        mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else vocabulary.get(MASK_TOKEN)
-        if mask is None:
-            raise ValueError(f"A tokenizer must have a mask token or {MASK_TOKEN} for `objective` {name}, got neither.")
+    mask = vocabulary.get(MASK_TOKEN if tokenizer.mask_token is None else tokenizer.mask_token)
+    sentinels = tuple(map(vocabulary.get, takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary)))))
+    is_infilling = name == "text_infilling"
+    if (is_infilling and mask is None) or not (is_infilling or sentinels):
+        tokens = MASK_TOKEN if is_infilling else "<extra_id_0> and further ones"
+        raise ValueError(f"A tokenizer must have {tokens} for `objective` {name}, got none.")
+    if is_infilling:
         full_stops = full_stop_ids_of(tokenizer)
         return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
-    names = takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary)))
-    sentinels = tuple(vocabulary[name] for name in names)
-    if not sentinels:
-        raise ValueError(f"A tokenizer must have <extra_id_0> and further ones for `objective` {name}, got none.")
     if name == "span_corruption":
         return SpanCorruption(sentinel_ids=sentinels, eos_token_id=eos, **options)
     modes = next((names for names in MODE_TOKENS if any(name in vocabulary for name in names.values())), None)

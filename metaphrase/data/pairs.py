@@ -60,7 +60,7 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
     """
-    names = [default if name is None else name for name, default in zip(columns, SIDES, strict=True)]
+    names = column_names(columns)
     for line in read_lines(path, limit):
         fields = line.content.split("\t")
         if line.number == 1:
@@ -118,10 +118,8 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
         ) from error
 
 
-def column_names(columns: Columns) -> list[str]:
-    """Return both column names, with defaults. Raise a `ValueError` for a number."""
-    if any(isinstance(name, int) for name in columns):
-        raise ValueError(f"`source_column` and `target_column` must be names except in a .tsv file, got {columns}.")
+def column_names(columns: Columns) -> list[Any]:
+    """Return both column names, with defaults. Numbers, which only a .tsv file may have, stay numbers."""
     return [default if name is None else name for name, default in zip(columns, SIDES, strict=True)]
 
 
@@ -359,9 +357,6 @@ class PairSource:
                 "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
                 f"got {' and '.join(origins) or 'none'}."
             )
-        for path in self.paths:
-            if not Path(path).is_file():
-                raise FileNotFoundError(f"There is no file {path}.")
         endings = (*READERS, *(f"{ending}.gz" for ending in READERS if ending != ".parquet"))
         if self.file is not None and not self.paths[0].endswith(endings):
             raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}.")
@@ -399,11 +394,9 @@ class PairSource:
         """Yield source with prefix, target and problem of each record. The problem of a good pair is empty.
 
         Raises:
-            ValueError: At the first bad pair that is not skipped, or if there is no pair at all.
+            ValueError: At the first bad pair that is not skipped.
         """
-        is_empty = True
         for record in self.records(**options):
-            is_empty = False
             if isinstance(record, PairProblem):
                 if getattr(self, record.kind) == "error":
                     is_long = record.kind == "line_too_long"
@@ -414,8 +407,6 @@ class PairSource:
                 source, target = record
                 prefix = self.source_prefix if self.source_prefix and source.strip() else ""
                 yield prefix + source, target, ""
-        if is_empty:
-            raise ValueError(f"{self.name} must hold at least one pair, got none.")
 
     def pairs(self, report: "DataReport | None" = None) -> Iterator[tuple[str, str]]:
         """Stream the good pairs, and count all pairs in the report. Each call reads anew."""
