@@ -135,9 +135,9 @@ class SubwordSampler:
         """Return start and merged id of each permitted merge, first learned first."""
         merges = self._permitted.get(ids)
         if merges is None:
-            found = [(self._merges[pair], start) for start, pair in enumerate(pairwise(ids)) if pair in self._merges]
+            ranked = [(self._merges[pair], start) for start, pair in enumerate(pairwise(ids)) if pair in self._merges]
             # A rank belongs to one merge, so that equal ones are sorted by their start.
-            merges = [(start, merged) for (_, merged), start in sorted(found)]
+            merges = [(start, merged) for (_, merged), start in sorted(ranked)]
             if len(self._permitted) < _MAX_STATES:
                 self._permitted[ids] = merges
         return merges
