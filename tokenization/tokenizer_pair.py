@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Encoding
+from tokenizers import AddedToken, Encoding, decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization.texts import checked_texts, join_pieces
-from metaphrase.tokenization.tokenizer_trainer import find_joiner, train_tokenizer
+from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner, train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +90,16 @@ class TokenizerPair:
         Raises:
             ValueError: If a kind or a size of one side is given for a joint tokenizer, or `train_tokenizer` raises it.
         """
-        if not joint:
-            target_size = vocab_size if target_vocab_size is None else target_vocab_size
-            return cls(
-                train_tokenizer(source_texts, kind=kind, vocab_size=vocab_size, **options),
-                train_tokenizer(target_texts, kind=target_kind or kind, vocab_size=target_size, **options),
-            )
-        for name, value in {"target_kind": target_kind, "target_vocab_size": target_vocab_size}.items():
-            if value is not None:
-                raise ValueError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
-        texts = chain(checked_texts(source_texts), checked_texts(target_texts))
-        tokenizer = train_tokenizer(texts, kind=kind, vocab_size=vocab_size, **options)
-        return cls(tokenizer, tokenizer)
+        if joint:
+            for name, value in {"target_kind": target_kind, "target_vocab_size": target_vocab_size}.items():
+                if value is not None:
+                    raise ValueError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
+            texts = chain(checked_texts(source_texts), checked_texts(target_texts))
+            tokenizer = train_tokenizer(texts, kind=kind, vocab_size=vocab_size, **options)
+            return cls(tokenizer, tokenizer)
+        source = train_tokenizer(source_texts, kind=kind, vocab_size=vocab_size, **options)
+        size = vocab_size if target_vocab_size is None else target_vocab_size
+        return cls(source, train_tokenizer(target_texts, kind=target_kind or kind, vocab_size=size, **options))
 
     @classmethod
     def from_pretrained(
@@ -191,12 +189,9 @@ class TokenizerPair:
 
     def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
         """Return the text of each row of ids (B, T), without special tokens. Ignored labels (-100) count as padding."""
-        texts = []
-        for row in ids:
-            row = row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row
-            row = [self.target.pad_token_id if index == IGNORED_LABEL else index for index in row]
-            texts.append(self.target.decode(row, skip_special_tokens=True))
-        return texts
+        rows = [row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row for row in ids]
+        padded = [[self.target.pad_token_id if token == IGNORED_LABEL else token for token in row] for row in rows]
+        return [self.target.decode(row, skip_special_tokens=True) for row in padded]
 
     @property
     def target_joiner(self) -> str | None:
@@ -324,11 +319,8 @@ def set_languages(
     Raises:
         ValueError: If the tokenizer has no languages, or does not know the code.
     """
-    code = None
-    for tokenizer, field, attribute, language in (
-        (tokenizers.source, "source_lang", "src_lang", source_lang),
-        (tokenizers.target, "target_lang", "tgt_lang", target_lang),
-    ):
+    sides = (tokenizers.source, "source_lang", "src_lang"), (tokenizers.target, "target_lang", "tgt_lang")
+    for (tokenizer, field, attribute), language in zip(sides, (source_lang, target_lang), strict=True):
         if language is not None:
             if not hasattr(tokenizer, attribute):
                 name = type(tokenizer).__name__
@@ -409,7 +401,26 @@ def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[A
     return [*row[: max(limit - len(end), 0)], *end]
 
 
-# Ids of a phrase in a text
+# Readable tokens, and ids of a phrase in a text
+
+
+def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Return each token in a readable form, with U+2581 for a space.
+
+    Tokens of a byte-level tokenizer are decoded, except parts of a character. All other tokens stay as they are.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or "ByteLevel" not in repr(backend.decoder):
+        return tokens
+    # U+FFFD stands for bytes that are no whole character. The whole decoder may remove the space of a first word.
+    decoder = decoders.ByteLevel()
+    texts = [decoder.decode([token]) for token in tokens]
+    return [
+        token.replace(BYTE_LEVEL_SPACE, SPACE_MARK) if not text or "\ufffd" in text else text.replace(" ", SPACE_MARK)
+        for token, text in zip(tokens, texts, strict=True)
+    ]
+
 
 # Unicode name prefixes of scripts without spaces between words.
 _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE")

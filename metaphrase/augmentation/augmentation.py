@@ -1,6 +1,7 @@
 """Augmentation: training pairs whose texts and segmentations are drawn anew in each epoch, and are the same in a resumed run."""
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,29 +13,30 @@ import datasets
 import numpy as np
 import torch
 from tokenizers import Encoding
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.augmentation.rare_words import RareWords
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
+from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
+from metaphrase.filtering.lexicon import learn_terms
+from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.texts import SPACED_WORD
+from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
+from metaphrase.training.corpora import PairCorpus
 
-AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words")
-# Around a term that a source asks for. They stand behind the word that the term translates.
-TERM_TOKENS = ("<term>", "</term>")
 _MAX_TERMS = 3
 _IDS = ("input_ids", "labels")
 # Pairs on which the growth of the lengths is measured.
 _MEASURED_PAIRS = 1000
 _WORDS_PER_TYPO = 10
 _END_PUNCTUATION = ".!?…。！？؟।"
-# Kinds of new tokenizers that can be sampled from.
-SAMPLED_KINDS = ("byte_bpe", "bpe")
 Ids = tuple[int, ...]
 # Words and states of words in memory, of about 1 KB each. The first ones stay: frequent words come early in a text.
 _MAX_STATES = 100_000
 _NEAR_ZERO = 1e-300
+# Pairs that terms and rare words are learned from. It bounds time and memory.
+_MAX_LEARNED_PAIRS = 100_000
+
+logger = logging.getLogger(__name__)
 
 
 class EpochPairs(torch.utils.data.Dataset):
@@ -59,21 +61,6 @@ class EpochPairs(torch.utils.data.Dataset):
         self.__dict__.update(state)
         # Only the pickle of a loader keeps a tensor in shared memory.
         self._epoch.share_memory_()
-
-
-def announce_epoch(loader: DataLoader, epoch: int) -> None:
-    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth.
-
-    The loaders of accelerate stop at the first sampler that takes an epoch.
-    """
-    parts = [loader, loader.dataset]
-    sampler = loader.batch_sampler
-    while sampler is not None:
-        parts += [sampler, getattr(sampler, "sampler", None)]
-        sampler = getattr(sampler, "batch_sampler", None)
-    for part in parts:
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
 
 
 class SubwordSampler:
@@ -128,11 +115,11 @@ class SubwordSampler:
         if merged >= num_merges:
             return plain
         for _ in range(merged):
-            ids = _merge(ids, self._permitted_merges(ids)[0])
+            ids = _apply(self._permitted_merges(ids)[0], ids)
         # The number of merges that are skipped before one is made.
         skipped = 1 + int(log(1 - draw()) / self._log_skipped)
         while skipped < len(merges := self._permitted_merges(ids)):
-            ids = _merge(ids, merges[skipped])
+            ids = _apply(merges[skipped], ids)
             skipped = int(log(1 - draw()) / self._log_skipped)
         return ids
 
@@ -148,19 +135,15 @@ class SubwordSampler:
         """Return start and merged id of each permitted merge, first learned first."""
         merges = self._permitted.get(ids)
         if merges is None:
-            ranked = [
-                (*merge, start)
-                for start, pair in enumerate(pairwise(ids))
-                if (merge := self._merges.get(pair)) is not None
-            ]
-            ranked.sort(key=lambda merge: (merge[0], merge[2]))
-            merges = [(start, merged) for _, merged, start in ranked]
+            ranked = [(self._merges[pair], start) for start, pair in enumerate(pairwise(ids)) if pair in self._merges]
+            # A rank belongs to one merge, so that equal ones are sorted by their start.
+            merges = [(start, merged) for (_, merged), start in sorted(ranked)]
             if len(self._permitted) < _MAX_STATES:
                 self._permitted[ids] = merges
         return merges
 
 
-def _merge(ids: Ids, merge: tuple[int, int]) -> Ids:
+def _apply(merge: tuple[int, int], ids: Ids) -> Ids:
     start, merged = merge
     return (*ids[:start], merged, *ids[start + 2 :])
 
@@ -225,17 +208,15 @@ class Augmenter:
                 return sampler(encoding, generators[number])
 
             sides.append(encode(list(side), None if sampler is None else segment))
-        return [self._within_limits(*row) for row in zip(pairs, texts, zip(*sides, strict=True), strict=True)]
-
-    def _within_limits(
-        self, pair: Mapping[str, Any], texts: tuple[str, str], ids: tuple[list[int], list[int]]
-    ) -> dict[str, list[int]]:
-        """Return the new ids of a pair, and its own for a side that is too long."""
-        fits = [len(side) <= limit for side, limit in zip(ids, self.limits, strict=True)]
-        if texts[1] != pair["target"]:
-            # A change of both sides, such as upper case, must not reach one alone.
-            fits = [all(fits)] * 2
-        return {name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)}
+        changed = []
+        for pair, (_, target), *ids in zip(pairs, texts, *sides, strict=True):
+            # A side that is too long stays as it was.
+            fits = [len(side) <= limit for side, limit in zip(ids, self.limits, strict=True)]
+            if target != pair["target"]:
+                # A change of both sides, such as upper case, must not reach one alone.
+                fits = [all(fits)] * 2
+            changed.append({name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)})
+        return changed
 
     def change_texts(self, source: str, target: str, random: Random) -> tuple[str, str]:
         """Return source and target with the changes of text that are drawn for the pair."""
@@ -295,6 +276,10 @@ class Augmenter:
         # Each second part is a special token or a prefix.
         return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
 
+    def augment(self, pairs: datasets.Dataset) -> "AugmentedPairs":
+        """Return encoded pairs, which have their texts, with the changes of each epoch."""
+        return AugmentedPairs(pairs, self)
+
 
 def _capitalize(text: str) -> str:
     return re.sub(r"\S+", lambda word: word[0][:1].upper() + word[0][1:], text)
@@ -310,6 +295,36 @@ def _misspell(text: str, random: Random) -> str:
         changed = random.choice((second + first, second, first + first + second))
         text = text[:start] + changed + text[start + 2 :]
     return text
+
+
+def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
+    """Return the augmenter of a corpus, by its recipe. Terms and rare words are learned from the pairs."""
+    recipe, rates, terms, rare_words = corpus.recipe, corpus.recipe.augmentation, None, None
+    if "rare_words" in rates:
+        rare_words = learn_rare_words(corpus)
+        if not rare_words.substitutes:
+            raise ValueError(
+                "`augmentation.rare_words` must be left out for pairs without words that may stand in the place of others."
+            )
+    if "terms" in rates:
+        terms = learn_terms(_sample(corpus))
+        if not terms:
+            raise ValueError(
+                "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
+            )
+        logger.info("%sLearned %d terms, to insert some into sources.", corpus.label, len(terms))
+    return Augmenter(
+        tokenizers, corpus.seed, corpus.limits, recipe.subword_sampling, rates, corpus.prefixes, terms, rare_words
+    )
+
+
+def learn_rare_words(corpus: PairCorpus) -> RareWords:
+    """Learn words of the training pairs, with their translations, that may take the places of others."""
+    return RareWords.learn(_sample(corpus))
+
+
+def _sample(corpus: PairCorpus) -> list[tuple[str, str]]:
+    return sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
 
 
 class AugmentedPairs(EpochPairs):

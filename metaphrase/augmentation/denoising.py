@@ -3,11 +3,11 @@
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import numpy as np
@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from metaphrase.augmentation.augmentation import EpochPairs
 from metaphrase.data.encoding import tokenizer_fingerprint
-from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, read_cached
+from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, column_texts, read_cached
 from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
+from metaphrase.training.corpora import PairCorpus
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,9 @@ class SpanCorruption:
 
     The block `Thank you for inviting me to your party last week` may become the source
     `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`, each with an end-of-sequence token.
-    As in the published training code, no further sentinel ends the target.
 
-    The length of a block decides how many tokens and spans are hidden; the generator decides which ones. As in the paper's
-    code, kept and hidden parts alternate and begin with a kept one: the first token is always kept and the last one always
-    hidden. A single span (up to 30 tokens by default) therefore never moves.
+    The length of a block decides how many tokens and spans are hidden. As in the paper's code, kept and hidden parts alternate
+    and begin with a kept one, and no further sentinel ends the target. A single span therefore never moves.
 
     Source: Raffel et al. 2020, sections 3.1.4, 3.3.3 and 3.3.4 (arXiv 1910.10683).
     """
@@ -54,10 +53,8 @@ class SpanCorruption:
     eos_token_id: int
     noise_density: float = 0.15
     mean_span_length: float = 3.0
-    # If false, `lengths` are upper bounds.
-    lengths_are_exact: ClassVar[bool] = True
 
-    def noise_counts(self, block_length: int) -> tuple[int, int]:
+    def count_noise(self, block_length: int) -> tuple[int, int]:
         """Return the numbers of hidden tokens and of spans of a block."""
         num_noise = min(max(round(block_length * self.noise_density), 1), block_length - 1)
         num_spans = max(round(num_noise / self.mean_span_length), 1)
@@ -66,15 +63,15 @@ class SpanCorruption:
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         """Return the tokens of source and target of a block, with end-of-sequence tokens."""
-        num_noise, num_spans = self.noise_counts(block_length)
+        num_noise, num_spans = self.count_noise(block_length)
         return block_length - num_noise + num_spans + 1, num_noise + num_spans + 1
 
     def num_sentinels(self, block_length: int) -> int:
-        return self.noise_counts(block_length)[1]
+        return self.count_noise(block_length)[1]
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return source and target of a block of ids `(tokens,)`."""
-        num_noise, num_spans = self.noise_counts(len(block))
+        num_noise, num_spans = self.count_noise(len(block))
         hidden = random_segmentation(num_noise, num_spans, generator)
         ends = np.cumsum(random_segmentation(len(block) - num_noise, num_spans, generator) + hidden)
         return replace_spans(block, np.stack([ends - hidden, ends], axis=1), self.sentinel_ids, self.eos_token_id)
@@ -105,15 +102,12 @@ def replace_spans(
 class TextInfilling:
     """Objective that shuffles the sentences of a block and replaces spans of tokens by one mask each. The target is the block.
 
-    Both sides get an end-of-sequence token. Sentences are shuffled within their document: an end-of-sequence token inside the
-    block ends a document and stays in place until masking, which treats it as any other token.
+    Both sides get an end-of-sequence token. Sentences, which end in `full_stop_ids`, are shuffled within their document. An
+    end-of-sequence token inside the block ends a document.
 
     Span lengths follow a Poisson distribution. They are drawn until they reach the share of tokens to mask, and the last one
-    is shortened to match it exactly. An empty span inserts a mask. If there are more spans than masked tokens (only in tiny
-    blocks), surplus empty spans are dropped: a source is never longer than its block. All positions of the spans are equally
-    likely. Two spans that touch leave two masks.
-
-    Without `full_stop_ids`, which end a sentence, sentences keep their order.
+    is shortened to match it exactly. An empty span inserts a mask, unless there are more spans than masked tokens: a source is
+    never longer than its block. All positions of the spans are equally likely.
 
     Source: Lewis et al. 2020, section 2.2 for both kinds of noise, section 5.1 for the share (arXiv 1910.13461).
     """
@@ -123,7 +117,6 @@ class TextInfilling:
     full_stop_ids: Sequence[int] = ()
     noise_density: float = 0.3
     mean_span_length: float = 3.0
-    lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         return block_length + 1, block_length + 1
@@ -198,8 +191,6 @@ class MixtureOfDenoisers:
     Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
     """
 
-    lengths_are_exact = False
-
     def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int] | None = None):
         """Take the token before the source by mode; None for no token. The first sentinel also replaces the rest of a block."""
         self.sentinel_ids, self.eos_token_id, self.mode_token_ids = sentinel_ids, eos_token_id, mode_token_ids
@@ -247,7 +238,6 @@ class PrefixLM:
     """
 
     eos_token_id: int
-    lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         return block_length, block_length
@@ -289,16 +279,15 @@ def make_objective(
     eos, vocabulary = tokenizer.eos_token_id, tokenizer.get_vocab()
     if name == "prefix_lm":
         return PrefixLM(eos)
-    if name == "text_infilling":
-        mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else vocabulary.get(MASK_TOKEN)
-        if mask is None:
-            raise ValueError(f"A tokenizer must have a mask token or {MASK_TOKEN} for `objective` {name}, got neither.")
+    mask = vocabulary.get(MASK_TOKEN if tokenizer.mask_token is None else tokenizer.mask_token)
+    sentinels = tuple(map(vocabulary.get, takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary)))))
+    is_infilling = name == "text_infilling"
+    if (is_infilling and mask is None) or not (is_infilling or sentinels):
+        tokens = MASK_TOKEN if is_infilling else "<extra_id_0> and further ones"
+        raise ValueError(f"A tokenizer must have {tokens} for `objective` {name}, got none.")
+    if is_infilling:
         full_stops = full_stop_ids_of(tokenizer)
         return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
-    names = takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary)))
-    sentinels = tuple(vocabulary[name] for name in names)
-    if not sentinels:
-        raise ValueError(f"A tokenizer must have <extra_id_0> and further ones for `objective` {name}, got none.")
     if name == "span_corruption":
         return SpanCorruption(sentinel_ids=sentinels, eos_token_id=eos, **options)
     modes = next((names for names in MODE_TOKENS if any(name in vocabulary for name in names.values())), None)
@@ -393,7 +382,7 @@ _FEATURES = datasets.Features(
 )
 TEXTS_PER_CALL = 1000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 @dataclass
@@ -433,18 +422,13 @@ def load_texts(
     With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
     features = datasets.Features({"text": datasets.Value("string")})
-    arguments = {"path": str(file), "keep_invalid": invalid_utf8 == "skip", "limit": max_line_characters}
-    texts = read_cached(_generate_texts, (str(file),), features, CACHE_VERSION, cache_dir, arguments)
+    options = invalid_utf8 == "skip", max_line_characters
+    texts = read_cached(
+        lambda: zip(iterate_lines(file, *options)), features, (options, CACHE_VERSION), (str(file),), cache_dir
+    )
+    if not len(texts):
+        raise ValueError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
-
-
-def _generate_texts(path: str, cache_key: Any, keep_invalid: bool, limit: int) -> Iterator[dict[str, str | None]]:
-    is_empty = True
-    for line in iterate_lines(path, keep_invalid, limit):
-        is_empty = False
-        yield {"text": line}
-    if is_empty:
-        raise ValueError(f"A text file must hold at least one line, got none in {path}.")
 
 
 def text_blocks(
@@ -498,3 +482,45 @@ def text_blocks(
     if not report.blocks:
         raise ValueError(f"The texts must fill at least one block of {block_length} tokens. {report}")
     return rows.select(range(report.blocks)).select_columns("input_ids"), report
+
+
+# Corpus
+
+
+class TextCorpus(PairCorpus):
+    """Plain text, from which a denoising objective makes pairs: the corrupted text and its hidden spans."""
+
+    def _check(self) -> None:
+        self.recipe.data_path("train_text_file")
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return objective_tokens(self.recipe.objective, self.recipe.num_sentinels)
+
+    def load(self) -> None:
+        for split in ("train", "validation"):
+            if getattr(self.recipe, f"{split}_text_file") is not None:
+                path = self.recipe.data_path(f"{split}_text_file")
+                max_samples = getattr(self.recipe, f"max_{split}_samples")
+                options = {name: getattr(self.recipe, name) for name in ("invalid_utf8", "max_line_characters")}
+                self.splits[split] = load_texts(path, max_samples, **options)
+
+    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
+        texts = self.splits["train"]
+        if self.recipe.invalid_utf8 == "skip":
+            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Selecting valid UTF-8")
+        return column_texts(texts, "text"), ()
+
+    def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
+        recipe = self.recipe
+        objective = make_objective(recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length)
+        length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
+        blocks, self.reports[split] = text_blocks(self.splits[split], tokenizers, length)
+        logger.info("%s: %s", split, self.reports[split])
+        return DenoisingDataset(blocks, objective, self.seed)
+
+    def scored_split(self) -> None:
+        return None
+
+    def sizes(self) -> dict[str, int]:
+        return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}

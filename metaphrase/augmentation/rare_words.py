@@ -9,6 +9,7 @@ Source: Andreas 2020, section 3, arXiv 1904.09545: fragments that share an envir
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 
 # Share of the pairs with a source word that have its translation.
@@ -18,6 +19,7 @@ _OUTSIDE = ""
 Context = tuple[str, bool, frozenset[tuple[str, str]]]
 
 
+@dataclass(frozen=True)
 class RareWords:
     """Rare words, with their translations, that may take the places of other words.
 
@@ -26,8 +28,8 @@ class RareWords:
         substitutes: For a source word, the source words that may replace it, each with its number of pairs.
     """
 
-    def __init__(self, translations: Mapping[str, str], substitutes: Mapping[str, Mapping[str, int]]):
-        self.translations, self.substitutes = translations, substitutes
+    translations: Mapping[str, str]
+    substitutes: Mapping[str, Mapping[str, int]]
 
     @classmethod
     def learn(cls, pairs: Iterable[tuple[str, str]]) -> "RareWords":

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import torch
 
+from metaphrase.augmentation.augmentation import learn_rare_words
 from metaphrase.choices.estimate import RunEstimate, dry_run
 from metaphrase.choices.rules import (
     BATCH_SIZES,
@@ -108,7 +109,7 @@ def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
     experiment = experiment.with_recipe(_before_evaluation(recipe))
     with experiment.arguments.main_process_first(desc="encoding the corpus"):
         experiment.load()
-        recipe = choose_augmentation(recipe, lambda: experiment.corpus.rare_words)
+        recipe = choose_augmentation(recipe, lambda: learn_rare_words(experiment.corpus))
         tokenizers = experiment.make_tokenizers()
         train = experiment.corpus.splits["train"]
         sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -28,12 +29,17 @@ def source_of(pair: Mapping[str, Sequence[int]]) -> Sequence[int]:
     return ids if mask is None or all(mask) else [token for token, is_token in zip(ids, mask, strict=True) if is_token]
 
 
+@dataclass
 class PairCollator:
-    """Collator that pads sources and labels on the right, to the longest of the batch. Labels are padded with -100."""
+    """Collator that pads sources and labels on the right, to the longest of the batch. Labels are padded with -100.
 
-    def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1):
-        """Take the padding of `input_ids`, and a multiple to which widths are rounded up, for tensor cores."""
-        self.pad_token_id, self.pad_to_multiple_of = pad_token_id, pad_to_multiple_of
+    Attributes:
+        pad_token_id: Padding of `input_ids`.
+        pad_to_multiple_of: Multiple to which widths are rounded up, for tensor cores.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int = 1
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Join pairs to `input_ids`, `attention_mask` and `labels`, `(batch, length)` each.
@@ -55,18 +61,20 @@ class PairCollator:
         return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows], dtype=torch.long)
 
 
+@dataclass
 class PackedCollator:
     """Collator that packs all sources of a batch into one row, and all targets into another, longest sources first.
 
     The network computes the same as for padded pairs. The lengths mark where each pair begins.
+
+    Attributes:
+        pad_token_id: Padding of `input_ids`.
+        pad_to_multiple_of: Multiple to which short pairs of padding fill up the tokens of a row. A CPU compiles bfloat16
+            kernels for each shape: few shapes save time and memory.
     """
 
-    def __init__(self, pad_token_id: int = 0, pad_to_multiple_of: int = 1):
-        """Take the padding of `input_ids`, and a multiple to which short pairs of padding fill up the tokens of a row.
-
-        A CPU compiles bfloat16 kernels for each shape: few shapes save time and memory.
-        """
-        self.pad_token_id, self.pad_to_multiple_of = pad_token_id, pad_to_multiple_of
+    pad_token_id: int = 0
+    pad_to_multiple_of: int = 1
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor | int]:
         """Join pairs, read as by `PairCollator`, to rows.

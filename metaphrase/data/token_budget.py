@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from metaphrase.augmentation.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
 from metaphrase.modeling import IGNORED_LABEL
@@ -82,11 +81,6 @@ class LengthGroupedSampler(Sampler[int]):
         yield from order[num_full * self.batch_size :]
 
 
-def padded_cost(lengths: np.ndarray) -> int:
-    """Return the tokens of a padded batch of pairs `(pairs, 2)`, both sides together: what `max_tokens_per_batch` bounds."""
-    return len(lengths) * int(lengths.max(axis=0).sum())
-
-
 def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     """Return lengths rounded up to a multiple, as a collator pads."""
     return -(-lengths // multiple) * multiple
@@ -126,8 +120,14 @@ def sort_by_both_lengths(indices: np.ndarray, lengths: np.ndarray, num_batches: 
     return np.concatenate(strips)
 
 
-def fill_to_count(batches: list[list[int]], count: int, filler: int) -> list[list[int]]:
-    """Halve the batches with most pairs until there are `count`. Where pairs do not suffice, a batch holds `filler` alone."""
+def form_steps(
+    batches: list[list[int]], count: int, filler: int, num_processes: int, generator: torch.Generator
+) -> list[list[int]]:
+    """Return `count` batches in random order, of which process `i` takes each `num_processes`-th from `i` on.
+
+    The batches with most pairs are halved until there are so many. Where pairs do not suffice, a batch holds `filler` alone.
+    Neighbors form a step and cost about the same, so that no process waits long.
+    """
     most = min(count, sum(map(len, batches)))
     while (missing := most - len(batches)) > 0:
         by_size = sorted(range(len(batches)), key=lambda number: len(batches[number]), reverse=True)
@@ -136,21 +136,9 @@ def fill_to_count(batches: list[list[int]], count: int, filler: int) -> list[lis
             half = len(batch) // 2
             parts += [batch[:half], batch[half:]] if number in largest else [batch]
         batches = parts
-    return batches + [[filler] for _ in range(count - len(batches))]
-
-
-def shuffle_steps(batches: list[list[int]], num_processes: int, generator: torch.Generator) -> list[list[int]]:
-    """Shuffle groups of `num_processes` neighbors, which form one step and cost about the same, so that no process waits long.
-
-    Process `i` takes each `num_processes`-th batch from `i` on.
-    """
-    steps = torch.randperm(len(batches) // num_processes, generator=generator).tolist()
+    batches = batches + [[filler] for _ in range(count - len(batches))]
+    steps = torch.randperm(count // num_processes, generator=generator).tolist()
     return [batches[step * num_processes + rank] for step in steps for rank in range(num_processes)]
-
-
-def seeded_generator(seed: int) -> torch.Generator:
-    """Return a generator for a seed of any size, also above torch's limit."""
-    return torch.Generator().manual_seed(seed if seed < 2**64 else seed % 2**63)
 
 
 def form_batches(
@@ -175,10 +163,11 @@ def form_round(
     lengths: np.ndarray, max_tokens_per_batch: int, seed: int, num_processes: int, pairs_per_chunk: int | None = None
 ) -> list[list[int]]:
     """Return the batches of some pairs, equally many for each process, in random order. The index `len(lengths)` is a filler."""
-    generator = seeded_generator(seed)
+    # torch takes no larger seed.
+    generator = torch.Generator().manual_seed(seed if seed < 2**64 else seed % 2**63)
     batches = form_batches(lengths, max_tokens_per_batch, generator, pairs_per_chunk)
     count = -(-len(batches) // num_processes) * num_processes
-    return shuffle_steps(fill_to_count(batches, count, len(lengths)), num_processes, generator)
+    return form_steps(batches, count, len(lengths), num_processes, generator)
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
@@ -210,7 +199,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
         The budget bounds the padded tokens of both sides, and must hold the longest pair.
         """
-        self._num_tokens = int(np.sum(lengths))
         self.lengths = as_padded(lengths, max_tokens_per_batch, length_multiple)
         self.max_tokens_per_batch, self.seed, self.epoch = max_tokens_per_batch, seed, 0
         self.num_processes, self.process_index = num_processes, process_index
@@ -234,7 +222,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return self.batches_per_process
 
     def _generator(self, epoch: int) -> torch.Generator:
-        return seeded_generator(self.seed * 1_000_003 + epoch)
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
 
     def _form(self, epoch: int, is_whole: bool = False) -> list[list[int]]:
         size = None if is_whole else self.pairs_per_chunk
@@ -247,15 +235,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
         candidates = (self._form(*options) for options in ((epoch,), (epoch, True), (0,)))
         batches = next(batches for batches in candidates if len(batches) <= count)
         filler = len(self.lengths) + int(self.lengths.sum(axis=1).argmin())
-        return shuffle_steps(fill_to_count(batches, count, filler), self.num_processes, self._generator(epoch))
+        return form_steps(batches, count, filler, self.num_processes, self._generator(epoch))
 
     def __iter__(self) -> Iterator[list[int]]:
         return islice(self.epoch_batches(self.epoch), self.process_index, None, self.num_processes)
-
-    def padding_share(self) -> float:
-        """Return the share of padding in the tokens of the first epoch, from 0 to 1, if all batches are padded."""
-        batches = (np.array(batch) % len(self.lengths) for batch in self.epoch_batches(0))
-        return 1 - self._num_tokens / sum(padded_cost(self.lengths[batch]) for batch in batches)
 
 
 class WithFillers(Dataset):
@@ -281,6 +264,21 @@ def uncounted(pair: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
     return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}
 
 
+def announce_epoch(loader: DataLoader, epoch: int) -> None:
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth.
+
+    The loaders of accelerate stop at the first sampler that takes an epoch.
+    """
+    parts = [loader, loader.dataset]
+    sampler = loader.batch_sampler
+    while sampler is not None:
+        parts += [sampler, getattr(sampler, "sampler", None)]
+        sampler = getattr(sampler, "batch_sampler", None)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
 Pair = Mapping[str, Sequence[int]]
 _ROWS_PER_READ = 1000
 # The counts of a report, in the order of the shared tensor.
@@ -293,7 +291,7 @@ class PairStream:
     Pairs are dropped and counted as by `encode_pairs`. `rules` are the other fields of `PairEncoder`.
     """
 
-    def __init__(self, texts: PairSource, tokenizers: TokenizerPair, augmenter: Augmenter | None = None, **rules: Any):
+    def __init__(self, texts: PairSource, tokenizers: TokenizerPair, augmenter: Callable | None = None, **rules: Any):
         self.texts, self.encode, self.augmenter = texts, PairEncoder(tokenizers, **rules), augmenter
         # Shared memory: the workers of a loader read, each with a copy of this stream.
         self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64).share_memory_()

@@ -120,19 +120,14 @@ def test_typos_change_a_source_by_letters_near(tokenizers):
     assert np.mean([source != "dog 12" for source, _ in texts]) == pytest.approx(0.5, abs=0.04)
 
 
-def test_rare_words_come_at_their_rate_on_both_sides(tokenizers):
-    rare = RareWords({"dog": "Hund", "cat": "Katze"}, {"dog": {"cat": 1}})
+def test_rare_words_come_at_their_rate_on_both_sides_but_not_in_prefixes_and_special_tokens(tokenizers):
+    rare, generator = RareWords({"dog": "Hund", "cat": "Katze"}, {"dog": {"cat": 1}}), random.Random(1)
     augmenter = Augmenter(tokenizers, 0, LIMITS, rates={"rare_words": 0.3}, rare_words=rare)
-    generator = random.Random(1)
     texts = [augmenter.change_texts("dog runs", "Hund läuft", generator) for _ in range(2000)]
     assert set(texts) == {("dog runs", "Hund läuft"), ("cat runs", "Katze läuft")}
     assert np.mean([source == "cat runs" for source, _ in texts]) == pytest.approx(0.3, abs=0.03)
-
-
-def test_a_rare_word_is_written_everywhere_but_in_prefixes_and_special_tokens(tokenizers):
-    rare = RareWords({"dog": "Hund", "cat": "Katze"}, {"dog": {"cat": 1}})
     options = {"rates": {"rare_words": 1.0}, "rare_words": rare, "prefixes": ["dog says: "]}
-    augmenter, generator = Augmenter(tokenizers, 0, LIMITS, **options), random.Random(1)
+    augmenter = Augmenter(tokenizers, 0, LIMITS, **options)
     changed = augmenter.change_texts("dog says: <2de> a  dog, a dog", "Hund und  Hund", generator)
     assert changed == ("dog says: <2de> a  dog, a cat", "Katze und  Katze")
     # The word stands in the prefix alone.
@@ -197,14 +192,9 @@ def test_bpe_dropout_has_the_probabilities_of_the_paper(merges):
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "bpe"])
 def test_texts_stay_and_segmentations_differ(kind):
-    texts = TEXTS * 3
-    tokenizer = train_tokenizer(
-        texts,
-        kind=kind,
-        vocab_size=300 if kind == "byte_bpe" else 70,
-        additional_special_tokens=["<2de>"],
-        show_progress=False,
-    )
+    texts, size = TEXTS * 3, 300 if kind == "byte_bpe" else 70
+    options = {"additional_special_tokens": ["<2de>"], "show_progress": False}
+    tokenizer = train_tokenizer(texts, kind=kind, vocab_size=size, **options)
     pair = TokenizerPair(tokenizer, tokenizer)
     # A skull is unknown, and its word stays.
     texts = [*texts, "the ☠dog"]

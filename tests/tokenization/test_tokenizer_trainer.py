@@ -10,13 +10,7 @@ import unicodedata
 
 import pytest
 
-from metaphrase.tokenization import (
-    TOKENIZER_KINDS,
-    TokenizerPair,
-    readable_tokens,
-    sentinel_tokens,
-    train_tokenizer,
-)
+from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, readable_tokens, sentinel_tokens, train_tokenizer
 from metaphrase.tokenization.tokenizer_trainer import KINDS_WITH_ALL_BYTES
 
 SENTENCES = [
@@ -49,11 +43,8 @@ STRANGE_TEXTS += [
 ]
 STRANGE_TEXTS += ["\U0010ffff\ue000"]
 # Texts of seen characters that each kind decodes unchanged, as the docstring of `train_tokenizer` promises.
-SEEN_TEXTS = {
-    "bpe": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
-    "unigram": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
-    "pretokenized": ["ein b .", ". . ein"],
-}
+SEEN_TEXTS = dict.fromkeys(("bpe", "unigram"), ("A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"))
+SEEN_TEXTS["pretokenized"] = ("ein b .", ". . ein")
 
 
 def train(kind, texts=None, **settings):
