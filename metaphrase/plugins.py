@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 # Module and name, by the place. A ring is imported when its place is used for the first time.
-PLACES: dict[str, str] = {}
+PLACES: dict[str, str] = {
+    # Subcommands of the command line.
+    "subcommands": "metaphrase.scripts.parsers.rings:subcommands",
+}
 
 # Public names of a core package that rings hold: the module by the name.
 PUBLIC_NAMES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.analysis.comparison import TestSet, compare, compute_segments, external_segments
-from metaphrase.evaluation.metrics import check_references, metric_options, write_metrics
+from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, spell_out
 from metaphrase.hub_card.pages import (
     describe_tests,
@@ -22,7 +22,6 @@ from metaphrase.hub_card.pages import (
 )
 from metaphrase.inference.line_files import check_files, read_lines
 from metaphrase.scripts.parsers import check_dependents, given_options
-from metaphrase.scripts.parsers.verbs import METRICS
 from metaphrase.storage.folders import check_writable
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from metaphrase.tokenization import TokenizerPair, iterate_lines
 
 logger = logging.getLogger(__name__)
 
-# Names the files that this verb has written. A folder with this file may be overwritten.
+# Names the files that this subcommand has written. A folder with this file may be overwritten.
 PROVENANCE_NAME = "tokenization.json"
 
 

@@ -113,7 +113,7 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
     if not overwrite:
         raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
     written = (read_fields(output / mark) or {}).get("files") or ()
-    # Other verbs write a card and scores beside a model.
+    # Other subcommands write a card and scores beside a model.
     unknown = _files_in(output) - {_CARD_NAME, "metrics.json", mark, *written}
     if unknown or not (output / mark).is_file():
         raise ValueError(

@@ -11,8 +11,8 @@ import pytest
 from cli_texts import contents
 from huggingface_hub import ModelCard, constants
 from pushed_folder import FORBIDDEN, push_words
+from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
-from verbs import execute
 
 from metaphrase.hub_card import Facts, upload, write_model_card
 from metaphrase.scripts import push
