@@ -81,7 +81,7 @@ def run(subcommand: str, words: Sequence[str]) -> int:
         if not names and not isinstance(error, ValueError | OSError | ImportError | EOFError):
             raise
         # Errors of the Hub and of configurations have many lines.
-        text = error if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
+        text = str(error) if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
         if isinstance(error, OSError) and error.filename is None and (output := getattr(arguments, "output", None)):
             # A full disk has no name.
             text += f" (output: {output})"

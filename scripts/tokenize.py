@@ -23,9 +23,8 @@ def main(arguments: argparse.Namespace) -> None:
     inputs, output = [Path(path) for side in sides for path in side], Path(arguments.output)
     check = functools.partial(check_output, output, inputs, arguments.overwrite, PROVENANCE_NAME, "read")
     check()
-    names = ("kind", "target_kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner")
-    names += ("additional_special_tokens",)
-    options = {name: getattr(arguments, name) for name in names}
+    names = ["kind", "target_kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner"]
+    options = {name: getattr(arguments, name) for name in (*names, "additional_special_tokens")}
     read = functools.partial(iterate_lines, max_line_characters=arguments.max_line_characters)
     pair = TokenizerPair.train(*map(read, sides), joint=not is_separate, **options)
     with folder_in_one_step(output, check) as partial:

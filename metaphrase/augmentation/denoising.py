@@ -40,7 +40,7 @@ class SpanCorruption:
     """Objective that replaces spans of a block by sentinels. The target is each sentinel followed by its span.
 
     The block `Thank you for inviting me to your party last week` may become the source
-    `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`, each with an end-of-sequence token.
+    `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`. Each ends with an end-of-sequence token.
     As in the published training code, no further sentinel ends the target.
 
     The length of a block decides how many tokens and spans are hidden; the generator decides which ones. As in the paper's

@@ -27,8 +27,9 @@ FILES = {"adapt": "convert"}
 
 def _find_subcommands() -> Iterator[tuple[str, Callable[[argparse.ArgumentParser], None]]]:
     """Yield name and options of each subcommand whose file is there."""
-    others = plugin("subcommands")
-    for add_options in (core.train, core.evaluate, core.generate, core.push, *(others() if others else ())):
+    list_rings = plugin("subcommands")
+    rings = () if list_rings is None else list_rings()
+    for add_options in (core.train, core.evaluate, core.generate, core.push, *rings):
         name = add_options.__name__
         if (Path(__file__).parents[1] / f"{FILES.get(name, name)}.py").is_file():
             yield name, add_options
@@ -88,16 +89,15 @@ def make_parser(subcommand: str) -> Parser:
     required = []
     for action in parser._actions:
         if action.option_strings and action.nargs != 0 and action.metavar is None:
-            action.metavar = (
-                "|".join(action.choices) if action.choices else getattr(action.type, "__name__", "text").upper()
-            )
+            kind = getattr(action.type, "__name__", "text").upper()
+            action.metavar = "|".join(action.choices) if action.choices else kind
         if action.default not in (None, False, "", []) and action.help and "[" not in action.help:
             action.help += " [%(default)s]"
         if action.required:
-            required.append((*action.option_strings[:1], action.metavar or action.dest))
+            required.append(" ".join([*action.option_strings[:1], str(action.metavar or action.dest)]))
     # An option with several values would take a positional argument behind it.
-    words = [" ".join(names) for names in sorted(required, key=len)]
-    parser.usage = parser.usage or " ".join(["%(prog)s", *words, "[option ...]"])
+    required.sort(key=lambda words: words.startswith("-"))
+    parser.usage = parser.usage or " ".join(["%(prog)s", *required, "[option ...]"])
     return parser
 
 

@@ -110,7 +110,7 @@ def add_generation(parser: argparse.ArgumentParser) -> Options:
     group = parser.add_argument_group("generation")
     for name, option in GENERATION_OPTIONS.items():
         # A truth value may stand alone.
-        alone = {"nargs": "?", "const": True} if option.type in (bool, str) else {}
+        alone: dict[str, Any] = {"nargs": "?", "const": True} if option.type in (bool, str) else {}
         alone |= {"metavar": "BOOLEAN|never"} if option.type is str else {}
         group.add_argument(f"--{name}", type=_TYPES[option.type], help=option.help, **alone)
     return group

@@ -223,10 +223,8 @@ def break_folder(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
 def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
     """Return a case with a broken file of texts or pairs."""
     subcommands = ("generate", "evaluate", "attention", "backtranslate", "distill", "shortlist", "tokenize", "filter")
-    subcommand, kind = (
-        rng.choice((*subcommands, "compare", "train")),
-        rng.choice(("bytes", "odd texts", "long line", "compressed")),
-    )
+    subcommand = rng.choice((*subcommands, "compare", "train"))
+    kind = rng.choice(("bytes", "odd texts", "long line", "compressed"))
     files = {name: world / name for name in ("in", "pairs.tsv")}
     for name, path in files.items():
         content = path.read_bytes()
