@@ -10,7 +10,7 @@ from metaphrase.inference import ENGINES
 from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
-from metaphrase.scripts.export import FORMATS
+from metaphrase.scripts.export import EXPORTS
 from metaphrase.scripts.parsers import MAX_HELP_LINES, SUBCOMMANDS, chosen_generation_options, make_parser, parse
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.texts.plan import PATTERNS
@@ -44,7 +44,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
         "tokenize": [*TOKENIZER_KINDS, f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else"],
         "convert": FAMILIES,
         "attention": ["|".join(DEFAULT_OUTPUTS)],
-        "export": ["|".join(FORMATS)],
+        "export": ["|".join(EXPORTS)],
         "average": [f"[{DEFAULT_METRIC}]"],
     }.items():
         assert [name for name in names if name not in texts[subcommand]] == []
