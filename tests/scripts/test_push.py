@@ -104,7 +104,7 @@ def test_options_of_the_card_replace_what_it_was_given(hub, folder):
 
 def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
     (folder / "README.md").write_text("my own words", encoding="utf-8")
-    with pytest.raises(ValueError, match="`license` must come with --overwrite_card if"):
+    with pytest.raises(ValueError, match="`license` must be left out"):
         execute(push, push_words(folder, "--license", "mit", "--dry_run"))
     execute(push, push_words(folder))
     execute(push, push_words(folder, "--license", "mit", "--overwrite_card"))
@@ -338,7 +338,7 @@ def test_an_export_for_browsers_goes_up_without_the_library(hub, tmp_path, capsy
     [(_, _, files)] = hub.commits
     assert files.keys() == {*names} - {"library/transformers.min.js"}
     assert files["README.md"] == b"content of README.md"
-    with pytest.raises(ValueError, match="`license` must be left out for an export for browsers"):
+    with pytest.raises(ValueError, match="`license` must be left out"):
         execute(push, push_words(tmp_path, "--license", "mit"))
     (tmp_path / "index.html").unlink()
     with pytest.raises(ValueError, match=r"must hold a whole export, but index\.html is missing"):
