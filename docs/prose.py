@@ -96,7 +96,8 @@ def main():
         for path in (*sources, *pages)
         for line, text in (check_page if path.suffix == ".md" else check_source)(path.read_text(encoding="utf-8"))
     ]
-    print("\n".join(problems))
+    for problem in problems:
+        print(problem)
     return bool(problems)
 
 

@@ -312,7 +312,7 @@ def test_the_table_of_families_is_that_of_the_code():
         assert text.startswith("both ways") if name in FAMILIES else text == f"refused: {REFUSED[name]}"
 
 
-def test_reference_has_all_fields_verbs_and_presets():
+def test_reference_has_all_fields_subcommands_and_presets():
     fields, commands = REFERENCE["recipe_fields"](), REFERENCE["commands"]()
     assert [name for name in OWN_FIELDS if f"| `{name}` |" not in fields] == []
     assert re.findall(r"^## metaphrase (\w+)$", commands, re.MULTILINE) == list(SUBCOMMANDS)

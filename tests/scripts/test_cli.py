@@ -79,7 +79,7 @@ def run_command(monkeypatch, *words):
     return command_line.main()
 
 
-def test_verbs_are_found_and_their_errors_are_one_line(cli_model, monkeypatch, capsys):
+def test_subcommands_are_found_and_their_errors_are_one_line(cli_model, monkeypatch, capsys):
     assert run_command(monkeypatch, "generate", cli_model, "--chunk-size", "0") == 2
     assert capsys.readouterr().err == "metaphrase generate: error: `chunk_size` must be at least 1, got 0.\n"
     assert run_command(monkeypatch, "push", cli_model, "somebody/tiny", "--dry-run") == 0
@@ -180,7 +180,7 @@ def test_errors_are_a_line_or_a_traceback(word, monkeypatch, capsys):
     assert capsys.readouterr().err == "metaphrase train: error: `x` must be y.\n"
 
 
-def test_no_verb_help_and_version(monkeypatch, capsys):
+def test_no_subcommand_help_and_version(monkeypatch, capsys):
     assert run_command(monkeypatch, "xyzzy") == 2
     assert "Did you mean" not in capsys.readouterr().err
     assert run_command(monkeypatch) == 2

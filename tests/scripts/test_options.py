@@ -95,7 +95,7 @@ def test_a_value_of_another_kind_is_refused(words):
         chosen(*words)
 
 
-def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs():
+def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_subcommands():
     assert parse("generate", ["some/model", "--output", "-"]).output is None
     for subcommand, words in {
         "explain": "m --source a --output -",
