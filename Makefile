@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread per test process: the suite runs one process per core.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow test-fuzz lint format docs bench clean
+.PHONY: demo test test-slow test-fuzz test-newest lint format docs bench clean
 
 demo: .venv/installed
 	$(BIN)/metaphrase demo $(ARGS)
@@ -19,9 +19,17 @@ test-slow: .venv/installed
 test-fuzz: .venv/installed
 	$(BIN)/python tests/fuzz/run.py $(ARGS)
 
+# The newest releases in place of constraints.txt. torch stays: a looser request may pull the build for GPUs, of several GB.
+test-newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --editable ".[dev]" torch==2.13.0
+	$(TEST_ENV) .venv-newest/bin/python -m pytest -m "not slow" -n auto --dist loadfile $(ARGS)
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -35,7 +43,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/training.py $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -9,8 +9,7 @@ import tomllib
 from pathlib import Path
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.scripts.parsers import make_parser
-from metaphrase.scripts.parsers.verbs import VERBS
+from metaphrase.scripts.parsers import COMMON_GROUP, SUBCOMMANDS, make_parser
 from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS, type_name
 
 ROOT = Path(__file__).parents[1]
@@ -71,9 +70,7 @@ def training_defaults() -> str:
 
 
 def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
-    if action.choices:
-        value = " " + "|".join(map(str, action.choices))
+    value = "" if action.nargs == 0 else f" {action.metavar}"
     names = ", ".join(action.option_strings)
     # Argparse fills in the defaults of a help text by this method only.
     text = parser._get_formatter()._expand_help(action)
@@ -81,14 +78,14 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> list[st
 
 
 def commands() -> str:
-    """Return a heading, a description and tables of options for each verb."""
+    """Return a heading, a description and tables of options for each subcommand."""
     text = []
-    for verb in VERBS:
-        parser = make_parser(verb)
-        text.append(f"## metaphrase {verb}\n\n{html.escape(parser.description, False)}")
+    for subcommand in SUBCOMMANDS:
+        parser = make_parser(subcommand)
+        text.append(f"## metaphrase {subcommand}\n\n{html.escape(parser.description, False)}")
         for group in parser._action_groups:
-            # The text of the page describes the options of all verbs.
-            if group._group_actions and group.title != "options of all verbs":
+            # The text of the page describes the options of all subcommands.
+            if group._group_actions and group.title != COMMON_GROUP:
                 rows = [_option(parser, action) for action in group._group_actions]
                 text.append(table([group.title, "meaning"], rows))
     return "\n\n".join(text)

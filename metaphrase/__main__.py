@@ -1,4 +1,4 @@
-"""`python -m metaphrase VERB ...`: the same as `metaphrase VERB ...`."""
+"""`python -m metaphrase SUBCOMMAND ...`: the same as `metaphrase SUBCOMMAND ...`."""
 
 import sys
 

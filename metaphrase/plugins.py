@@ -14,6 +14,8 @@ PLACES: dict[str, str] = {
     "augmentation": "metaphrase.augmentation.augmentation:make_augmenter",
     # The corpus of plain text, from which an objective makes pairs.
     "objective": "metaphrase.augmentation.denoising:TextCorpus",
+    # Subcommands of the command line.
+    "subcommands": "metaphrase.scripts.parsers.rings:subcommands",
 }
 
 # Public names of a core package that rings hold: the module by the name.

@@ -19,11 +19,10 @@ from metaphrase.analysis.pages import (
     word_rows,
     write_comparison_page,
 )
-from metaphrase.evaluation.metrics import check_references, metric_options, write_metrics
+from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
 from metaphrase.hub_card.figures import LOWER_IS_BETTER
 from metaphrase.inference.line_files import check_files, read_lines
 from metaphrase.scripts.parsers import check_dependents, given_options
-from metaphrase.scripts.parsers.verbs import METRICS
 from metaphrase.storage.folders import check_writable
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ DECODINGS = {
 }
 NUM_SAMPLES = 4
 
-# Only this verb writes the file. It marks a folder that may be replaced.
+# Only this subcommand writes the file. It marks a folder that may be replaced.
 MARKER_NAME = "made_by_demo.txt"
 MARKER_TEXT = "`metaphrase demo` made this folder. It replaces data, checkpoints and model in it whenever it runs.\n"
 

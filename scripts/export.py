@@ -3,9 +3,17 @@
 import argparse
 import logging
 
+from metaphrase.plugins import import_name
+
 logger = logging.getLogger(__name__)
 
-FORMATS = ("ctranslate2", "onnx", "web", "argos")
+# Some of these functions need extras, which others must not.
+EXPORTS = {
+    "ctranslate2": "metaphrase.conversion.ctranslate2.export:export_ctranslate2",
+    "onnx": "metaphrase.conversion.onnx.export:export_onnx",
+    "web": "metaphrase.conversion.onnx.web:export_web",
+    "argos": "metaphrase.conversion.ctranslate2.argos:export_argos",
+}
 # The formats of each option that not all formats have.
 _FORMATS_OF_OPTION = {
     "quantization": ("ctranslate2", "argos"),
@@ -17,19 +25,13 @@ _FORMATS_OF_OPTION = {
 
 def main(arguments: argparse.Namespace) -> None:
     options = {"overwrite": arguments.overwrite}
-    for name, owners in _FORMATS_OF_OPTION.items():
+    for name, formats in _FORMATS_OF_OPTION.items():
         value = getattr(arguments, name)
-        if arguments.format in owners:
+        if arguments.format in formats:
             options[name] = value
         elif value is not None:
             raise ValueError(f"`--{name}` must be left out with --format {arguments.format}, got {value!r}.")
-    # The imports need extras, which --help must not.
-    if arguments.format == "onnx":
-        from metaphrase.conversion.onnx.export import export_onnx as export
-    elif arguments.format == "web":
-        from metaphrase.conversion.onnx.web import export_web as export
-    elif arguments.format == "argos":
-        from metaphrase.conversion.ctranslate2.argos import export_argos as export
+    if arguments.format == "argos":
         from metaphrase.serving.models import base_code, name_of
 
         for name in ("source", "target"):
@@ -37,6 +39,5 @@ def main(arguments: argparse.Namespace) -> None:
             if code is None:
                 raise ValueError(f"`--{name}_lang` must be given with --format argos, such as en.")
             options[f"{name}_language"] = base_code(code), name_of(code)
-    else:
-        from metaphrase.conversion.ctranslate2.export import export_ctranslate2 as export
+    export = import_name(EXPORTS[arguments.format])
     logger.info("Written to %s", export(arguments.model, arguments.output, **options))

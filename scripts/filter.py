@@ -15,6 +15,7 @@ from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.scoring import dual_scores
 from metaphrase.scripts.parsers import given_options
+from metaphrase.storage.hints import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,10 @@ def main(arguments: argparse.Namespace) -> None:
 def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
     """Return the settings of the command line."""
     settings = FilterSettings(**{field.name: getattr(arguments, field.name) for field in fields(FilterSettings)})
-    rules = {*(settings.rules or RULES)} - {*(arguments.skip_rules or ())}
+    for rule in (*(settings.rules or ()), *arguments.skip_rules):
+        if rule not in RULES:
+            raise ValueError(f"A rule must be one of {', '.join(RULES)}, got {rule!r}.{did_you_mean(rule, RULES)}")
+    rules = {*(settings.rules or RULES)} - {*arguments.skip_rules}
     # A rule is on if its options are given.
     for rule, options in (
         ("language", ("source_lang", "target_lang")),

@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dict:
-    """Check the options and files of a verb that decodes a stream, and set the seed. Return the generation options.
+    """Check the options and files of a subcommand that decodes a stream, and set the seed. Return the generation options.
 
     `inputs` holds the files to read, by the names of their options.
     """
@@ -218,7 +218,7 @@ def decode_records(
     """Decode sources into the output, and log counts and speed.
 
     Args:
-        arguments: Options of the verb: models, output, resume, shard, chunks.
+        arguments: Options of the subcommand: models, output, resume, shard, chunks.
         options: Generation options.
         records: Each a source and what belongs to it, such as a reference.
         total: Number of the records; `None` if it is unknown.

@@ -23,19 +23,14 @@ def main(arguments: argparse.Namespace) -> None:
     validate_repo_id(repo_id)
     check_folder(folder)
     options = given_options(arguments, CARD_OPTIONS)
+    card_options = [*options, "overwrite_card"] if arguments.overwrite_card else [*options]
+    is_web = web_files(folder) is not None
     # A card by somebody else is kept, and so is that of an export for browsers.
-    is_written = arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD)
-    if web_files(folder) is not None:
-        if arguments.overwrite_card or options:
-            name = next(iter(options), "overwrite_card")
-            raise ValueError(
-                f"`{name}` must be left out for an export for browsers, got {folder}. Edit its {CARD} yourself."
-            )
-        is_written = False
-    if options and not is_written:
-        name, value = next(iter(options.items()))
+    is_written = not is_web and (arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD))
+    if card_options and not is_written:
+        way = f"Edit its {CARD} yourself" if is_web else "Pass --overwrite_card to replace it"
         raise ValueError(
-            f"`{name}` must come with --overwrite_card if Metaphrase did not write {CARD}, got {value!r} for {folder / CARD}."
+            f"`{card_options[0]}` must be left out for {folder}, whose {CARD} Metaphrase did not write. {way}."
         )
     facts = replace(read_facts(folder / CARD), **options)
     if arguments.dry_run:
@@ -44,9 +39,7 @@ def main(arguments: argparse.Namespace) -> None:
         selection = select_files(folder)
         if is_written:
             selection.contents.pop(CARD, None)
-            print(
-                f"  {'will be written':>15}  {CARD} (model card, with a picture of the training curves if there is a log)"
-            )
+            print(f"  {'will be written':>15}  {CARD} (model card, with training curves if there is a log)")
             for name, value in asdict(facts).items():
                 if value:
                     text = value if isinstance(value, str) else ", ".join(map(str, value))
@@ -58,13 +51,5 @@ def main(arguments: argparse.Namespace) -> None:
         write_model_card(folder, facts, repo_id=repo_id, overwrite=arguments.overwrite_card)
     selection = select_files(folder)
     selection.report(logger.info)
-    print(
-        upload(
-            selection.contents,
-            repo_id,
-            commit_message=arguments.commit_message,
-            private=arguments.private,
-            revision=arguments.revision,
-            token=arguments.token,
-        )
-    )
+    names = ("commit_message", "private", "revision", "token")
+    print(upload(selection.contents, repo_id, **{name: getattr(arguments, name) for name in names}))

@@ -10,7 +10,7 @@ from metaphrase.tokenization import TokenizerPair, iterate_lines
 
 logger = logging.getLogger(__name__)
 
-# Names the files that this verb has written. A folder with this file may be overwritten.
+# Names the files that this subcommand has written. A folder with this file may be overwritten.
 PROVENANCE_NAME = "tokenization.json"
 
 
@@ -23,9 +23,8 @@ def main(arguments: argparse.Namespace) -> None:
     inputs, output = [Path(path) for side in sides for path in side], Path(arguments.output)
     check = functools.partial(check_output, output, inputs, arguments.overwrite, PROVENANCE_NAME, "read")
     check()
-    names = ("kind", "target_kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner")
-    names += ("additional_special_tokens",)
-    options = {name: getattr(arguments, name) for name in names}
+    names = ["kind", "target_kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner"]
+    options = {name: getattr(arguments, name) for name in (*names, "additional_special_tokens")}
     read = functools.partial(iterate_lines, max_line_characters=arguments.max_line_characters)
     pair = TokenizerPair.train(*map(read, sides), joint=not is_separate, **options)
     with folder_in_one_step(output, check) as partial:

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from local_server import demo_service, running
 from marian_models import write_model, write_shortlist
 from source_files import ROOT, SOURCES
+from subcommands import execute
 from tiny_generator import save_generator, tiny_generator, tiny_pair
 from tiny_languages import nllb_tokenizer
 from transformers import (
@@ -32,7 +33,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from verbs import execute
 
 from metaphrase.conversion import adapt, convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
@@ -41,7 +41,7 @@ from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.filtering.lexicon import make_vocabulary_map
 from metaphrase.inference import Generator
 from metaphrase.scripts import serve
-from metaphrase.scripts.parsers.verbs import VERBS
+from metaphrase.scripts.parsers import SUBCOMMANDS
 from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.recipe.fields import OWN_FIELDS
@@ -197,7 +197,7 @@ def test_command_runs(command, project, monkeypatch, capsys):
     if source:
         text = (project / source.strip()).read_bytes()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
-    verb, *rest = shlex.split(words)[1:]
+    subcommand, *rest = shlex.split(words)[1:]
     if "letter.docx" in rest:
         document = pytest.importorskip("docx", reason="needs python-docx").Document()
         document.add_paragraph("the cat sleeps")
@@ -205,16 +205,16 @@ def test_command_runs(command, project, monkeypatch, capsys):
     if "--engine" in rest:
         # The pages make this folder with the command before.
         export_ctranslate2(project / rest[0].removesuffix("-ctranslate2"), project / rest[0])
-    if verb in ("adapt", "convert"):
+    if subcommand in ("adapt", "convert"):
         # Code of a page that reads this folder needs it without the command.
         shutil.rmtree(project / rest[1], ignore_errors=True)
-    if verb == "shortlist":
+    if subcommand == "shortlist":
         # Commands of the page that use the map need it without this one.
         (project / "runs" / "student" / VOCABULARY_MAP_NAME).unlink()
-    if verb == "distill":
+    if subcommand == "distill":
         # Another command trains on what this one writes.
         (project / "distilled.tsv").unlink(missing_ok=True)
-    execute(verb, rest)
+    execute(subcommand, rest)
     if target:
         # The untrained model may write other ends of lines.
         assert capsys.readouterr().out.count("\n") == 2
@@ -252,11 +252,11 @@ def test_new_language_becomes_a_model_that_writes_it(project, capsys):
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in TRAINING])
 def test_training_command_parses(command, project, monkeypatch):
-    verb, *words = shlex.split(command)[1:]
-    if verb == "demo":
+    subcommand, *words = shlex.split(command)[1:]
+    if subcommand == "demo":
         # No demo has made this folder, so it would be refused.
         shutil.rmtree(project / "runs" / "demo")
-    module = importlib.import_module(f"metaphrase.scripts.{verb}")
+    module = importlib.import_module(f"metaphrase.scripts.{subcommand}")
     for name in ("Experiment", "complete", "Tuning"):
         monkeypatch.setattr(module, name, Mock(side_effect=InterruptedError("parsed")), raising=False)
     with pytest.raises(InterruptedError, match="parsed"):
@@ -312,10 +312,10 @@ def test_the_table_of_families_is_that_of_the_code():
         assert text.startswith("both ways") if name in FAMILIES else text == f"refused: {REFUSED[name]}"
 
 
-def test_reference_has_all_fields_verbs_and_presets():
+def test_reference_has_all_fields_subcommands_and_presets():
     fields, commands = REFERENCE["recipe_fields"](), REFERENCE["commands"]()
     assert [name for name in OWN_FIELDS if f"| `{name}` |" not in fields] == []
-    assert re.findall(r"^## metaphrase (\w+)$", commands, re.MULTILINE) == list(VERBS)
+    assert re.findall(r"^## metaphrase (\w+)$", commands, re.MULTILINE) == list(SUBCOMMANDS)
     assert "| `--num_beams INT` |" in commands
     # `|` would end a cell.
     for text in (fields, commands):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from source_files import ROOT
-from verbs import execute
+from subcommands import execute
 
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.scripts import demo

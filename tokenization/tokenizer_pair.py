@@ -131,7 +131,7 @@ class TokenizerPair:
         is_one = TARGET_SUBFOLDER not in source.init_kwargs and not os.path.isdir(os.path.join(name_or_path, subfolder))
         if is_one or target_name_or_path is not None:
             sides = _split_sides(source)
-            return cls(source, source) if sides is None else cls(*sides, whole=source)
+            return cls(source, source) if sides is None else cls(sides[0], sides[1], whole=source)
         return cls(source, _load(name_or_path, subfolder=subfolder, **kwargs))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:

@@ -1,8 +1,8 @@
 """The decoding step: a decoder with prepared weights, the kv cache of sources and targets, and one token more of each target.
 
-`MetaphraseDecoder.forward` with a cache computes the same. Here projections are joined and copied, modules are not called, values
-that are the same in all steps are computed once, new keys and values are written in place, and attention of the one new token is
-two matrix products.
+`MetaphraseDecoder.forward` with a cache computes the same. Here projections are joined and copied, and modules are not called.
+Values that are the same in all steps are computed once, new keys and values are written in place, and attention of the one new
+token is two matrix products.
 """
 
 import functools

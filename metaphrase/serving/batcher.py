@@ -99,8 +99,8 @@ _Row = tuple[_Search, int]
 class Batcher:
     """Decodes the sentences of all requests in one or more threads.
 
-    Each thread decodes a batch of its own. Every other batch is of the request that came first, and the rest of the one with the
-    fewest tokens left, so that a long document does not hold up a short text, nor many short texts a document. The longest
+    Each thread decodes a batch of its own. Batches are in turn of the request that came first and of the one with the
+    fewest tokens left. So a long document does not hold up a short text, nor many short texts a document. The longest
     sentence of the request decides on the batch: sentences of similar length, of all requests with equal options. A sentence
     has the same target in any batch. A request that cannot end in time gets a `TimeoutError` as soon as that is clear.
     """

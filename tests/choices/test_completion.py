@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 from pronunciations import PRONUNCIATIONS
+from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
-from verbs import execute
 
 from metaphrase.choices import completion
 from metaphrase.choices.completion import choose_dataset, find_columns

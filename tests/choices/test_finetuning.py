@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 from other_families import other_model
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from transformers import T5Config
-from verbs import execute
 
 from metaphrase.choices import completion
 from metaphrase.choices.completion import complete

@@ -6,7 +6,7 @@ import time
 import pytest
 from pronunciations import PRONUNCIATIONS
 from small_experiments import make_recipe
-from verbs import execute
+from subcommands import execute
 
 from metaphrase.choices import tuning
 from metaphrase.choices.tuning import Tuning, search_space

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("ctranslate2")
 
 import ctranslate2
+from subcommands import execute
 from tiny_generator import save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
-from verbs import execute
 
 from metaphrase.conversion.ctranslate2.argos import export_argos, sentencepiece_model
 from metaphrase.demo.corpus import make_demo_corpus

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("ctranslate2")
 
 import torch
+from subcommands import execute
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM
-from verbs import execute
 
 from metaphrase.conversion.ctranslate2.export import (
     export_ctranslate2,

@@ -338,6 +338,7 @@ def test_weights_that_torch_saved_are_read(bart, form, tmp_path):
     assert written.keys() == expected.keys() and all(torch.equal(written[name], expected[name]) for name in expected)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_runs_no_code(bart, tmp_path):
     folder, _ = bart
     source, opened = shutil.copytree(folder, tmp_path / "theirs"), tmp_path / "opened"

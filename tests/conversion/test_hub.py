@@ -12,7 +12,7 @@ from converted_models import bart_like, draw
 from hub_stand_in import QuietHandler
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from verbs import execute
+from subcommands import execute
 
 from metaphrase.scripts import convert as verb
 from metaphrase.scripts.__main__ import run

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from converted_models import TOLERANCE, fill_randomly
+from subcommands import execute
 from tiny_generator import tiny_pair
 from tiny_languages import CODES
 from tiny_models import tiny_model
@@ -22,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Tokenizer,
 )
-from verbs import execute
 
 from metaphrase.conversion import convert, trim_vocabulary
 from metaphrase.demo.corpus import make_demo_corpus

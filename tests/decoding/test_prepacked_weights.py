@@ -132,6 +132,7 @@ def test_other_dtypes_training_and_weights_without_versions_are_not_packed(produ
     assert not products
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean")
 def test_traced_encoder_calls_its_layers(products):
     model, ids = tiny_model().requires_grad_(False), torch.randint(3, 20, (2, 5))
     with torch.no_grad():

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("ctranslate2")
 
 import torch
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
-from verbs import execute
 
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine

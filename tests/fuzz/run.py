@@ -46,8 +46,7 @@ from metaphrase.conversion import convert  # noqa: E402
 from metaphrase.modeling import MetaphraseConfig  # noqa: E402
 from metaphrase.scripts.__main__ import find_main  # noqa: E402
 from metaphrase.scripts.__main__ import main as run_command  # noqa: E402
-from metaphrase.scripts.parsers import make_parser  # noqa: E402
-from metaphrase.scripts.parsers.verbs import VERBS  # noqa: E402
+from metaphrase.scripts.parsers import SUBCOMMANDS, make_parser  # noqa: E402
 from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS  # noqa: E402
 
 # Processor time and time by the clock, of a machine that does other work too.
@@ -146,7 +145,7 @@ def make_world(folder: Path) -> dict[str, Path]:
 
 
 def command_lines(model: Path, sources: Path, pairs: Path, out: Path) -> dict[str, list[str]]:
-    """Return the command line of each verb, without options."""
+    """Return the command line of each subcommand, without options."""
     read = ["--input", str(sources)]
     train = ["--max_steps", "1", "--use_cpu", "true", "--report_to", "none", "--per_device_train_batch_size", "2"]
     lines = {
@@ -166,7 +165,7 @@ def command_lines(model: Path, sources: Path, pairs: Path, out: Path) -> dict[st
         "compare": [sources, sources, "--target", sources, "--names", "a", "b", "--output", f"{out}.json"],
         "train": ["--train_file", pairs, "--model_name_or_path", model, "--output_dir", out, *train],
     }
-    return {verb: [verb, *map(str, words)] for verb, words in lines.items()}
+    return {subcommand: [subcommand, *map(str, words)] for subcommand, words in lines.items()}
 
 
 def mutate(content: bytes, rng: random.Random, added: str = "") -> tuple[str, bytes]:
@@ -208,21 +207,24 @@ def break_folder(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
     base = rng.choice([*paths])
     # Only the broken file needs a copy.
     model = shutil.copytree(paths[base].parent, root / base, copy_function=os.link) / "model"
-    verb = rng.choice([verb for verb in VERBS if verb in command_lines(model, world, world, root)])
+    subcommand = rng.choice(
+        [subcommand for subcommand in SUBCOMMANDS if subcommand in command_lines(model, world, world, root)]
+    )
     files = [path for path in sorted(model.rglob("*.*")) if path.suffix in (".json", ".yaml")]
     file = rng.choices(files, [4 if "config" in path.name else 1 for path in files])[0]
     mutation, content = mutate(file.read_bytes(), rng, ADDED.get(file.name, ""))
     file.unlink()
     file.write_bytes(content)
-    words = command_lines(model, world / "in", world / "pairs.tsv", root / "out")[verb]
+    words = command_lines(model, world / "in", world / "pairs.tsv", root / "out")[subcommand]
     fields = [mutation.split(" is ")[0].split(".")[-1]] if " is " in mutation else []
-    return f"{verb} {base}: {file.relative_to(model)}: {mutation}", words, fields
+    return f"{subcommand} {base}: {file.relative_to(model)}: {mutation}", words, fields
 
 
 def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
     """Return a case with a broken file of texts or pairs."""
-    verbs = ("generate", "evaluate", "attention", "backtranslate", "distill", "shortlist", "tokenize", "filter")
-    verb, kind = rng.choice((*verbs, "compare", "train")), rng.choice(("bytes", "odd texts", "long line", "compressed"))
+    subcommands = ("generate", "evaluate", "attention", "backtranslate", "distill", "shortlist", "tokenize", "filter")
+    subcommand = rng.choice((*subcommands, "compare", "train"))
+    kind = rng.choice(("bytes", "odd texts", "long line", "compressed"))
     files = {name: world / name for name in ("in", "pairs.tsv")}
     for name, path in files.items():
         content = path.read_bytes()
@@ -237,7 +239,11 @@ def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Ran
             name, content = f"{name}.gz", rng.choice((bomb, cut))
         files[path.name] = root / name
         files[path.name].write_bytes(content)
-    return f"{verb}: {kind}", command_lines(paths["one"], files["in"], files["pairs.tsv"], root / "out")[verb], []
+    return (
+        f"{subcommand}: {kind}",
+        command_lines(paths["one"], files["in"], files["pairs.tsv"], root / "out")[subcommand],
+        [],
+    )
 
 
 def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
@@ -267,8 +273,8 @@ def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
 def break_options(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
     """Return a case with options of random values."""
     lines = command_lines(paths["one"], world / "in", world / "pairs.tsv", root / "out")
-    verb = rng.choice([*lines])
-    actions = [action for action in make_parser(verb)._actions if action.option_strings]
+    subcommand = rng.choice([*lines])
+    actions = [action for action in make_parser(subcommand)._actions if action.option_strings]
     actions = [action for action in actions if not any(part in str(action.option_strings) for part in LEFT_OUT_OPTIONS)]
     words = []
     for action in rng.sample(actions, min(len(actions), rng.choice((1, 2, 3)))):
@@ -278,7 +284,7 @@ def break_options(root: Path, world: Path, paths: dict[str, Path], rng: random.R
         values = [value for value in values if not (is_size and isinstance(value, int | float) and value > 1000)]
         count = 0 if action.nargs == 0 else rng.choice((0, 1, 1, 1, 2))
         words += [action.option_strings[0], *(str(rng.choice(values)) for _ in range(count))]
-    return f"{verb} {' '.join(word[:40] for word in words)}", [*lines[verb], *words], []
+    return f"{subcommand} {' '.join(word[:40] for word in words)}", [*lines[subcommand], *words], []
 
 
 PARTS = {"folders": break_folder, "recipes": break_recipe, "texts": break_texts, "options": break_options}
@@ -380,7 +386,7 @@ def main() -> int:
     parser.add_argument("--match", default="", help="run only cases whose name holds this text")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name in VERBS:
+    for name in SUBCOMMANDS:
         find_main(name)
     gc.collect()
     gc.freeze()

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from subcommands import execute
 from tiny_generator import SOURCES, save_generator, tiny_generator
-from verbs import execute
 
 from metaphrase.inference import ScoredText
 from metaphrase.inference.line_files import OutputFile, format_targets, standard_output

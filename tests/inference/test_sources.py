@@ -4,10 +4,10 @@ import json
 
 import pytest
 from pipeline_models import family_model
+from subcommands import execute, name_of
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tiny_models import POSITIONS, tiny_model
-from verbs import execute, name_of
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, batches, cross_attentions

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
-from verbs import execute
 
 from metaphrase.engines import engine_choice
 from metaphrase.inference import Generator

@@ -1,4 +1,4 @@
-"""The command line: finding verbs, their options and errors, and `metaphrase tokenize`."""
+"""The command line: finding subcommands, their options and errors, and `metaphrase tokenize`."""
 
 import contextlib
 import gzip
@@ -8,13 +8,13 @@ from unittest.mock import Mock
 import pytest
 from cli_texts import contents, damaged
 from huggingface_hub.errors import RepositoryNotFoundError
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
-from verbs import execute
 
 import metaphrase
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import tokenize, train
-from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers import SUBCOMMANDS, parse
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 
@@ -79,8 +79,8 @@ def run_command(monkeypatch, *words):
     return command_line.main()
 
 
-def test_verbs_are_found_and_their_errors_are_one_line(cli_model, monkeypatch, capsys):
-    assert run_command(monkeypatch, "generate", cli_model, "--window", "0") == 2
+def test_subcommands_are_found_and_their_errors_are_one_line(cli_model, monkeypatch, capsys):
+    assert run_command(monkeypatch, "generate", cli_model, "--chunk-size", "0") == 2
     assert capsys.readouterr().err == "metaphrase generate: error: `chunk_size` must be at least 1, got 0.\n"
     assert run_command(monkeypatch, "push", cli_model, "somebody/tiny", "--dry-run") == 0
     assert "model.safetensors" in capsys.readouterr().out
@@ -99,11 +99,8 @@ NO_MODEL = "must be a folder that exists, or a name on the Hub, got "
         ("convert /none out", f"`source` {NO_MODEL}'/none'."),
         ("export ./none out --format onnx", f"`model` {NO_MODEL}'./none'."),
         ("generate some/model --output full", "`output` must be a new file, got 'full', which is not empty."),
-        ("train none.tsv", "A file of pairs must exist, got 'none.tsv'."),
-        ("train full none.de", "A file of pairs must exist, got 'none.de'."),
         ("push runs my-model", "`repo_id` must be user/name or organization/name, got 'my-model'."),
         ("serve x --port http", "must be a whole number of at least 0, got 'http'"),
-        ("train --verbos", "Did you mean 'verbose'?"),
         ("demo pairs.tsv", "unrecognized arguments: pairs.tsv"),
         ("evaluate --metrics bleu demo", "the following arguments are required: model"),
         ("attention x --layer last", "must be a whole number or mean, got 'last'"),
@@ -122,11 +119,27 @@ def test_plain_mistakes_are_one_line_and_load_nothing(words, said, monkeypatch, 
     assert said in line and line.count("\n") == 1
 
 
-def test_paths_that_may_exist_are_no_mistake(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train none.tsv", "`train_file` must be a file that exists, got none.tsv."),
+        ("train full none.de", "`train_target_file` must be a file that exists, got none.de."),
+        ("train demo --num-train-epochss 3", "got `num_train_epochss` in the command line. Did you mean"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_one_line(words, said, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    # A folder of data may hold the pairs.
-    assert parse("train", ["none.tsv", "--data_dir", "corpus"]).recipe == ["none.tsv"]
+    (tmp_path / "full").write_text("a cat\n", encoding="utf-8")
+    assert run_command(monkeypatch, *words.split()) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+
+
+def test_words_after_a_name_that_may_be_on_the_hub_or_two_dashes_are_values():
     assert parse("explain", ["runs", "--source", "a"]).model == "runs"
+    assert parse("average", ["--output", "a", "--", "--odd"]).folders == ["--odd"]
+    arguments = parse("train", ["demo", "--learning_rate", "1", "--dry-run", "--model.hidden_size=8"])
+    assert arguments.dry_run and arguments.fields == ["--learning_rate", "1", "--model.hidden_size=8"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +180,7 @@ def test_errors_are_a_line_or_a_traceback(word, monkeypatch, capsys):
     assert capsys.readouterr().err == "metaphrase train: error: `x` must be y.\n"
 
 
-def test_no_verb_help_and_version(monkeypatch, capsys):
+def test_no_subcommand_help_and_version(monkeypatch, capsys):
     assert run_command(monkeypatch, "xyzzy") == 2
     assert "Did you mean" not in capsys.readouterr().err
     assert run_command(monkeypatch) == 2
@@ -175,4 +188,4 @@ def test_no_verb_help_and_version(monkeypatch, capsys):
     assert run_command(monkeypatch, "--version") == 0
     said, _, version = capsys.readouterr().out.rstrip().rpartition("\n")
     assert version == f"metaphrase {metaphrase.__version__}"
-    assert said.startswith("usage: metaphrase VERB") and all(f"  {verb} " in said for verb in command_line.VERBS)
+    assert said.startswith("usage: metaphrase SUBCOMMAND") and all(f"  {name} " in said for name in SUBCOMMANDS)

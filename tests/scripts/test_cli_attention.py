@@ -6,9 +6,9 @@ import sys
 
 import pytest
 from cli_texts import contents, targets_of
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
-from verbs import execute
 
 from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.scripts import attention

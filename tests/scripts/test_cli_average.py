@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_trainers import make_trainer, small_pairs
+from subcommands import execute
 from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
-from verbs import execute
 
 from metaphrase.scripts import average as script
 from metaphrase.scripts.__main__ import run

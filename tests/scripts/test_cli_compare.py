@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS
-from verbs import execute
 
 from metaphrase.scripts import compare
 from metaphrase.scripts.__main__ import run

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cli_texts import as_lines, targets_of
 from sacrebleu.metrics import BLEU
+from subcommands import execute
 from tiny_generator import PIECES, SOURCES, TARGETS, save_generator, tiny_generator
-from verbs import execute
 
 from metaphrase.evaluation import evaluate as evaluation
 from metaphrase.inference import Generator

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from cli_texts import targets_of
 from matplotlib.figure import Figure
-from verbs import execute, name_of
+from subcommands import execute, name_of
 
 from metaphrase.scripts import attention
-from metaphrase.scripts import explain as verb
+from metaphrase.scripts import explain as subcommand
 from metaphrase.scripts.__main__ import run
 
 
@@ -20,14 +20,14 @@ def test_explain_writes_a_page_of_several_pairs(cli_model, tmp_path, monkeypatch
     caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)
     words = [cli_model, "--device", "cpu", "--source", "the <b> cat", "--source", "two dogs", "--max_new_tokens", "3"]
-    execute(verb, words)
+    execute(subcommand, words)
     text = (tmp_path / "explanation.html").read_text(encoding="utf-8")
     assert "the \\u003cb\\u003e cat" in text and "two dogs" in text and "Written to explanation.html" in caplog.text
     assert "Targets that are unfinished at the length limit: 2 (sources: 2)." in caplog.text
     pairs = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])["pairs"]
     targets = targets_of(["the <b> cat", "two dogs"], max_new_tokens=3)
     assert [pair["target"] for pair in pairs] == targets
-    execute(verb, [*words, "--output", str(tmp_path / "again.html")])
+    execute(subcommand, [*words, "--output", str(tmp_path / "again.html")])
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
 
 
@@ -41,7 +41,7 @@ def test_sources_and_targets_must_be_equally_many(cli_model, capsys):
 def test_a_full_disk_leaves_no_half_file_and_no_name_of_this_machine(cli_model, tmp_path, kind, monkeypatch, capsys):
     path = tmp_path / ("page.html" if kind == "page" else "map.png")
     words = [cli_model, "--device", "cpu", "--source", "the cat", "--target", "a", "--output", str(path)]
-    module = verb if kind == "page" else attention
+    module = subcommand if kind == "page" else attention
     execute(module, words)
     written = path.read_bytes()
     assert Path(cli_model).parent.name.encode() not in written

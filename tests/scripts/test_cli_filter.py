@@ -5,7 +5,7 @@ import json
 import logging
 
 import pytest
-from verbs import execute
+from subcommands import execute
 
 from metaphrase.inference import Generator
 from metaphrase.inference.scoring import dual_scores

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 from cli_texts import ODD_LINES, as_lines, targets_of
+from subcommands import execute
 from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_generator
-from verbs import execute
 
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.scripts import generate

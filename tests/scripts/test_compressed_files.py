@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_texts import damaged
-from verbs import execute
+from subcommands import execute
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import attention, evaluate, generate
@@ -25,8 +25,8 @@ def test_a_damaged_input_is_a_mistake_of_one_line(name, cli_model, tmp_path, cap
     assert f"`{tmp_path / name}` must be a compressed file that is whole, got: " in said
 
 
-@pytest.mark.parametrize("verb", ["generate", "generate --resume", "evaluate", "attention"])
-def test_lines_are_not_written_under_a_name_that_says_compressed(verb, cli_model, files, tmp_path, monkeypatch):
+@pytest.mark.parametrize("subcommand", ["generate", "generate --resume", "evaluate", "attention"])
+def test_lines_are_not_written_under_a_name_that_says_compressed(subcommand, cli_model, files, tmp_path, monkeypatch):
     monkeypatch.setattr(Generator, "from_pretrained", None)
     output, pairs = str(tmp_path / "o.gz"), ["--source", files[0], "--target", files[1]]
     calls = {
@@ -35,14 +35,16 @@ def test_lines_are_not_written_under_a_name_that_says_compressed(verb, cli_model
         "evaluate": (evaluate, "predictions", pairs),
         "attention": (attention, "output", ["--input", files[0], "--format", "pharaoh"]),
     }
-    script, name, words = calls[verb]
+    script, name, words = calls[subcommand]
     with pytest.raises(ValueError, match=f"`{name}` must not end in .gz, .* got '{output}'"):
         execute(script, [cli_model, *words, f"--{name}", output])
     assert not Path(output).exists()
 
 
-@pytest.mark.parametrize("verb", ["generate", "evaluate", "tokenize"])
-def test_a_compressed_line_that_unpacks_a_thousandfold_is_one_error(verb, cli_model, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("subcommand", ["generate", "evaluate", "tokenize"])
+def test_a_compressed_line_that_unpacks_a_thousandfold_is_one_error(
+    subcommand, cli_model, tmp_path, capsys, monkeypatch
+):
     bomb, output, one = tmp_path / "bomb.gz", str(tmp_path / "out"), tmp_path / "one"
     with gzip.open(bomb, "wb") as file:
         for _ in range(30):
@@ -55,13 +57,13 @@ def test_a_compressed_line_that_unpacks_a_thousandfold_is_one_error(verb, cli_mo
     }
     tracemalloc.start()
     try:
-        assert run(verb, words[verb]) == 2
+        assert run(subcommand, words[subcommand]) == 2
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     said = capsys.readouterr().err
     text = f"Each line of `{bomb}` must have at most 100000 characters, but line 1 has more. Set `max_line_characters` higher"
-    assert f"metaphrase {verb}: error: {text}" in said and "Traceback" not in said
+    assert f"metaphrase {subcommand}: error: {text}" in said and "Traceback" not in said
     assert peak_bytes < 20e6
 
 

@@ -5,28 +5,19 @@ from transformers import GenerationConfig
 
 from metaphrase.conversion.checkpoints import DEFAULT_SHARD_SIZE
 from metaphrase.conversion.families import FAMILIES
-from metaphrase.data.pairs import READERS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
-from metaphrase.scripts.export import FORMATS
-from metaphrase.scripts.parsers import (
-    MAX_HELP_LINES,
-    chosen_generation_options,
-    make_parser,
-    parse,
-    recipe_fields,
-    verbs,
-)
+from metaphrase.scripts.export import EXPORTS
+from metaphrase.scripts.parsers import MAX_HELP_LINES, SUBCOMMANDS, chosen_generation_options, make_parser, parse
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.texts.plan import PATTERNS
 from metaphrase.texts.whole_texts import FORMATS as TEXT_FORMATS
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_trainer import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
-from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS
 
 
 def chosen(*words):
@@ -39,29 +30,30 @@ def test_every_option_is_one_of_transformers():
 
 def test_names_and_defaults_are_those_of_the_rooms():
     """The parsers repeat them, because importing the rooms takes seconds."""
-    assert tuple(METRICS) == verbs.METRICS and tuple(READERS) == verbs.PAIR_SUFFIXES
-    assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
     sizes = {"batch_size": DEFAULT_BATCH_SIZE, "max_tokens_per_batch": DEFAULT_MAX_TOKENS_PER_BATCH}
     sizes |= {"max_line_characters": MAX_LINE_CHARACTERS}
     assert sizes.items() <= {name: make_parser("generate").get_default(name) for name in sizes}.items()
     assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
-    texts = {verb: " ".join(make_parser(verb).format_help(is_full=True).split()) for verb in verbs.VERBS}
-    for verb, names in {
+    texts = {
+        subcommand: " ".join(make_parser(subcommand).format_help(is_full=True).split()) for subcommand in SUBCOMMANDS
+    }
+    for subcommand, names in {
+        "evaluate": [f"scores: {', '.join(METRICS)} ["],
         "generate": [*ENGINES, *UTILITIES, *TEXT_FORMATS, *PATTERNS],
         "tokenize": [*TOKENIZER_KINDS, f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else"],
         "convert": FAMILIES,
         "attention": ["|".join(DEFAULT_OUTPUTS)],
-        "export": ["|".join(FORMATS)],
+        "export": ["|".join(EXPORTS)],
         "average": [f"[{DEFAULT_METRIC}]"],
     }.items():
-        assert [name for name in names if name not in texts[verb]] == []
+        assert [name for name in names if name not in texts[subcommand]] == []
 
 
-@pytest.mark.parametrize("verb", verbs.VERBS)
-def test_help_fits_a_screen_and_names_all_options(verb, monkeypatch):
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
+def test_help_fits_a_screen_and_names_all_options(subcommand, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    parser = make_parser(verb)
+    parser = make_parser(subcommand)
     short, full = parser.format_help(), parser.format_help(is_full=True)
     assert len(short.splitlines()) <= MAX_HELP_LINES
     for action in parser._actions:
@@ -103,8 +95,12 @@ def test_a_value_of_another_kind_is_refused(words):
         chosen(*words)
 
 
-def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs():
+def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_subcommands():
     assert parse("generate", ["some/model", "--output", "-"]).output is None
-    for verb, words in {"explain": "m --source a --output -", "convert": "m -", "average": "a --output -"}.items():
+    for subcommand, words in {
+        "explain": "m --source a --output -",
+        "convert": "m -",
+        "average": "a --output -",
+    }.items():
         with pytest.raises(ValueError, match="`output` must be a path, got '-'"):
-            parse(verb, words.split())
+            parse(subcommand, words.split())

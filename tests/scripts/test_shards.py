@@ -1,8 +1,8 @@
 """Parts of an input: the outputs of all shards, one after the other, are the output of a run without shards."""
 
 import pytest
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS
-from verbs import execute
 
 from metaphrase.scripts import backtranslate, distill, filter, generate
 from metaphrase.scripts.parsers import parse
@@ -19,25 +19,25 @@ SEARCHES = {
 
 @pytest.fixture
 def words(cli_model, tmp_path):
-    """The words of a verb, but for its own: input, model, chunks."""
+    """The words of a subcommand, but for its own: input, model, chunks."""
     rows = [(f"{SOURCES[n % 5]} {SOURCES[n % 3]}", TARGETS[n % 5]) for n in range(NUM_LINES)]
     (tmp_path / "in.txt").write_text("".join(f"{source}\n" for source, _ in rows), encoding="utf-8")
     # A header, so that pairs and lines differ in number.
     text = "".join(f"{source}\t{target}\n" for source, target in [("source", "target"), *rows])
     (tmp_path / "in.tsv").write_text(text, encoding="utf-8")
-    return lambda verb: [
+    return lambda subcommand: [
         *(cli_model, "--device", "cpu", "--chunk_size", str(CHUNK_SIZE)),
-        *("--input", str(tmp_path / ("in.tsv" if verb is distill else "in.txt"))),
+        *("--input", str(tmp_path / ("in.tsv" if subcommand is distill else "in.txt"))),
     ]
 
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_shards_together_are_the_whole_output(words, tmp_path, search):
-    verb, search_words = SEARCHES[search]
-    command = [*words(verb), *search_words]
+    subcommand, search_words = SEARCHES[search]
+    command = [*words(subcommand), *search_words]
 
     def run(name, *more):
-        execute(verb, [*command, "--output", str(tmp_path / name), *more])
+        execute(subcommand, [*command, "--output", str(tmp_path / name), *more])
         return (tmp_path / name).read_bytes()
 
     whole = run("whole.tsv")

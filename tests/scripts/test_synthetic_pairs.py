@@ -6,8 +6,8 @@ import signal
 import datasets
 import pytest
 from sacrebleu import sentence_bleu, sentence_chrf
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, tiny_generator
-from verbs import execute
 
 from metaphrase.data.pairs import PairSource
 from metaphrase.inference import Generator, ScoredText
@@ -126,7 +126,7 @@ def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server
     resumed = [*words, "--output", str(output), "--resume"]
     for most_bytes in (len(whole) // 3, 2 * len(whole) // 3):
         name = verb.__name__.rpartition(".")[2]
-        assert server.run(resumed, output, verb=name, most_bytes=most_bytes) == -signal.SIGXFSZ
+        assert server.run(resumed, output, subcommand=name, most_bytes=most_bytes) == -signal.SIGXFSZ
         assert output.read_bytes() == whole[:most_bytes]
     execute(verb, resumed)
     assert output.read_bytes() == whole

@@ -8,7 +8,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 from small_runs import SMALL
-from verbs import execute
+from subcommands import execute
 
 from metaphrase.hub_card.card import FIGURE_NAME, is_own_card
 from metaphrase.inference import Generator, progress

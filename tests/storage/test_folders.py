@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 from small_experiments import make_recipe
+from subcommands import execute
 from tiny_generator import SOURCES
-from verbs import execute
 
 from metaphrase.inference.line_files import OutputFile
 from metaphrase.scripts import generate

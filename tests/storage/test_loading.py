@@ -1,4 +1,4 @@
-"""Tests of loading: damaged weights and settings are an error of one line that names the file, in every verb."""
+"""Tests of loading: damaged weights and settings are an error of one line that names the file, in every subcommand."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
 
 LOST = "model.decoder.layers.0.mlp.up_proj.weight"
-VERBS = {
+SUBCOMMANDS = {
     "generate": ["MODEL", "--input", "FILE"],
     "evaluate": ["MODEL", "--source", "FILE", "--target", "FILE", "--output", "NEW"],
     "attention": ["MODEL", "--source", "a", "--format", "pharaoh"],
@@ -47,12 +47,12 @@ def others(tmp_path_factory):
     return root
 
 
-def run_verb(verb, folder, tmp_path):
-    if verb == "export":
+def run_subcommand(subcommand, folder, tmp_path):
+    if subcommand == "export":
         pytest.importorskip("ctranslate2")
     (tmp_path / "text").write_text("a\n", encoding="utf-8")
     words = {"MODEL": folder, "TWIN": tmp_path / "twin", "NEW": tmp_path / "new", "FILE": tmp_path / "text"}
-    return run(verb, [str(words.get(word, word)) for word in VERBS[verb]])
+    return run(subcommand, [str(words.get(word, word)) for word in SUBCOMMANDS[subcommand]])
 
 
 # Weights
@@ -103,11 +103,11 @@ def test_model_that_is_not_whole_is_not_used(damage, folder):
         load_base(Recipe(train_file="a", model_name_or_path=str(folder)))
 
 
-@pytest.mark.parametrize("verb", ["generate", "export", "average", "train"])
-def test_weights_that_are_not_finite_are_refused(verb, folder, tmp_path, capsys):
+@pytest.mark.parametrize("subcommand", ["generate", "export", "average", "train"])
+def test_weights_that_are_not_finite_are_refused(subcommand, folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / "twin")
     change_weights(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), float("nan")))
-    assert run_verb(verb, folder, tmp_path) == 2
+    assert run_subcommand(subcommand, folder, tmp_path) == 2
     message = f"The weight `{LOST}` of {folder} must hold finite numbers, got NaN or infinity."
     assert message in capsys.readouterr().err.splitlines()[-1]
 
@@ -158,7 +158,7 @@ def test_no_pickle_is_ever_opened(folder, is_in_index, tmp_path, monkeypatch, ca
         names = dict.fromkeys(weights, "pytorch_model.bin")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     message = "must name .safetensors files" if is_in_index else "`metaphrase convert` reads pytorch_model.bin, too"
-    assert run_verb("attention", folder, tmp_path) == 2
+    assert run_subcommand("attention", folder, tmp_path) == 2
     assert message in capsys.readouterr().err
     for load in (load_pretrained, Generator.from_pretrained):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -192,14 +192,14 @@ def test_damaged_file_is_named(file, folder):
             Generator.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "average"])
-def test_every_verb_names_the_broken_field_before_it_reads_weights(verb, folder, tmp_path, capsys):
+@pytest.mark.parametrize("subcommand", [subcommand for subcommand in SUBCOMMANDS if subcommand != "average"])
+def test_every_subcommand_names_the_broken_field_before_it_reads_weights(subcommand, folder, tmp_path, capsys):
     (folder / "model.safetensors").write_bytes(b"no weights")
     change(folder, "generation_config.json", forced_bos_token_id={})
-    assert run_verb(verb, folder, tmp_path) == 2
+    assert run_subcommand(subcommand, folder, tmp_path) == 2
     path = str(folder / "generation_config.json")
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"metaphrase {verb}: error: `forced_bos_token_id` in {path!r} must be ")
+    assert said.startswith(f"metaphrase {subcommand}: error: `forced_bos_token_id` in {path!r} must be ")
 
 
 @pytest.mark.parametrize(

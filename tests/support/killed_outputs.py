@@ -7,7 +7,7 @@ import signal
 import time
 
 from job_server import LIMIT_SECONDS, JobServer, fork, serve
-from verbs import execute
+from subcommands import execute
 
 
 class Server(JobServer):
@@ -16,13 +16,13 @@ class Server(JobServer):
     def __init__(self):
         super().__init__(__file__)
 
-    def run(self, words, output, *, verb="generate", most_bytes=None, seen_bytes=None):
+    def run(self, words, output, *, subcommand="generate", most_bytes=None, seen_bytes=None):
         """Run a command and return its status: 0, or the negative number of the signal that ended it.
 
         It is ended in the middle of the write beyond `most_bytes`, or killed as soon as its output has `seen_bytes`.
         """
         job = {"words": words, "output": str(output), "most_bytes": most_bytes, "seen_bytes": seen_bytes}
-        return self.ask({"verb": verb, **job})
+        return self.ask({"subcommand": subcommand, **job})
 
 
 def carry_out(job):
@@ -32,7 +32,7 @@ def carry_out(job):
     def work():
         if job["most_bytes"] is not None:
             generate.OutputFile = limited(generate.OutputFile, job["most_bytes"])
-        execute(importlib.import_module(f"metaphrase.scripts.{job['verb']}"), job["words"])
+        execute(importlib.import_module(f"metaphrase.scripts.{job['subcommand']}"), job["words"])
 
     child = fork(work)
     if job["seen_bytes"] is not None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from identity_engine import identity_generator
+from subcommands import execute
 from tiny_generator import tiny_generator
-from verbs import execute
 
 from metaphrase.inference import generator as module
 from metaphrase.inference.generator import split_texts

@@ -2,8 +2,8 @@
 
 import pytest
 from identity_engine import identity_generator
+from subcommands import execute
 from tiny_generator import tiny_generator
-from verbs import execute
 
 from metaphrase.scripts import generate
 from metaphrase.texts.markup import Atom, MarkedText

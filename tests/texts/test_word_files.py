@@ -6,8 +6,8 @@ import zipfile
 import pytest
 from identity_engine import align_by, identity_generator
 from PIL import Image
+from subcommands import execute
 from tiny_generator import tiny_generator
-from verbs import execute
 
 from metaphrase.scripts import generate
 from metaphrase.texts.whole_texts import TextDecoder, read_file

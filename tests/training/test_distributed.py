@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_experiments import ONE_STEP, make_recipe
 from small_trainers import make_trainer
+from subcommands import execute
 from torch import distributed
 from transformers import Seq2SeqTrainingArguments, set_seed
-from verbs import execute
 
 from metaphrase.scripts import train
 from metaphrase.training.distributed import ProcessSeeds

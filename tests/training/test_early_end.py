@@ -32,6 +32,7 @@ def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
     budget.on_train_begin(arguments, state, control, lr_scheduler=scheduler)
     # A fifth of the time is kept for the scores. Half of the other 100 seconds is over after one step.
     clock[0] += 50
+    optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == [pytest.approx(0.5)]
     budget.on_step_end(arguments, state, control)

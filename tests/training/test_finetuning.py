@@ -7,9 +7,9 @@ import pytest
 import torch
 from other_families import other_model
 from safetensors.torch import load_file
+from subcommands import execute
 from tiny_generator import tiny_pair
 from transformers import AutoModelForSeq2SeqLM
-from verbs import execute
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator

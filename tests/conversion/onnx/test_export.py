@@ -14,10 +14,10 @@ pytest.importorskip("onnxruntime")
 
 import onnxruntime
 import torch
+from subcommands import execute
 from tiny_generator import save_generator, tiny_pair
 from tiny_models import DESIGNS, padding_mask, random_batch, tiny_config, tiny_model
 from transformers import AutoConfig, GenerationConfig
-from verbs import execute
 
 from metaphrase.conversion.onnx import export as onnx_export
 from metaphrase.conversion.onnx.export import (

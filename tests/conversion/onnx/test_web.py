@@ -15,11 +15,11 @@ import onnx
 import onnxruntime
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from subcommands import execute
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import nllb_tokenizer
 from tiny_models import tiny_config
 from transformers import AutoTokenizer, GenerationConfig
-from verbs import execute
 
 from metaphrase.conversion.onnx.export import GRAPH_NAMES, empty_cache, run_step
 from metaphrase.conversion.onnx.web import LIBRARY_FILES, export_web, quantize_graph, rewrite_tokenizer, web_config
