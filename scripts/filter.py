@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from metaphrase.data.pairs import PairSource
+from metaphrase.filtering.dual_scores import dual_scores, mean_entropies
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import PairScorer, filter_pairs, partial_path
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
-from metaphrase.inference.scoring import dual_scores
 from metaphrase.scripts.parsers import given_options
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> Pa
         for name in (settings.forward_model, settings.backward_model)
     )
     return lambda pairs: dual_scores(
-        forward.mean_entropies(pairs), backward.mean_entropies([pair[::-1] for pair in pairs])
+        mean_entropies(forward, pairs), mean_entropies(backward, [pair[::-1] for pair in pairs])
     )
 
 

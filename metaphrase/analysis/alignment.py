@@ -99,10 +99,11 @@ def cross_attentions(
     source_ids = generator.truncate(uncut_ids)
     check_sources(source_ids, longest_source(model), generator.max_tokens_per_batch)
     if targets is None:
-        # `search` counts truncated sources.
+        # `generate_ids` counts truncated sources.
         if any(not source.strip() for source in sources):
             raise ValueError("`sources` must not be blank without targets, because a blank source has no target.")
-        hypotheses = generator.search(sources, False, {**generation_kwargs, "num_return_sequences": 1}, show_progress)
+        options = {**generation_kwargs, "num_return_sequences": 1}
+        hypotheses = generator.generate_ids(sources, show_progress=show_progress, **options)
         target_ids = [best.ids for [best] in hypotheses]
         target_texts = tokenizers.decode_targets(target_ids)
         find_words = words_of_decoded

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.ctranslate2 import ctranslate2
-from metaphrase.inference.batches import BatchSearch, Hypothesis
+from metaphrase.inference.batches import GenerateBatch, Hypothesis
 from metaphrase.storage.folders import read_json
 from metaphrase.storage.loading import is_exported
 
@@ -260,7 +260,7 @@ class CTranslate2Engine:
         path = path if path.is_file() else self.folder / "shared_vocabulary.json"
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def make_search(self, options: Mapping[str, Any], return_scores: bool) -> BatchSearch:
+    def make_generate(self, options: Mapping[str, Any], return_scores: bool) -> GenerateBatch:
         """See `Engine`. `translate_options` lists the options that mean something else in CTranslate2."""
         search = translate_options(self.generation_config, options, vocab_size=len(self.targets))
         prefix = self._prefix(search)
@@ -271,7 +271,7 @@ class CTranslate2Engine:
             translator = self._load()
         suppressed = [[self.targets[index] for index in word] for word in search.suppressed]
 
-        def search_batch(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
+        def generate_batch(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
             results = translator.translate_batch(
                 [[self.sources[index] for index in source] for source in sources],
                 target_prefix=[prefix] * len(sources) if prefix else None,
@@ -287,7 +287,7 @@ class CTranslate2Engine:
             )
             return [self._hypotheses(result, search, return_scores) for result in results]
 
-        return search_batch
+        return generate_batch
 
     def _prefix(self, search: Search) -> list[str]:
         """Return the tokens that targets begin with, without the start token that the folder's config states."""

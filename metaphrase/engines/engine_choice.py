@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import tempfile
 import textwrap
 import threading
@@ -9,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.prepacked_weights import WeightRecord
+from metaphrase.decoding.quantization import quantization_of, quantize
 from metaphrase.inference.batches import Engine, longest_target
+from metaphrase.inference.generator import load_model
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.tokenization import TokenizerPair
@@ -42,6 +46,34 @@ def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> 
     """Return True if CTranslate2 decodes faster than torch by the table of measured speeds."""
     key = dtype, "beam" if num_beams > 1 else "greedy", "batch" if batch_size > 1 else "alone"
     return num_weights <= _MAX_WEIGHTS[key]
+
+
+def load_engine(
+    name_or_path: str | os.PathLike,
+    tokenizers: TokenizerPair,
+    vocabulary_map: VocabularyMap | None,
+    *,
+    engine: str,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    **loading,
+) -> tuple[PreTrainedModel | Engine, "EngineChoice | None"]:
+    """Load a model for `Generator.from_pretrained` in CTranslate2, in int8, or with a copy for CTranslate2.
+
+    Returns the model, and for the engine `auto` the choice of each call.
+    """
+    if engine == "ctranslate2":
+        from metaphrase.engines.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
+
+        model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
+        model.use_vmap = vocabulary_map is not None
+        return model, None
+    quantization = quantization_of(dtype, device)
+    model = load_model(name_or_path, device=device, dtype="float32" if quantization else dtype, **loading)
+    choice = EngineChoice(model, tokenizers, quantization, vocabulary_map) if engine == "auto" else None
+    if quantization is not None:
+        quantize(model)
+    return model, choice
 
 
 class EngineChoice:

@@ -1,6 +1,5 @@
 """Score given targets: log-probabilities of their tokens, by one forward pass for each batch."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,25 +57,6 @@ def score_targets(
                 columns = torch.tensor(targets[index], device=row.device)[:, None]
                 results[index] = log_probabilities.gather(1, columns)[:, 0].tolist()
     return results
-
-
-def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:
-    """Return for each pair a score from 0 to 1, which is high if two models expect the pair, and equally so.
-
-    With the mean negative log-probability of a token in both directions, F and B, it is exp(-|F - B| - (F + B) / 2). A pair that
-    is too long for a model has the score 0.
-
-    Source: Junczys-Dowmunt 2018, Dual Conditional Cross-Entropy Filtering of Noisy Parallel Corpora.
-
-    Args:
-        forward: `mean_entropies` of a model from source to target.
-        backward: Those of a model from target to source, of the pairs the other way round.
-    """
-    # Infinite minus infinite would be no number.
-    return [
-        math.exp(-abs(first - second) - (first + second) / 2) if math.isfinite(first + second) else 0.0
-        for first, second in zip(forward, backward, strict=True)
-    ]
 
 
 def forced_batches(
