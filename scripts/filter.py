@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.data.pairs import PairSource
-from metaphrase.filtering.dual_scores import dual_scores, mean_entropies
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import PairScorer, filter_pairs, partial_path
 from metaphrase.inference import Generator

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.analysis.scoring import encode_forced, forced_batches, read_texts
 from metaphrase.inference.batches import check_sources, evaluating, longest_source
 from metaphrase.inference.generator import Generator, check_single
-from metaphrase.inference.scoring import encode_forced, forced_batches, read_texts
 from metaphrase.tokenization import (
     TextFrame,
     readable_tokens,

@@ -14,9 +14,9 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from metaphrase.analysis.alignment import cross_attention, showing_attention
+from metaphrase.analysis.scoring import forced_inputs
 from metaphrase.inference.batches import decode, evaluating, longest_source, read_options
 from metaphrase.inference.generator import Generator
-from metaphrase.inference.scoring import forced_inputs
 from metaphrase.tokenization import readable_tokens
 
 NUM_CANDIDATES = 10

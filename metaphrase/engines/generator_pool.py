@@ -198,5 +198,7 @@ def _generate(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredTe
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
-    candidates = generator.generate_chunk(chunk, **options)
+    settings = (options.pop(name) for name in ("return_scores", "split_sentences", "risk"))
+    seed = options.pop("seed")
+    candidates = generator.generate_chunk(chunk, seed, *generator.plan_stream(*settings, options))
     return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}

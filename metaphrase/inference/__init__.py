@@ -5,7 +5,6 @@ from typing import Any
 from metaphrase.inference.batches import Hypothesis, Partner, decode
 from metaphrase.inference.generator import ENGINES, Generator, ScoredText
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
-from metaphrase.inference.scoring import ForcedScore
 from metaphrase.plugins import PUBLIC_NAMES, import_name
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 
@@ -14,7 +13,6 @@ _NAMES_OF_RINGS = PUBLIC_NAMES["metaphrase.inference"]
 __all__ = [
     "ENGINES",
     "GENERATION_OPTIONS",
-    "ForcedScore",
     "Generator",
     "Hypothesis",
     "Partner",

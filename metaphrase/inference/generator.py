@@ -31,12 +31,11 @@ from metaphrase.inference.batches import (
     read_options,
 )
 from metaphrase.inference.progress import progress_bar
-from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.folders import members_of
 from metaphrase.storage.generation_options import complete_sampling
 from metaphrase.storage.loading import check_device, default_device, is_exported, load_whole, naming
-from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
+from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, set_languages, shorten
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
@@ -147,10 +146,18 @@ class Plan:
     joint_search: Callable | None
     options: dict[str, Any]
     num_targets: int
-    ends_loops: bool = False
+    ends_loops: bool
+    return_scores: bool
+    split_sentences: bool | str
 
     @classmethod
-    def of(cls, generator: "Generator", options: Mapping[str, Any]) -> "Plan":
+    def of(
+        cls,
+        generator: "Generator",
+        options: Mapping[str, Any],
+        return_scores: bool = False,
+        split_sentences: bool | str = False,
+    ) -> "Plan":
         """Read the options of a call, arguments of `generate()`. Raises `ValueError` if they do not fit."""
         options = {name: value for name, value in options.items() if value is not None or name not in _OWN_OPTIONS}
         ends_loops = bool(options.pop("end_loops", False))
@@ -162,16 +169,17 @@ class Plan:
             require = needed_plugin("phrases", min(phrases))
             options = require(generator.model, options, generator.tokenizers.target)
         num_targets = options.get("num_return_sequences", generator.model.generation_config.num_return_sequences or 1)
-        return cls([generator, *partners], joint_search, options, num_targets, ends_loops)
+        generators = [generator, *partners]
+        return cls(generators, joint_search, options, num_targets, ends_loops, return_scores, split_sentences)
 
-    def encode(self, texts: list[str], split_sentences: bool | str = False) -> EncodedTexts:
+    def encode(self, texts: list[str]) -> EncodedTexts:
         """Return the ids of the texts that are not blank, or of their sentences. `TooLongError` for too many tokens."""
         # A blank text has no sentence, and its target is empty.
         documents = [Document([text], ["", ""]) if text.strip() else Document() for text in texts]
         num_cut = 0
-        if split_sentences:
+        if self.split_sentences:
             split = needed_plugin("split_sentences", "split_sentences")
-            documents, num_cut = split(self.generators, texts, split_sentences)
+            documents, num_cut = split(self.generators, texts, self.split_sentences)
         sentences = [sentence for document in documents for sentence in document.sentences]
         uncut = [generator.encode_uncut(sentences) for generator in self.generators]
         sources = [generator.truncate(ids) for generator, ids in zip(self.generators, uncut, strict=True)]
@@ -183,9 +191,7 @@ class Plan:
                 check_sources(ids, longest_source(generator.model), generator.max_tokens_per_batch)
         return EncodedTexts(sources, documents, {"num_cut": num_cut, "num_truncated": num_truncated})
 
-    def decode(
-        self, documents: list[Document], hypotheses: list[list[Hypothesis]], return_scores: bool
-    ) -> list[list[ScoredText]]:
+    def decode(self, documents: list[Document], hypotheses: list[list[Hypothesis]]) -> list[list[ScoredText]]:
         """Return target texts for all sources. A blank source has empty ones.
 
         The score of a text is the mean of its sentences.
@@ -197,7 +203,7 @@ class Plan:
             candidates = list(zip(*(next(rows) for _ in document.sentences), strict=True)) or [()] * self.num_targets
             results.append([])
             for row in candidates:
-                score = sum(part.score for part in row) / max(len(row), 1) if return_scores else None
+                score = sum(part.score for part in row) / max(len(row), 1) if self.return_scores else None
                 sentences = tokenizers.decode_targets([part.ids for part in row])
                 results[-1].append(ScoredText(document.join(sentences), score))
         return results
@@ -376,11 +382,10 @@ class Generator(TextStream):
                 `encode_phrase` do.
         """
         # Overrides the model's own setting.
-        plan = Plan.of(self, {"num_return_sequences": 1} | generation_kwargs)
+        plan = Plan.of(self, {"num_return_sequences": 1} | generation_kwargs, split_sentences=split_sentences)
         if (count := plan.num_targets) != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
-        shown = {"split_sentences": split_sentences, "show_progress": show_progress}
-        candidates = self.generate_planned(plan, list(checked_texts(texts)), False, **shown)
+        candidates = self.generate_planned(plan, list(checked_texts(texts)), show_progress)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
@@ -400,15 +405,14 @@ class Generator(TextStream):
             texts: Sources.
             return_scores: True if targets carry their score.
             split_sentences: As for `generate()`. Target i of a source has target i of each sentence; its score is their mean.
-            show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
+            show_progress: As for `generate()`.
             **generation_kwargs: As for `generate()`.
 
         Raises:
             ValueError: As `generate()`, except for `num_return_sequences`.
         """
-        plan, texts = Plan.of(self, generation_kwargs), list(checked_texts(texts))
-        shown = {"split_sentences": split_sentences, "show_progress": show_progress}
-        return self.generate_planned(plan, texts, return_scores, **shown)
+        plan = Plan.of(self, generation_kwargs, return_scores, split_sentences)
+        return self.generate_planned(plan, list(checked_texts(texts)), show_progress)
 
     def generate_mbr(
         self,
@@ -426,22 +430,16 @@ class Generator(TextStream):
         own settings only length bounds and forced or forbidden tokens hold. With `num_beams` the candidates are an n-best
         list, weighted by their scores. `length_penalty=0` makes the scores log-probabilities.
 
-        Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling: Freitag et al. 2023,
-        arXiv 2305.09860.
-
         Args:
             texts: Sources.
             num_candidates: Candidates for each source.
             num_references: Additional samples as pseudo-references. By default the candidates are the pseudo-references.
-            utility: `chrf` or `bleu`, of a candidate against a pseudo-reference.
-            show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
+            utility: `chrf` or `bleu`, of a candidate against a pseudo-reference. The score is the expected utility, 0 to 100.
+            show_progress: As for `generate()`.
             **generation_kwargs: As for `generate()`, for the candidates.
 
-        Returns:
-            The chosen texts. The score is the expected utility, 0 to 100.
-
-        Raises:
-            ValueError: If a number is below 1, the beam is narrower than the number of candidates, or the utility is unknown.
+        Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling: Freitag et al. 2023,
+        arXiv 2305.09860.
         """
         select = needed_plugin("minimum_bayes_risk", "generate_mbr")
         texts = list(checked_texts(texts))
@@ -483,37 +481,38 @@ class Generator(TextStream):
         """
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         # A bad option is an error before the first line is read.
-        plan = None if risk is not None else Plan.of(self, generation_kwargs)
+        plan, risk = self.plan_stream(return_scores, split_sentences, risk, generation_kwargs)
         # Batches hold sentences, and the bar counts texts.
         has_steps = plan is not None and not split_sentences
         with progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             for chunk in chunks:
-                candidates = self.generate_chunk(
-                    chunk,
-                    plan,
-                    seed=seed,
-                    return_scores=return_scores,
-                    risk=risk,
-                    split_sentences=split_sentences,
-                    on_batch=bar.update if has_steps else None,
-                    **generation_kwargs,
-                )
+                candidates = self.generate_chunk(chunk, seed, plan, risk, bar.update if has_steps else None)
                 bar.update(sum(not text.strip() for text in chunk.texts) if has_steps else len(chunk.texts))
                 yield from candidates
+
+    def plan_stream(
+        self,
+        return_scores: bool,
+        split_sentences: bool | str,
+        risk: Mapping[str, Any] | None,
+        generation_kwargs: Mapping[str, Any],
+    ) -> tuple[Plan | None, dict[str, Any]]:
+        """Return the plan of a stream, or None and the arguments of `generate_mbr()`."""
+        if risk is None:
+            return Plan.of(self, generation_kwargs, return_scores, split_sentences), {}
+        if split_sentences:
+            raise ValueError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
+        return None, {**risk, **generation_kwargs}
 
     def generate_chunk(
         self,
         chunk: Chunk,
-        plan: Plan | None = None,
-        *,
         seed: int | None,
-        return_scores: bool,
-        risk: Mapping[str, Any] | None,
-        split_sentences: bool | str,
+        plan: Plan | None,
+        risk: Mapping[str, Any],
         on_batch: Callable[[int], object] | None = None,
-        **options,
     ) -> list[list[ScoredText]]:
-        """Return the candidates of each source of a chunk, whatever came before. See `generate_stream`."""
+        """Return the candidates of each source of a chunk, whatever came before. See `plan_stream`."""
         if chunk.number and self.engine_choice is not None:
             self.engine_choice.expect_many()
         if seed is not None and chunk.number:
@@ -522,37 +521,28 @@ class Generator(TextStream):
         if seed is not None:
             torch.manual_seed(seed)
         with numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
-            if risk is not None and split_sentences:
-                raise ValueError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
-            if risk is not None:
-                return [[chosen] for chosen in self.generate_mbr(chunk.texts, **risk, **options)]
-            plan = Plan.of(self, options) if plan is None else plan
-            shown = {"split_sentences": split_sentences, "on_batch": on_batch}
-            return self.generate_planned(plan, chunk.texts, return_scores, **shown)
+            if plan is None:
+                return [[candidate] for candidate in self.generate_mbr(chunk.texts, **risk)]
+            return self.generate_planned(plan, chunk.texts, on_batch=on_batch)
 
     def generate_planned(
         self,
         plan: Plan,
         texts: list[str],
-        return_scores: bool,
-        *,
-        split_sentences: bool | str = False,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
     ) -> list[list[ScoredText]]:
         """Return the candidates of each text: the way from texts to ids, from ids to hypotheses, and from these to texts."""
-        encoded = plan.encode(texts, split_sentences)
-        hypotheses = self.generate_encoded(plan, encoded, return_scores, show_progress=show_progress, on_batch=on_batch)
+        encoded = plan.encode(texts)
+        hypotheses = self.generate_encoded(plan, encoded, show_progress, on_batch)
         if plan.ends_loops:
-            needed_plugin("end_loops", "end_loops")(self, plan, encoded, hypotheses, return_scores)
-        return plan.decode(encoded.documents, hypotheses, return_scores)
+            needed_plugin("end_loops", "end_loops")(self, plan, encoded, hypotheses)
+        return plan.decode(encoded.documents, hypotheses)
 
     def generate_encoded(
         self,
         plan: Plan,
         encoded: EncodedTexts,
-        return_scores: bool,
-        *,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
     ) -> list[list[Hypothesis]]:
@@ -562,13 +552,13 @@ class Generator(TextStream):
         model, joint_search = self.model, copy.copy(plan.joint_search)
         partners = [Partner(other.model, rows) for other, rows in zip(plan.generators[1:], partner_ids, strict=True)]
         if self.engine_choice is not None and ids:
-            sizes = self.batch_size, return_scores, bool(partners)
+            sizes = self.batch_size, plan.return_scores, bool(partners)
             model = self.engine_choice.choose(model, plan.options, ids, *sizes)
         hypotheses = generate_hypotheses(
             model,
             ids,
             plan.options,
-            return_scores=return_scores,
+            return_scores=plan.return_scores,
             batch_size=self.batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,
             show_progress=show_progress,
@@ -590,8 +580,8 @@ class Generator(TextStream):
         **generation_kwargs,
     ) -> list[list[Hypothesis]]:
         """Return the hypotheses of texts, of which blank ones are left out. The options are those of `generate_n_best()`."""
-        plan = Plan.of(self, generation_kwargs)
-        return self.generate_encoded(plan, plan.encode(texts), return_scores, show_progress=show_progress)
+        plan = Plan.of(self, generation_kwargs, return_scores)
+        return self.generate_encoded(plan, plan.encode(texts), show_progress)
 
     def count_unfinished(self, hypotheses: Iterable[list[Hypothesis]], sign: int = 1) -> None:
         """Add the hypotheses without their end of sequence to the counter, or take them off."""
@@ -603,7 +593,7 @@ class Generator(TextStream):
 
     def score(
         self, sources: Iterable[str], targets: Iterable[str | Sequence[int]], *, show_progress: bool | None = False
-    ) -> list[ForcedScore]:
+    ) -> list[Any]:
         """Return the log-probability of each token of given targets, computed in batches of similar length.
 
         The scores are those of the model's own distribution. Penalties, forced tokens and other options of `generate` do not
@@ -612,23 +602,16 @@ class Generator(TextStream):
         Args:
             sources: Source texts without `source_prefix`.
             targets: One for each source: a text, or token ids without the start token, such as `Hypothesis.ids`.
-            show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
+            show_progress: As for `generate()`.
 
         Returns:
-            One score for each pair, in order.
+            One `ForcedScore` for each pair, in order.
 
         Raises:
             ValueError: If the numbers of sources and targets differ, a side has more tokens than the model has positions, or
                 this is an ensemble.
         """
-        check_single(self, "generator")
-        sources, targets = read_texts(sources, targets)
-        ids, uncut = encode_forced(self.tokenizers, targets), self.encode_uncut(sources)
-        cut = self.truncate(uncut)
-        scores = score_targets(self.model, cut, ids, self.batch_size, self.max_tokens_per_batch, show_progress)
-        self.num_truncated += sum(map(operator.ne, uncut, cut))
-        tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
-        return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
+        return needed_plugin("score", "score")(self, sources, targets, show_progress)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of sources as the model reads them."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -71,7 +71,6 @@ class _Search:
     key: tuple
     # For each generator of the plan the token ids of each sentence.
     ids: list[list[list[int]]]
-    return_scores: bool
     # Sentences of a search that draws random numbers share batches with no others.
     is_random: bool
     lengths: list[int]
@@ -103,10 +102,8 @@ class _QueuedGenerator(Generator):
         # A copy, whose counters the batches of several requests may change.
         self.original, self.batcher, self.ticket = copy.copy(original), batcher, ticket
 
-    def generate_encoded(
-        self, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
-    ) -> list[list[Hypothesis]]:
-        hypotheses = self.batcher.generate(self.ticket, plan, encoded, return_scores)
+    def generate_encoded(self, plan: Plan, encoded: EncodedTexts, *progress: Any) -> list[list[Hypothesis]]:
+        hypotheses = self.batcher.generate(self.ticket, plan, encoded)
         self.count(encoded.counts)
         self.count_unfinished(hypotheses)
         return hypotheses
@@ -156,18 +153,16 @@ class Batcher:
         """Return a generator for one request, which shares batches with others, and the model and its tokenizers."""
         return _QueuedGenerator(generator, self, ticket)
 
-    def generate(
-        self, ticket: Ticket, plan: Plan, encoded: EncodedTexts, return_scores: bool
-    ) -> list[list[Hypothesis]]:
+    def generate(self, ticket: Ticket, plan: Plan, encoded: EncodedTexts) -> list[list[Hypothesis]]:
         """Wait for the hypotheses of encoded sentences. Other errors are those of `Ticket.check`."""
         generator = plan.generators[0]
         lengths = [max(map(len, rows)) for rows in zip(*encoded.ids, strict=True)]
         if not lengths:
             return []
         is_random = bool(plan.options.get("do_sample", generator.model.generation_config.do_sample))
-        key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), return_scores)
+        key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), plan.return_scores)
         waiting = sorted(range(len(lengths)), key=lengths.__getitem__)
-        search = _Search(ticket, plan, key, encoded.ids, return_scores, is_random, lengths, waiting, sum(lengths))
+        search = _Search(ticket, plan, key, encoded.ids, is_random, lengths, waiting, sum(lengths))
         with self._condition:
             if self._is_closed:
                 raise CancelledRequest("The server is shutting down.")
@@ -329,7 +324,7 @@ class Batcher:
         ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
         encoded = EncodedTexts(ids, documents=[], counts={})
         generator = search.plan.generators[0].original
-        hypotheses = generator.generate_encoded(search.plan, encoded, search.return_scores)
+        hypotheses = generator.generate_encoded(search.plan, encoded)
         seconds = time.perf_counter() - started
         lengths = [other.lengths[index] for other, index in rows]
         num_source_tokens, longest = sum(lengths), max(lengths)

@@ -20,9 +20,7 @@ def find_loop(source: str, target: str) -> str | None:
     return match.group(1) if match and not _LOOP.search(source) else None
 
 
-def end_loops(
-    generator: Generator, plan: Plan, encoded: EncodedTexts, hypotheses: list[list[Hypothesis]], return_scores: bool
-) -> None:
+def end_loops(generator: Generator, plan: Plan, encoded: EncodedTexts, hypotheses: list[list[Hypothesis]]) -> None:
     """Replace the hypotheses of sentences whose best target repeats itself, if others do not."""
     sentences = [sentence for document in encoded.documents for sentence in document.sentences]
 
@@ -35,7 +33,7 @@ def end_loops(
         return
     again = replace(plan, options=plan.options | {"no_repeat_ngram_size": _LOOP_TOKENS})
     part = EncodedTexts([[ids[i] for i in looping] for ids in encoded.ids], [], {})
-    rows = dict(zip(looping, generator.generate_encoded(again, part, return_scores), strict=True))
+    rows = dict(zip(looping, generator.generate_encoded(again, part), strict=True))
     still_looping = find_looping(rows)
     for i in {*looping} - {*still_looping}:
         hypotheses[i], rows[i] = rows[i], hypotheses[i]

@@ -7,7 +7,7 @@ import logging
 import pytest
 from verbs import execute
 
-from metaphrase.filtering.dual_scores import dual_scores, mean_entropies
+from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.inference import Generator
 from metaphrase.scripts import filter as script
 from metaphrase.scripts.__main__ import run
