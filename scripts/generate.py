@@ -16,7 +16,6 @@ from metaphrase.inference.generator import ScoredText, TextStream
 from metaphrase.inference.line_files import (
     OutputFile,
     check_files,
-    check_regular,
     format_targets,
     num_lines,
     read_lines,
@@ -70,9 +69,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     if arguments.chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
     check_dependents(arguments, resume="output")
-    check_files(inputs, arguments.output)
-    if arguments.resume:
-        check_regular(arguments.output)
+    check_files(inputs, arguments.output, resume=arguments.resume)
     set_seed(arguments.seed)
     if arguments.input is None and "file" not in inputs and sys.stdin is not None and sys.stdin.isatty():
         logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")

@@ -178,14 +178,16 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def decode(
+def generate_hypotheses(
     model: PreTrainedModel | Engine,
     sources: Sequence[Sequence[int]],
     *,
+    options: Mapping[str, Any] | None = None,
     return_scores: bool = False,
     batch_size: int = DEFAULT_BATCH_SIZE,
     max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
     show_progress: bool | None = False,
+    on_batch: Callable[[int], object] | None = None,
     partners: Sequence[Partner] = (),
     search: Callable | None = None,
     vocabulary_map: VocabularyMap | None = None,
@@ -198,11 +200,13 @@ def decode(
     Args:
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
         sources: Token ids of each source, with end of sequence.
+        options: Arguments of `generate()` that a `Plan` has read, in place of `generation_kwargs`.
         return_scores: True if hypotheses carry their score.
         batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
         max_tokens_per_batch: Most source tokens in a batch, padding included.
         show_progress: As for `progress_bar`.
+        on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
         vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
@@ -214,41 +218,10 @@ def decode(
     Raises:
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
-    options = read_options(generation_kwargs)
-    if options.get("force_words_ids") is not None:
-        options = needed_plugin("phrases", "force_words_ids")(model, options)
-    return generate_hypotheses(
-        model,
-        sources,
-        options,
-        return_scores=return_scores,
-        batch_size=batch_size,
-        max_tokens_per_batch=max_tokens_per_batch,
-        show_progress=show_progress,
-        partners=partners,
-        joint_search=search,
-        vocabulary_map=vocabulary_map,
-    )
-
-
-def generate_hypotheses(
-    model: PreTrainedModel | Engine,
-    sources: Sequence[Sequence[int]],
-    options: Mapping[str, Any],
-    *,
-    return_scores: bool,
-    batch_size: int,
-    max_tokens_per_batch: int,
-    show_progress: bool | None = False,
-    on_batch: Callable[[int], object] | None = None,
-    partners: Sequence[Partner] = (),
-    joint_search: Callable | None = None,
-    vocabulary_map: VocabularyMap | None = None,
-) -> list[list[Hypothesis]]:
-    """Return the hypotheses of each source, as `decode` does, with options of `read_options`.
-
-    `on_batch` is called after each batch with the number of its sources.
-    """
+    if options is None:
+        options = read_options(generation_kwargs)
+        if options.get("force_words_ids") is not None:
+            options = needed_plugin("phrases", "force_words_ids")(model, options)
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     sources_of_models = [sources, *(partner.sources for partner in partners)]
     lengths = [max(map(len, ids)) for ids in zip(*sources_of_models, strict=True)]
@@ -258,8 +231,8 @@ def generate_hypotheses(
             settings = resolve_settings(model, options)
             takes_one = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_ONE_SOURCE.items())
             # A draft model takes one source, too.
-            batch_size = 1 if takes_one else getattr(joint_search, "batch_size", batch_size)
-            generate_batch = _make_generate(models, options, return_scores, joint_search, vocabulary_map)
+            batch_size = 1 if takes_one else getattr(search, "batch_size", batch_size)
+            generate_batch = _make_generate(models, options, return_scores, search, vocabulary_map)
             context.enter_context(evaluating(models))
             context.enter_context(torch.inference_mode())
         else:
@@ -275,11 +248,15 @@ def generate_hypotheses(
     return results
 
 
+# The public name.
+decode = generate_hypotheses
+
+
 def _make_generate(
     models: Sequence[PreTrainedModel],
     options: Mapping[str, Any],
     return_scores: bool,
-    joint_search: Callable | None,
+    search: Callable | None,
     vocabulary_map: VocabularyMap | None,
 ) -> GenerateBatch:
     """Return a function that runs `generate()` of the first model for a batch."""
@@ -293,7 +270,7 @@ def _make_generate(
     ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
     is_forced = settings.get("forced_eos_token_id") is not None
     forced_index = _most_tokens(model, options) - 2 if is_forced else None
-    loop = joint_search
+    loop = search
     if loop is None and _is_plain(model, options):
         if vocabulary_map is not None:
             loop = needed_plugin("generate_loop", "vocabulary_map")
@@ -307,12 +284,12 @@ def _make_generate(
 
     def generate_batch(*sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
         inputs, *partner_inputs = map(pad_sources, sources, models)
-        own = {}
-        if joint_search is not None:
-            own["partners"] = list(zip(models[1:], partner_inputs, strict=True))
+        additions = {}
+        if search is not None:
+            additions["partners"] = list(zip(models[1:], partner_inputs, strict=True))
         elif loop is not None and vocabulary_map is not None:
-            own["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
-        output = model.generate(**inputs, **options, **own)
+            additions["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
+        output = model.generate(**inputs, **options, **additions)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         rows = [_cut(row, ends, forced_index) for row in sequences[:, 1:].tolist()]
         scores = [None] * len(rows)

@@ -557,14 +557,14 @@ class Generator(TextStream):
         hypotheses = generate_hypotheses(
             model,
             ids,
-            plan.options,
+            options=plan.options,
             return_scores=plan.return_scores,
             batch_size=self.batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,
             show_progress=show_progress,
             on_batch=on_batch,
             partners=partners,
-            joint_search=joint_search,
+            search=joint_search,
             vocabulary_map=self.vocabulary_map,
         )
         self.count(encoded.counts | {name: getattr(joint_search, name, 0) for name in ("num_drafted", "num_accepted")})
@@ -631,10 +631,9 @@ class Generator(TextStream):
 
 def check_single(generator: "Generator", name: str) -> None:
     """Raise `ValueError` if a generator is an ensemble or has another engine than torch."""
-    if not isinstance(generator.model, torch.nn.Module):
-        raise ValueError(f"`{name}` must have a torch model here, got a {type(generator.model).__name__}.")
-    if generator.members:
-        raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")
+    if not generator.is_single:
+        actual = f"an ensemble of {1 + len(generator.members)}" if generator.members else type(generator.model).__name__
+        raise ValueError(f"`{name}` must be a single torch model here, got {actual}.")
 
 
 def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> None:

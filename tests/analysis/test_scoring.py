@@ -154,5 +154,5 @@ def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_lo
     expected = [math.exp(-abs(f - b) - (f + b) / 2) for f, b in zip(*entropies, strict=True)]
     assert scores == pytest.approx([*expected, 0, 0], rel=1e-4) and len(set(scores)) == 6
     assert mean_entropies(forward, []) == []
-    with pytest.raises(ValueError, match="must be one model, got an ensemble"):
+    with pytest.raises(ValueError, match="must be a single torch model here, got an ensemble"):
         mean_entropies(tiny_generator(members=[backward]), pairs)
