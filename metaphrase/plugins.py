@@ -16,6 +16,18 @@ PLACES: dict[str, str] = {
     "objective": "metaphrase.augmentation.denoising:TextCorpus",
     # Subcommands of the command line.
     "subcommands": "metaphrase.scripts.parsers.rings:subcommands",
+    # Texts to texts: other engines than torch, int8 and processes; searches of the fast decoder; whole texts.
+    "engine": "metaphrase.engines.engine_choice:load_engine",
+    "generator_pool": "metaphrase.engines.generator_pool:GeneratorPool",
+    "generate_loop": "metaphrase.decoding.fast_generation:search",
+    "joint_generate": "metaphrase.decoding.searches.joint_search:join_generators",
+    "phrases": "metaphrase.decoding.searches.constrained_beam_search:require_phrases",
+    "minimum_bayes_risk": "metaphrase.decoding.searches.minimum_bayes_risk:generate_mbr",
+    "score": "metaphrase.analysis.scoring:score_targets",
+    "split_sentences": "metaphrase.texts.documents:split_texts",
+    "end_loops": "metaphrase.texts.loops:end_loops",
+    "generate_whole_texts": "metaphrase.texts.commands:generate_whole_texts",
+    "pivot": "metaphrase.texts.commands:load_pivot",
 }
 
 # Public names of a core package that rings hold: the module by the name.
@@ -28,8 +40,8 @@ PUBLIC_NAMES = {
         "AttentionMap": "metaphrase.analysis.alignment",
         "EnsembleSearch": "metaphrase.decoding.searches.joint_search",
         "Explanation": "metaphrase.analysis.explanation",
+        "ForcedScore": "metaphrase.analysis.scoring",
         "GeneratorPool": "metaphrase.engines.generator_pool",
-        "Partner": "metaphrase.decoding.searches.joint_search",
         "SpeculativeSearch": "metaphrase.decoding.searches.joint_search",
         "Terms": "metaphrase.texts.plan",
         "TextDecoder": "metaphrase.texts.whole_texts",
@@ -39,6 +51,7 @@ PUBLIC_NAMES = {
         "cross_attentions": "metaphrase.analysis.alignment",
         "explain": "metaphrase.analysis.explanation",
         "format_pharaoh": "metaphrase.analysis.alignment",
+        "expected_utilities": "metaphrase.decoding.searches.minimum_bayes_risk",
         "quantize": "metaphrase.decoding.quantization",
         "word_alignment": "metaphrase.analysis.alignment",
         "word_weights": "metaphrase.analysis.alignment",
@@ -63,8 +76,8 @@ def plugin(place: str) -> Callable[..., Any] | None:
     try:
         return import_name(PLACES[place])
     except ModuleNotFoundError as error:
-        # Another name is a package that the ring needs: an extra that is not installed.
-        if error.name is None or not (PLACES[place].replace(":", ".")).startswith(error.name + "."):
+        # A ring may need another one that was taken away. Any other name is an extra that is not installed.
+        if not (error.name or "").startswith("metaphrase."):
             raise
         return None
 

@@ -10,7 +10,6 @@ from metaphrase.analysis.attention_map import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
 from metaphrase.inference.line_files import OutputFile, check_files, read_lines
-from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import (
     chosen_generation_options,
     chosen_loading_options,
@@ -50,7 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
     if len(nonblank) < len(sources):
         effect = "have an empty line" if form == "pharaoh" else "are left out"
         logger.warning("Empty sources, which %s: %d of %d.", effect, len(sources) - len(nonblank), len(sources))
-    warn_of_lengths(generator, len(nonblank))
+    generator.log_counts(len(nonblank))
     if output is not None:
         logger.info("Written to %s", output)
 

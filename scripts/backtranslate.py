@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from metaphrase.data.pairs import pair_formatter
 from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import num_lines
-from metaphrase.scripts.generate import decode_records, line_records, prepare
+from metaphrase.scripts.generate import line_records, prepare, write_targets
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -21,4 +21,4 @@ def main(arguments: argparse.Namespace) -> None:
         sources = [start + candidate.text if candidate.text.strip() else "" for candidate in candidates]
         return "".join(format_pair(source, target) for source in sources)
 
-    decode_records(arguments, options, line_records(arguments), num_lines(arguments.input), format_pairs)
+    write_targets(arguments, options, line_records(arguments), num_lines(arguments.input), format_pairs)

@@ -7,7 +7,7 @@ from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatt
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import num_lines
-from metaphrase.scripts.generate import decode_records, line_records, prepare
+from metaphrase.scripts.generate import line_records, prepare, write_targets
 from metaphrase.scripts.parsers import check_dependents, given_options
 
 
@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
     total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.records())
     records = line_records(arguments) if pairs is None else read_pairs(pairs)
     num_targets = None if select is None else 1
-    decode_records(arguments, options, records, total, format_pairs, num_targets=num_targets)
+    write_targets(arguments, options, records, total, format_pairs, num_targets=num_targets)
 
 
 def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> ScoredText:

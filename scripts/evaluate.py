@@ -16,9 +16,8 @@ from metaphrase.evaluation.evaluate import evaluate_generator, generation_settin
 from metaphrase.evaluation.metrics import metric_options, metrics_path, write_metrics
 from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
-from metaphrase.inference.batches import check_source_length
+from metaphrase.inference.generator import check_source_length
 from metaphrase.inference.line_files import OutputFile, as_lines, check_files
-from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
@@ -50,8 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
     loading = chosen_loading_options(arguments) | {"source_prefix": ""}
     generator = Generator.from_pretrained(chosen_models(arguments), **loading)
     if arguments.max_source_length is not None and arguments.source_prefix:
-        encode = generator.tokenizers.encode_sources
-        check_source_length(arguments.max_source_length, encode, arguments.source_prefix)
+        check_source_length(arguments.max_source_length, generator.tokenizers, arguments.source_prefix)
     measured = describe(arguments, pairs, report, 1 + len(generator.members))
     # In their JSON form, for the comparison with earlier scores.
     settings = json.dumps(generation_settings(generator, generation_options), allow_nan=False)
@@ -86,7 +84,7 @@ def main(arguments: argparse.Namespace) -> None:
     write_metrics(output, result)
     for name, score in result["scores"].items():
         logger.info("%s: %s  %s", name, with_interval(score), score["signature"])
-    warn_of_lengths(generator, len(pairs))
+    generator.log_counts(len(pairs))
     figures = [f"{name}: {result[name]:.4f}" for name in ("loss", "perplexity") if result.get(name) is not None]
     if figures:
         logger.info("%s", "  ".join(figures))

@@ -9,7 +9,6 @@ from transformers import set_seed
 from metaphrase.analysis.pages import write_explanation_page
 from metaphrase.inference import Generator, explain
 from metaphrase.inference.line_files import check_files
-from metaphrase.scripts.generate import warn_of_lengths
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ def main(arguments: argparse.Namespace) -> None:
     options = chosen_generation_options(arguments) | {"seed": arguments.seed}
     pairs = zip(arguments.source, targets, strict=True)
     explanations = [explain(generator, source, target, **options) for source, target in pairs]
-    warn_of_lengths(generator, len(targets))
+    generator.log_counts(len(targets))
     name = Path(arguments.model).resolve().name if Path(arguments.model).is_dir() else arguments.model
     write_explanation_page(explanations, arguments.output, title=f"Explanation of {name}")
     logger.info("Written to %s", arguments.output)

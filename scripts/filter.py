@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.data.pairs import PairSource
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import PairScorer, filter_pairs, partial_path
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
-from metaphrase.inference.scoring import dual_scores
 from metaphrase.scripts.parsers import given_options
 from metaphrase.storage.hints import did_you_mean
 
@@ -106,7 +106,7 @@ def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> Pa
         for name in (settings.forward_model, settings.backward_model)
     )
     return lambda pairs: dual_scores(
-        forward.mean_entropies(pairs), backward.mean_entropies([pair[::-1] for pair in pairs])
+        mean_entropies(forward, pairs), mean_entropies(backward, [pair[::-1] for pair in pairs])
     )
 
 

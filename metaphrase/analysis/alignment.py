@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.analysis.scoring import encode_forced, forced_batches, read_texts
 from metaphrase.inference.batches import check_sources, evaluating, longest_source
 from metaphrase.inference.generator import Generator, check_single
-from metaphrase.inference.scoring import encode_forced, forced_batches, read_texts
 from metaphrase.tokenization import (
     TextFrame,
     readable_tokens,
@@ -99,10 +99,11 @@ def cross_attentions(
     source_ids = generator.truncate(uncut_ids)
     check_sources(source_ids, longest_source(model), generator.max_tokens_per_batch)
     if targets is None:
-        # `search` counts truncated sources.
+        # `generate_ids` counts truncated sources.
         if any(not source.strip() for source in sources):
             raise ValueError("`sources` must not be blank without targets, because a blank source has no target.")
-        hypotheses = generator.search(sources, False, {**generation_kwargs, "num_return_sequences": 1}, show_progress)
+        options = {**generation_kwargs, "num_return_sequences": 1}
+        hypotheses = generator.generate_ids(sources, show_progress=show_progress, **options)
         target_ids = [best.ids for [best] in hypotheses]
         target_texts = tokenizers.decode_targets(target_ids)
         find_words = words_of_decoded

@@ -14,10 +14,9 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from metaphrase.analysis.alignment import cross_attention, showing_attention
-from metaphrase.decoding.options import plain_options
-from metaphrase.inference.batches import decode, evaluating, longest_source
+from metaphrase.analysis.scoring import forced_inputs
+from metaphrase.inference.batches import decode, evaluating, longest_source, read_options
 from metaphrase.inference.generator import Generator
-from metaphrase.inference.scoring import forced_inputs
 from metaphrase.tokenization import readable_tokens
 
 NUM_CANDIDATES = 10
@@ -276,7 +275,7 @@ def explain(
         ValueError: As `cross_attention`.
     """
     model, tokenizer = generator.model, generator.tokenizers.target
-    generation_kwargs = plain_options(generation_kwargs)
+    generation_kwargs = read_options(generation_kwargs)
     attention = cross_attention(generator, source, target, **(generation_kwargs if target is None else {}))
     source_ids, target_ids = attention.source_ids, attention.target_ids
     start = generation_kwargs.get("decoder_start_token_id")

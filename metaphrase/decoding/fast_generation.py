@@ -379,15 +379,6 @@ class SequenceScores(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def totals_of_steps(
-    scores: tuple[torch.Tensor, ...], sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the sums of log-probabilities (rows,) of sequences (rows, length), from the scores (rows, V) of all steps."""
-    tokens = sequences[:, prompt_length:]
-    # Steps behind the tokens were undone.
-    return _sum_to_ends([_log_probs(*step) for step in zip(scores, tokens.unbind(1), strict=False)], tokens, ends)
-
-
 def _sum_to_ends(log_probs: list[torch.Tensor], tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
     if not log_probs:
         return torch.zeros(len(tokens), device=tokens.device)

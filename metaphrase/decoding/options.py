@@ -1,13 +1,10 @@
-"""Options of `generate()`: one plain form for the arguments of a call, and the logits processors that follow from them."""
+"""Logits processors and stopping criteria of `generate()`: which of them the fast loops support, and how they are applied."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
-
-from metaphrase.storage.generation_options import override_lengths, use_floats
 
 
 def _classes_of(*names: str) -> set[type | None]:
@@ -27,28 +24,6 @@ _ROW_PROCESSORS = _REMOVERS | _classes_of(
     *("LogitNormalization", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
     *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
 )
-
-
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of `generate()` by name, those of a `generation_config` among them. Plain options stay as they are.
-
-    Options of the call override those of the `generation_config`. A length replaces the same length in tokens of another kind
-    (`max_length`, `max_new_tokens`). `num_return_sequences=None` becomes 1, and integers become floats where floats are needed.
-    """
-    options = override_lengths(options)
-    config = options.pop("generation_config", None)
-    if config is not None:
-        settings = {name: value for name, value in vars(config).items() if value is not None and name[0] != "_"}
-        settings.pop("transformers_version", None)
-        # A config may hold both lengths. As in `generate()`, new tokens override.
-        for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-            if new_tokens in settings:
-                settings.pop(length, None)
-        options = override_lengths(settings) | options
-    if options.get("num_return_sequences", 1) is None:
-        options["num_return_sequences"] = 1
-    use_floats(options)
-    return options
 
 
 def has_unknown_processors(processors: Sequence[LogitsProcessor]) -> bool:

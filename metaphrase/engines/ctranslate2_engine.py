@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.ctranslate2 import ctranslate2
-from metaphrase.inference.batches import BatchSearch, Hypothesis
+from metaphrase.inference.batches import GenerateBatch, Hypothesis
 from metaphrase.storage.folders import read_json
 from metaphrase.storage.loading import is_exported
 
@@ -83,8 +83,8 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
         longest = 20 if settings["max_length"] is None else settings["max_length"] - 1
     if shortest is None:
         shortest = max(0, settings["min_length"] - 1)
-    if not 1 <= longest >= shortest:
-        raise ValueError(f"The most tokens of a target must be at least 1 and the fewest, {shortest}, got {longest}.")
+    settings["max_new_tokens"] = longest
+    _require("max_new_tokens", settings, 1 <= longest >= shortest, f"at least 1 and the fewest tokens, {shortest},")
     ends = settings["eos_token_id"]
     ends = list(ends) if isinstance(ends, list | tuple) else [ends]
     is_known = all(isinstance(end, int) and 0 <= end < vocab_size for end in ends)
@@ -105,13 +105,21 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
         _require("eos_token_id", settings, len(ends) == 1, "one id with `num_beams` above 1")
         _require("repetition_penalty", settings, settings["repetition_penalty"] == 1, f"1 with `num_beams` {beams}")
         names = ("min_length", "min_new_tokens", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens")
-        if not settings["renormalize_logits"] and (used := [name for name in names if settings[name]]):
-            raise ValueError(
-                f"`renormalize_logits` must be True for CTranslate2 with `{used[0]}` and `num_beams` {beams}, because "
-                f"CTranslate2 always renormalizes, got {settings['renormalize_logits']}."
+        used = [name for name in names if settings[name]]
+        is_equal = not used or bool(settings["renormalize_logits"])
+        _require("renormalize_logits", settings, is_equal, f"True with `num_beams` {beams} and {', '.join(used)}")
+        penalty, early_stopping = float(settings["length_penalty"]), settings["early_stopping"]
+        is_known = early_stopping in (True, None, "never") or penalty <= 0
+        _require("early_stopping", settings, is_known, f"True or 'never' with `length_penalty` {penalty}")
+        # CTranslate2 stops a source when its patience times `num_beams` hypotheses have ended.
+        patience = 1.0
+        if early_stopping is not True and (early_stopping == "never" or penalty <= 0):
+            # More hypotheses than can end before the last decoding step.
+            patience = longest + 1.0
+        elif early_stopping is None:
+            logger.warning(
+                "`early_stopping` is not set: CTranslate2 stops a sentence after num_beams finished hypotheses, as for True."
             )
-        penalty = float(settings["length_penalty"])
-        patience = _patience(settings["early_stopping"], penalty, longest)
         translated |= {"length_penalty": penalty or _ZERO_EXPONENT, "patience": patience}
     if is_sampling:
         translated["sampling_temperature"] = float(settings["temperature"])
@@ -175,24 +183,6 @@ def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, An
 def _require(name: str, settings: Mapping[str, Any], holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(f"`{name}` must be {rule} for CTranslate2, got {settings[name]}.")
-
-
-def _patience(early_stopping: bool | str | None, penalty: float, longest: int) -> float:
-    """Return CTranslate2's patience: `num_beams` times this number of hypotheses must end before a source stops."""
-    if early_stopping is True:
-        return 1.0
-    if early_stopping == "never" or penalty <= 0:
-        # More hypotheses than can end before the last decoding step.
-        return longest + 1.0
-    if early_stopping is None:
-        logger.warning(
-            "`early_stopping` is not set: CTranslate2 stops a sentence after num_beams finished hypotheses, as for True."
-        )
-        return 1.0
-    raise ValueError(
-        "`early_stopping` must be True or 'never' with `length_penalty` above 0 for CTranslate2, "
-        f"got {early_stopping} and {penalty}."
-    )
 
 
 class CTranslate2Engine:
@@ -260,7 +250,7 @@ class CTranslate2Engine:
         path = path if path.is_file() else self.folder / "shared_vocabulary.json"
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def make_search(self, options: Mapping[str, Any], return_scores: bool) -> BatchSearch:
+    def make_generate(self, options: Mapping[str, Any], return_scores: bool) -> GenerateBatch:
         """See `Engine`. `translate_options` lists the options that mean something else in CTranslate2."""
         search = translate_options(self.generation_config, options, vocab_size=len(self.targets))
         prefix = self._prefix(search)
@@ -271,7 +261,7 @@ class CTranslate2Engine:
             translator = self._load()
         suppressed = [[self.targets[index] for index in word] for word in search.suppressed]
 
-        def search_batch(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
+        def generate_batch(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
             results = translator.translate_batch(
                 [[self.sources[index] for index in source] for source in sources],
                 target_prefix=[prefix] * len(sources) if prefix else None,
@@ -287,18 +277,15 @@ class CTranslate2Engine:
             )
             return [self._hypotheses(result, search, return_scores) for result in results]
 
-        return search_batch
+        return generate_batch
 
     def _prefix(self, search: Search) -> list[str]:
         """Return the tokens that targets begin with, without the start token that the folder's config states."""
         forced = [self.targets[index] for index in search.forced]
         start = None if search.start is None else self.targets[search.start]
-        if self._start is not None and start != self._start:
-            raise ValueError(
-                f"`decoder_start_token_id` must be that of {self._start!r}, as exported, got {search.start}."
-            )
-        if start is None:
-            raise ValueError("`decoder_start_token_id` must be set for a model whose start varies, got None.")
+        if start is None or start != (self._start or start):
+            expected = "set for a model whose start varies" if self._start is None else f"that of {self._start!r}"
+            raise ValueError(f"`decoder_start_token_id` must be {expected}, got {search.start}.")
         return [start, *forced] if self._start is None else forced
 
     def _hypotheses(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import tempfile
 import textwrap
 import threading
@@ -9,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.prepacked_weights import WeightRecord
+from metaphrase.decoding.quantization import quantization_of, quantize
 from metaphrase.engines.memory import free_main_memory
 from metaphrase.inference.batches import Engine, longest_target
+from metaphrase.inference.generator import load_model
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
@@ -44,6 +48,34 @@ def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> 
     return num_weights <= _MAX_WEIGHTS[key]
 
 
+def load_engine(
+    name_or_path: str | os.PathLike,
+    tokenizers: TokenizerPair,
+    vocabulary_map: VocabularyMap | None,
+    *,
+    engine: str,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    **loading,
+) -> tuple[PreTrainedModel | Engine, "EngineChoice | None"]:
+    """Load a model for `Generator.from_pretrained` in CTranslate2, in int8, or with a copy for CTranslate2.
+
+    Returns the model, and for the engine `auto` the choice of each call.
+    """
+    if engine == "ctranslate2":
+        from metaphrase.engines.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
+
+        model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
+        model.use_vmap = vocabulary_map is not None
+        return model, None
+    quantization = quantization_of(dtype, device)
+    model = load_model(name_or_path, device=device, dtype="float32" if quantization else dtype, **loading)
+    choice = EngineChoice(model, tokenizers, quantization, vocabulary_map) if engine == "auto" else None
+    if quantization is not None:
+        quantize(model)
+    return model, choice
+
+
 class EngineChoice:
     """A torch model, its copy in CTranslate2, and the choice between the two for each call.
 
@@ -66,14 +98,19 @@ class EngineChoice:
         # A start that varies is not in the copy.
         is_fixed = not getattr(model.config, "decoder_start_from_labels", False)
         self._start = model.generation_config.decoder_start_token_id if is_fixed else None
-        self._max_length: int | None = None
         self._files: tempfile.TemporaryDirectory | None = None
         self._engine: Engine | None = None
         self._record: WeightRecord | None = None
         self._lock = threading.Lock()
         self._logged: set[str] = set()
-        self._obstacle = self._find_obstacle(model)
-        if quantization and self._obstacle is None:
+        self._obstacle: str | None = None
+        if type(model) is not MetaphraseForConditionalGeneration:
+            self._obstacle = "CTranslate2 takes Metaphrase models only"
+        elif model.device.type != "cpu" or self._dtype not in ("float32", "int8"):
+            self._obstacle = f"CTranslate2 is not used in {self._dtype} on {model.device.type}"
+        elif not any(is_faster(self._num_weights, self._dtype, *case) for case in ((1, 1), (1, 2), (4, 1), (4, 2))):
+            self._obstacle = f"faster for {self._num_weights:,} weights in {self._dtype}"
+        elif quantization:
             # The weights in float32 are gone afterwards.
             self._obstacle = self._write_files(model)
 
@@ -99,7 +136,12 @@ class EngineChoice:
             # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.
             batch_size = min(batch_size, len(sources))
         reason = "CTranslate2 takes one model at a time" if has_partners else self._obstacle
-        reason = reason or self._reason_for_torch(model, options, sources, batch_size, return_scores)
+        if reason is None and self._dtype == "float32" and self._num_sentences < MIN_SENTENCES:
+            reason = f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
+        try:
+            reason = reason or self._reason_for_torch(model, options, sources, batch_size, return_scores)
+        except ImportError as error:
+            reason = self._obstacle = str(error)
         if reason is None:
             with self._lock:
                 reason = self._obstacle = self._load(model)
@@ -112,26 +154,6 @@ class EngineChoice:
             logger.info("Engine: %s", text)
         return model if reason else self._engine
 
-    def _find_obstacle(self, model: PreTrainedModel) -> str | None:
-        """Return the reason why no call can use a copy, or None."""
-        if type(model) is not MetaphraseForConditionalGeneration:
-            return "CTranslate2 takes Metaphrase models only"
-        if model.device.type != "cpu" or self._dtype not in ("float32", "int8"):
-            return f"CTranslate2 is not used in {self._dtype} on {model.device.type}"
-        if not any(is_faster(self._num_weights, self._dtype, *setting) for setting in ((1, 1), (1, 2), (4, 1), (4, 2))):
-            return f"faster for {self._num_weights:,} weights in {self._dtype}"
-        try:
-            from metaphrase.conversion.ctranslate2.export import find_obstacles  # Needs an extra.
-            from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
-        except ImportError as error:
-            return str(error)
-        if obstacles := find_obstacles(model.config):
-            return f"CTranslate2 cannot express {'; '.join(obstacles)}"
-        self._max_length = longest_target(model)
-        if model.config.position_embedding_type == "sinusoidal":
-            self._max_length = max(model.config.max_position_embeddings, SINUSOIDAL_POSITIONS)
-        return None
-
     def _reason_for_torch(
         self,
         model: PreTrainedModel,
@@ -141,7 +163,9 @@ class EngineChoice:
         return_scores: bool,
     ) -> str | None:
         """Return the reason why this call should run in torch, or None."""
-        from metaphrase.engines.ctranslate2_engine import translate_exactly  # Needs an extra.
+        # Needs an extra.
+        from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
+        from metaphrase.engines.ctranslate2_engine import translate_exactly
 
         try:
             search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
@@ -152,22 +176,26 @@ class EngineChoice:
             return f"faster for {self._num_weights:,} weights in {self._dtype} with `num_beams` {num_beams}"
         if search.start is None or self._start not in (None, search.start):
             return "CTranslate2 does not support another `decoder_start_token_id`"
-        longest = max(*map(len, sources), search.options["max_decoding_length"] + 1)
-        if self._max_length is not None and longest > self._max_length:
-            return f"the positions of CTranslate2 end at {self._max_length}, and the longest text may have {longest}"
+        limit, longest = longest_target(model), max(*map(len, sources), search.options["max_decoding_length"] + 1)
+        if model.config.position_embedding_type == "sinusoidal":
+            limit = max(limit, SINUSOIDAL_POSITIONS)
+        if limit is not None and longest > limit:
+            return f"the positions of CTranslate2 end at {limit}, and the longest text may have {longest}"
         if self._dtype == "float32" and return_scores:
             return "scores of CTranslate2 differ in the last digits"
-        if self._dtype == "float32" and self._num_sentences < MIN_SENTENCES:
-            return f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
         return None
 
     def _write_files(self, model: PreTrainedModel) -> str | None:
         """Write the copy's files. Return the reason if that is not possible."""
+        try:
+            from metaphrase.conversion.ctranslate2.export import find_obstacles, save_weights  # Needs an extra.
+        except ImportError as error:
+            return str(error)
+        if obstacles := find_obstacles(model.config):
+            return f"CTranslate2 cannot express {'; '.join(obstacles)}"
         num_bytes, free = 4 * self._num_weights, free_main_memory()
         if num_bytes > _MEMORY_SHARE * free:
             return f"a copy needs {num_bytes / 2**20:.0f} MiB of memory, and {free / 2**20:.0f} MiB are free"
-        from metaphrase.conversion.ctranslate2.export import save_weights  # Needs an extra.
-
         try:
             self._files = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
             save_weights(model, self._tokenizers, Path(self._files.name), self._map and self._map.path)

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
@@ -18,15 +18,16 @@ import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
-from metaphrase.inference.generator import COUNTERS, Chunk, Generator, ScoredText, TextStream
-from metaphrase.inference.progress import ProgressBar
+from metaphrase.inference.generator import COUNTERS, Chunk, Generator, ScoredText, TextStream, read_chunks
+from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.loading import default_device
+from metaphrase.tokenization import checked_texts
 
 
 class GeneratorPool(TextStream, contextlib.AbstractContextManager):
     """Several processes, each with a generator of the same model.
 
-    One process decodes each chunk of a stream, with the chunk's own random numbers. The result does not depend on the number of
+    One process has each chunk of a stream, with random numbers of its own. The result does not depend on the number of
     processes. The processes end with the context, even in the middle of a chunk, and with the process that started them. A
     script that starts processes needs `if __name__ == "__main__":`. The counters of `TextStream` are sums over the processes.
     """
@@ -90,20 +91,38 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         with self._naming_deaths():
             return self._executor.submit(_num_targets, generation_kwargs).result()
 
-    def decode_chunks(
-        self, chunks: Iterator[Chunk], bar: ProgressBar, options: dict[str, Any]
+    def generate_stream(
+        self,
+        lines: Iterable[str],
+        *,
+        chunk_size: int = 4096,
+        first_chunk: int = 0,
+        total: int | None = None,
+        show_progress: bool | None = False,
+        **options,
     ) -> Iterator[list[ScoredText]]:
-        """See `Generator`."""
+        """Yield the candidates of each source as `Generator.generate_stream` does.
+
+        Each process has a chunk, and one more chunk waits.
+
+        Raises:
+            ChildProcessError: If a process died.
+            ValueError: As `Generator.generate_stream`.
+        """
+        chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
+        options = {"seed": None, "return_scores": True, "risk": None, "split_sentences": False} | options
         futures: deque[Future] = deque()
         reading_error: Exception | None = None
-        with self._naming_deaths():
+        with (
+            self._naming_deaths(),
+            progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar,
+        ):
             while True:
                 try:
-                    # Each process has a chunk, and one more waits.
                     for chunk in itertools.islice(chunks, self.num_processes + 1 - len(futures)):
-                        futures.append(self._executor.submit(_decode, chunk, options))
+                        futures.append(self._executor.submit(_generate, chunk, options))
                 except (OSError, ValueError) as error:
-                    # The generator of chunks has ended. The chunks before the error are decoded first.
+                    # The generator of chunks has ended. The chunks before the error come first.
                     reading_error = error
                 if not futures and reading_error is not None:
                     raise reading_error
@@ -173,11 +192,13 @@ def _num_targets(options: dict[str, Any]) -> int:
     return generator.num_targets(**options)
 
 
-def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
+def _generate(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
     """Return the candidates of a chunk, and the counts to add to the pool's."""
     generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
-    candidates = generator.decode_chunk(chunk, **options)
+    settings = (options.pop(name) for name in ("return_scores", "split_sentences", "risk"))
+    seed = options.pop("seed")
+    candidates = generator.generate_chunk(chunk, seed, *generator.plan_stream(*settings, options))
     return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}

@@ -1,12 +1,10 @@
-"""Inference: decode, score and align many texts."""
+"""Inference: generate and score many texts."""
 
 from typing import Any
 
-from metaphrase.inference.batches import Hypothesis, decode
+from metaphrase.inference.batches import Hypothesis, Partner, decode
 from metaphrase.inference.generator import ENGINES, Generator, ScoredText
-from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
-from metaphrase.inference.scoring import ForcedScore
 from metaphrase.plugins import PUBLIC_NAMES, import_name
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 
@@ -15,13 +13,13 @@ _NAMES_OF_RINGS = PUBLIC_NAMES["metaphrase.inference"]
 __all__ = [
     "ENGINES",
     "GENERATION_OPTIONS",
-    "ForcedScore",
     "Generator",
     "Hypothesis",
+    "Partner",
     "ScoredText",
     "SummarizationPipeline",
 ]
-__all__ += ["Text2TextGenerationPipeline", "TranslationPipeline", "complete_sampling", "decode", "expected_utilities"]
+__all__ += ["Text2TextGenerationPipeline", "TranslationPipeline", "complete_sampling", "decode"]
 __all__ += _NAMES_OF_RINGS
 
 

@@ -1,7 +1,6 @@
-"""Decode ids in batches of similar length, with torch or another engine. Hypotheses have the order of the sources."""
+"""Generate target ids from source ids, in batches of similar length. Hypotheses have the order of the sources."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,28 +10,36 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from metaphrase.decoding import fast_generation
-from metaphrase.decoding.fast_generation import totals_of_steps
-from metaphrase.decoding.options import plain_options
-from metaphrase.decoding.searches.constrained_beam_search import add_beams, constrained_beam_search
-from metaphrase.decoding.searches.joint_search import Partner, SpeculativeSearch
 from metaphrase.inference.progress import progress_bar
-from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, length_limits, resolve_settings
+from metaphrase.plugins import needed_plugin, plugin
+from metaphrase.storage.generation_options import (
+    GENERATION_OPTIONS,
+    check_options,
+    length_limits,
+    override_lengths,
+    resolve_settings,
+    use_floats,
+)
 from metaphrase.tokenization.batches import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_MAX_TOKENS_PER_BATCH = 8192
-# These options count the padding of a source, except with these values.
-_OPTIONS_OF_PADDING = {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
 # Most tokens of a source for a model without a limit, such as T5, unless a batch may have more. The memory for attention grows
 # with the square of this number.
 MAX_TOKENS_WITHOUT_POSITIONS = 8192
+# With these options `generate()` takes one source: they draft tokens, or count the padding of a source. The value is neutral.
+_OPTIONS_OF_ONE_SOURCE = {
+    **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"), None),
+    "use_mtp": False,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+}
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One decoded target.
+    """One generated target.
 
     Attributes:
         ids: Token ids without start token and padding. The last one is the end of sequence if the model wrote it.
@@ -47,12 +54,20 @@ class Hypothesis:
     is_finished: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Partner:
+    """Another model that takes part in a search, and the ids of each source for this model, with their end."""
+
+    model: PreTrainedModel
+    sources: Sequence[Sequence[int]]
+
+
 # Takes the sources of a batch once for each model (token ids). Returns the hypotheses of each source.
-BatchSearch = Callable[..., list[list[Hypothesis]]]
+GenerateBatch = Callable[..., list[list[Hypothesis]]]
 
 
 class Engine(Protocol):
-    """Decoder in place of a transformers model, such as `CTranslate2Engine`. It is no `torch.nn.Module`.
+    """Library in place of a transformers model, such as `CTranslate2Engine`. It is no `torch.nn.Module`.
 
     Attributes:
         generation_config: Defaults for options that a call leaves out.
@@ -60,8 +75,8 @@ class Engine(Protocol):
 
     generation_config: GenerationConfig
 
-    def make_search(self, options: Mapping[str, Any], return_scores: bool) -> BatchSearch:
-        """Return the search for the batches of one call. `ValueError` for an option that the engine does not support."""
+    def make_generate(self, options: Mapping[str, Any], return_scores: bool) -> GenerateBatch:
+        """Return the function for the batches of one call. `ValueError` for an option that the engine does not support."""
 
 
 class TooLongError(ValueError):
@@ -103,16 +118,6 @@ def check_sources(sources: Sequence[Sequence[int]], positions: int | None, max_t
             raise TooLongError(number, len(source), limit, has_positions=positions is not None)
 
 
-def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
-    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix."""
-    # White space at the end of the prefix may be part of the next token.
-    [ids] = encode([prefix.rstrip()])
-    if length <= len(ids):
-        raise ValueError(
-            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
-        )
-
-
 def longest_source(model: Any) -> int | None:
     """Return the most tokens of a source, with the end of sequence, or None if the model has no limit."""
     return _num_positions(model, "get_encoder", "position_limit")
@@ -147,8 +152,25 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `generate()` in their plain form, checked. Options that are plain stay as they are."""
-    options = plain_options(options)
+    """Return all arguments of `generate()` by name, those of a `generation_config` among them, checked.
+
+    Options of the call override those of the `generation_config`. A length replaces the same length in tokens of another kind
+    (`max_length`, `max_new_tokens`). `num_return_sequences=None` becomes 1, and integers become floats where floats are needed.
+    Options that are read already stay as they are.
+    """
+    options = override_lengths(options)
+    config = options.pop("generation_config", None)
+    if config is not None:
+        settings = {name: value for name, value in vars(config).items() if value is not None and name[0] != "_"}
+        settings.pop("transformers_version", None)
+        # A config may hold both lengths. As in `generate()`, new tokens override.
+        for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            if new_tokens in settings:
+                settings.pop(length, None)
+        options = override_lengths(settings) | options
+    if options.get("num_return_sequences", 1) is None:
+        options["num_return_sequences"] = 1
+    use_floats(options)
     for name in ("decoder_input_ids", "prefix_allowed_tokens_fn"):
         if options.get(name) is not None:
             raise ValueError(f"`{name}` has rows of a batch, which are no texts. Call `model.generate()` with it.")
@@ -156,10 +178,11 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def decode(
+def generate_hypotheses(
     model: PreTrainedModel | Engine,
     sources: Sequence[Sequence[int]],
     *,
+    options: Mapping[str, Any] | None = None,
     return_scores: bool = False,
     batch_size: int = DEFAULT_BATCH_SIZE,
     max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
@@ -177,6 +200,7 @@ def decode(
     Args:
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
         sources: Token ids of each source, with end of sequence.
+        options: Arguments of `generate()` that a `Plan` has read, in place of `generation_kwargs`.
         return_scores: True if hypotheses carry their score.
         batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
@@ -194,26 +218,28 @@ def decode(
     Raises:
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
-    options = read_options(generation_kwargs)
+    if options is None:
+        options = read_options(generation_kwargs)
+        if options.get("force_words_ids") is not None:
+            options = needed_plugin("phrases", "force_words_ids")(model, options)
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     sources_of_models = [sources, *(partner.sources for partner in partners)]
     lengths = [max(map(len, ids)) for ids in zip(*sources_of_models, strict=True)]
     with contextlib.ExitStack() as context:
-        if isinstance(model, torch.nn.Module):
+        if isinstance(model, nn.Module):
             models = [model, *(partner.model for partner in partners)]
             settings = resolve_settings(model, options)
-            counts_padding = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_PADDING.items())
-            if counts_padding or _is_assisted(settings) or isinstance(search, SpeculativeSearch):
-                # Loops with drafts take one source. A source alone has no padding.
-                batch_size = 1
-            search_batch = _make_search(models, search, return_scores, vocabulary_map, options)
+            takes_one = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_ONE_SOURCE.items())
+            # A draft model takes one source, too.
+            batch_size = 1 if takes_one else getattr(search, "batch_size", batch_size)
+            generate_batch = _make_generate(models, options, return_scores, search, vocabulary_map)
             context.enter_context(evaluating(models))
             context.enter_context(torch.inference_mode())
         else:
-            search_batch = model.make_search(options, return_scores)
+            generate_batch = model.make_generate(options, return_scores)
         bar = context.enter_context(progress_bar(len(sources), "sentence", show_progress))
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
-            rows = search_batch(*([ids[index] for index in batch] for ids in sources_of_models))
+            rows = generate_batch(*([ids[index] for index in batch] for ids in sources_of_models))
             for index, hypotheses in zip(batch, rows, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
@@ -222,37 +248,61 @@ def decode(
     return results
 
 
-def _make_search(
-    models: Sequence[PreTrainedModel],
-    joint_search: Callable | None,
-    return_scores: bool,
-    vocabulary_map: VocabularyMap | None,
-    options: Mapping[str, Any],
-) -> BatchSearch:
-    options = dict(options)
-    if options.get("force_words_ids") is not None:
-        if joint_search is not None:
-            raise ValueError("Required phrases need a single model, got several.")
-        options = add_beams(models[0], options)
-        options |= {"custom_generate": constrained_beam_search, "return_dict_in_generate": True, "output_scores": False}
-    elif joint_search is None and _is_plain(models[0], options):
-        options |= {"custom_generate": fast_generation.search, "return_scores": return_scores}
-    elif joint_search is None:
-        options |= dict.fromkeys(("output_scores", "output_logits"), return_scores) | {"return_dict_in_generate": True}
+# The public name.
+decode = generate_hypotheses
 
-    def search_batch(*sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
+
+def _make_generate(
+    models: Sequence[PreTrainedModel],
+    options: Mapping[str, Any],
+    return_scores: bool,
+    search: Callable | None,
+    vocabulary_map: VocabularyMap | None,
+) -> GenerateBatch:
+    """Return a function that runs `generate()` of the first model for a batch."""
+    model, settings = models[0], resolve_settings(models[0], options)
+    # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
+    options = {"synced_gpus": False, **options}
+    if options.get("min_new_tokens") is not None and model.generation_config.min_length is not None:
+        # `generate()` warns if both are set.
+        options |= {"min_length": 1 + options["min_new_tokens"], "min_new_tokens": None}
+    ends = settings.get("eos_token_id")
+    ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+    is_forced = settings.get("forced_eos_token_id") is not None
+    forced_index = _most_tokens(model, options) - 2 if is_forced else None
+    loop = search
+    if loop is None and _is_plain(model, options):
+        if vocabulary_map is not None:
+            loop = needed_plugin("generate_loop", "vocabulary_map")
+        elif return_scores:
+            # transformers' loops store the scores of all tokens and steps.
+            loop = plugin("generate_loop")
+    if loop is not None:
+        options |= {"custom_generate": loop, "return_scores": return_scores}
+    else:
+        options |= dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), return_scores)
+
+    def generate_batch(*sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
         inputs, *partner_inputs = map(pad_sources, sources, models)
-        batch_options = dict(options)
-        if joint_search is not None:
-            search = functools.partial(joint_search, partners=list(zip(models[1:], partner_inputs, strict=True)))
-            batch_options |= {"custom_generate": search, "return_scores": return_scores}
-        elif vocabulary_map is not None and options.get("custom_generate") is fast_generation.search:
-            batch_options["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
-        hypotheses = _generate(models[0], inputs, return_scores, batch_options)
+        additions = {}
+        if search is not None:
+            additions["partners"] = list(zip(models[1:], partner_inputs, strict=True))
+        elif loop is not None and vocabulary_map is not None:
+            additions["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
+        output = model.generate(**inputs, **options, **additions)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        rows = [_cut(row, ends, forced_index) for row in sequences[:, 1:].tolist()]
+        scores = [None] * len(rows)
+        if return_scores and getattr(output, "sequences_scores", None) is not None:
+            scores = output.sequences_scores.tolist()
+        elif return_scores:
+            steps = output.logits if settings.get("do_sample") and output.logits is not None else output.scores
+            scores = _sum_log_probs(steps, [ids for ids, _ in rows])
+        hypotheses = [Hypothesis(ids, score, is_end) for (ids, is_end), score in zip(rows, scores, strict=True)]
         count = len(hypotheses) // len(sources[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
-    return search_batch
+    return generate_batch
 
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -279,38 +329,6 @@ def _is_plain(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
     return known >= names and model.generation_config.get_generation_mode() in modes
 
 
-def _is_assisted(settings: Mapping[str, Any]) -> bool:
-    """Return True if transformers drafts tokens: by another model, by lookup, or by layers of the model itself."""
-    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-    return any(settings.get(name) not in (None, False) for name in names)
-
-
-def _generate(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, options: dict[str, Any]
-) -> list[Hypothesis]:
-    min_new_tokens = options.get("min_new_tokens")
-    if min_new_tokens is not None and model.generation_config.min_length is not None:
-        # `generate()` warns if both are set.
-        options |= {"min_length": 1 + min_new_tokens, "min_new_tokens": None}
-    settings = resolve_settings(model, options)
-    # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
-    output = model.generate(**inputs, **{"synced_gpus": False} | options)
-    ends = settings.get("eos_token_id")
-    ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
-    forced_index = None
-    if settings.get("forced_eos_token_id") is not None:
-        forced_index = _most_tokens(model, options) - 2
-    rows = [_cut(row, ends, forced_index) for row in output.sequences[:, 1:].tolist()]
-    scores = [None] * len(rows)
-    if return_scores and getattr(output, "sequences_scores", None) is not None:
-        scores = output.sequences_scores.tolist()
-    elif return_scores:
-        end_ids = torch.tensor(sorted(ends), dtype=torch.long, device=output.sequences.device)
-        steps = output.logits if settings.get("do_sample") and output.logits is not None else output.scores
-        scores = totals_of_steps(steps, output.sequences, 1, end_ids).tolist()
-    return [Hypothesis(ids, score, is_finished) for (ids, is_finished), score in zip(rows, scores, strict=True)]
-
-
 def _most_tokens(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
     """Return the most tokens of a target, with the start token. Without a limit it is the default of `generate()`."""
     _, max_length = length_limits(model, options)
@@ -326,3 +344,14 @@ def _cut(row: list[int], ends: set[int], forced_index: int | None) -> tuple[list
         if token in ends:
             return row[: index + 1], index != forced_index
     return row, False
+
+
+def _sum_log_probs(steps: Sequence[torch.Tensor] | None, rows: Sequence[Sequence[int]]) -> list[float]:
+    """Return the sum of log-probabilities of the ids of each row, from the scores (rows, V) of each step."""
+    totals = torch.zeros(len(rows))
+    for number, scores in enumerate(steps or ()):
+        # Scores behind the end of a row, or of drafted tokens that were refused, do not count.
+        open_rows = [index for index, ids in enumerate(rows) if number < len(ids)]
+        tokens = torch.tensor([[rows[index][number]] for index in open_rows], device=scores.device, dtype=torch.long)
+        totals[open_rows] += scores[open_rows].float().log_softmax(dim=-1).take_along_dim(tokens, dim=1)[:, 0].cpu()
+    return totals.tolist()

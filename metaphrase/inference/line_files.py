@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from metaphrase.inference.generator import ScoredText
 from metaphrase.storage.folders import WriteLock
@@ -34,11 +33,14 @@ def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS)
         yield line.content
 
 
-def check_files(inputs: Mapping[str, str | None], output: str | os.PathLike | None, name: str = "output") -> None:
+def check_files(
+    inputs: Mapping[str, str | None], output: str | os.PathLike | None, name: str = "output", resume: bool = False
+) -> None:
     """Check the files of a command before any work. The inputs and the output have the names of their options.
 
     Raises:
-        ValueError: If the output is a file that is read, by whatever name, or a file of a model, or ends in `.gz`.
+        ValueError: If the output is a file that is read, by whatever name, or a file of a model, or ends in `.gz`, or cannot
+            be resumed, as a pipe, a device or a folder.
         OSError: If an input cannot be read.
     """
     if output is not None and os.fspath(output).endswith(".gz"):
@@ -46,6 +48,8 @@ def check_files(inputs: Mapping[str, str | None], output: str | os.PathLike | No
     has_model_name = output is not None and _MODEL_FILE.fullmatch(os.path.basename(output))
     if has_model_name and os.path.isfile(output) and Path(output).with_name("config.json").is_file():
         raise ValueError(f"`{name}` must be no file of a model, got {os.fspath(output)!r}.")
+    if resume and output is not None and os.path.exists(output) and not os.path.isfile(output):
+        raise ValueError(f"`{name}` must be a regular file with `resume`, got {os.fspath(output)!r}.")
     for option, path in inputs.items():
         if path is None or Path(path).is_fifo():  # Opening and closing a pipe would stop its writer.
             continue
@@ -70,13 +74,6 @@ def format_targets(index: int, candidates: Sequence[ScoredText], with_scores: bo
 def as_lines(texts: Iterable[str]) -> str:
     """Return one line for each text, with spaces in place of line breaks inside a text."""
     return "".join(text.replace("\r", " ").replace("\n", " ") + "\n" for text in texts)
-
-
-def standard_output() -> IO[str]:
-    """Return standard output, set to UTF-8 with line feeds, whatever the locale."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
-    return sys.stdout
 
 
 class OutputFile(contextlib.AbstractContextManager):
@@ -117,7 +114,10 @@ class OutputFile(contextlib.AbstractContextManager):
         self._old_lines: collections.deque[bytes] = collections.deque()
         self._resources = contextlib.ExitStack()
         if path is None:
-            self._stream, self._end = standard_output(), None
+            self._stream, self._end = sys.stdout, None
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                # Whatever the locale.
+                sys.stdout.reconfigure(encoding="utf-8", newline="\n")
             return
         with contextlib.ExitStack() as resources:
             # Mode `w` would empty the file at once.
@@ -184,12 +184,6 @@ class OutputFile(contextlib.AbstractContextManager):
                         self.next_source, start = source, source_start
             stream.seek(start)
             self._old_lines.extend(stream)
-
-
-def check_regular(path: str | os.PathLike) -> None:
-    """Raise `ValueError` for a pipe, a device or a folder, which cannot be resumed."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"`output` must be a regular file with `resume`, got {os.fspath(path)!r}.")
 
 
 def _is_beginning(line: bytes, expected: bytes, with_scores: bool) -> bool:

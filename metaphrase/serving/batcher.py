@@ -3,19 +3,18 @@
 import bisect
 import contextlib
 import copy
-import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from metaphrase.inference.batches import Hypothesis
-from metaphrase.inference.generator import EncodedTexts, Generator, Plan
+from metaphrase.inference.generator import COUNTERS, EncodedTexts, Generator, Plan
 from metaphrase.tokenization.batches import batches_by_length
 
 Result = TypeVar("Result")
@@ -72,7 +71,6 @@ class _Search:
     key: tuple
     # For each generator of the plan the token ids of each sentence.
     ids: list[list[list[int]]]
-    return_scores: bool
     # Sentences of a search that draws random numbers share batches with no others.
     is_random: bool
     lengths: list[int]
@@ -94,6 +92,21 @@ class _Search:
 _ORDERS = (lambda search: search.num_tokens, lambda search: search.arrival)
 # A search, and the index of one of its sentences.
 _Row = tuple[_Search, int]
+
+
+class _QueuedGenerator(Generator):
+    """Generator of one request. It shares batches with others, and the model and its tokenizers with the original."""
+
+    def __init__(self, original: Generator, batcher: "Batcher", ticket: Ticket):
+        vars(self).update((name, value) for name, value in vars(original).items() if name not in COUNTERS)
+        # A copy, whose counters the batches of several requests may change.
+        self.original, self.batcher, self.ticket = copy.copy(original), batcher, ticket
+
+    def generate_encoded(self, plan: Plan, encoded: EncodedTexts, *progress: Any) -> list[list[Hypothesis]]:
+        hypotheses = self.batcher.generate(self.ticket, plan, encoded)
+        self.count(encoded.counts)
+        self.count_unfinished(hypotheses)
+        return hypotheses
 
 
 class Batcher:
@@ -138,23 +151,18 @@ class Batcher:
 
     def queue(self, generator: Generator, ticket: Ticket) -> Generator:
         """Return a generator for one request, which shares batches with others, and the model and its tokenizers."""
-        queued = copy.copy(generator)
-        queued.num_unfinished = queued.num_truncated = queued.num_cut = 0
-        queued.run_search = functools.partial(self.search, ticket)
-        return queued
+        return _QueuedGenerator(generator, self, ticket)
 
-    def search(
-        self, ticket: Ticket, plan: Plan, encoded: EncodedTexts, return_scores: bool, **progress
-    ) -> tuple[list[list[Hypothesis]], dict[str, int]]:
-        """Decode encoded sentences as `Plan.search` does, and wait for the result. Other errors are those of `Ticket.check`."""
+    def generate(self, ticket: Ticket, plan: Plan, encoded: EncodedTexts) -> list[list[Hypothesis]]:
+        """Wait for the hypotheses of encoded sentences. Other errors are those of `Ticket.check`."""
         generator = plan.generators[0]
         lengths = [max(map(len, rows)) for rows in zip(*encoded.ids, strict=True)]
         if not lengths:
-            return [], {}
+            return []
         is_random = bool(plan.options.get("do_sample", generator.model.generation_config.do_sample))
-        key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), return_scores)
+        key = (id(generator.model), id(generator.tokenizers), repr(sorted(plan.options.items())), plan.return_scores)
         waiting = sorted(range(len(lengths)), key=lengths.__getitem__)
-        search = _Search(ticket, plan, key, encoded.ids, return_scores, is_random, lengths, waiting, sum(lengths))
+        search = _Search(ticket, plan, key, encoded.ids, is_random, lengths, waiting, sum(lengths))
         with self._condition:
             if self._is_closed:
                 raise CancelledRequest("The server is shutting down.")
@@ -167,10 +175,10 @@ class Batcher:
             # Nobody needs the sentences that still wait.
             ticket.is_cancelled = True
             raise
-        return [search.results[index] for index in range(len(lengths))], {}
+        return [search.results[index] for index in range(len(lengths))]
 
     def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
-        """Run a function, such as an alignment, while no thread decodes. Errors are those of `search`."""
+        """Run a function, such as an alignment, while no thread decodes. Errors are those of `generate`."""
         with self._condition:
             # No other batch begins until the call ends.
             self._num_calls += 1
@@ -315,13 +323,13 @@ class Batcher:
         search, started = rows[0][0], time.perf_counter()
         ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
         encoded = EncodedTexts(ids, documents=[], counts={})
-        hypotheses, _ = search.plan.search(encoded, search.return_scores)
+        generator = search.plan.generators[0].original
+        hypotheses = generator.generate_encoded(search.plan, encoded)
         seconds = time.perf_counter() - started
         lengths = [other.lengths[index] for other, index in rows]
         num_source_tokens, longest = sum(lengths), max(lengths)
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
         # A full batch takes no less time. So no request is refused that could end in time.
-        generator = search.plan.generators[0]
         size = max(len(rows), min(generator.batch_size, self._most_tokens(generator) // longest))
         with self._condition:
             weight = _NEWEST if self._seconds_per_token else 1.0

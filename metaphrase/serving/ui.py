@@ -11,11 +11,11 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from metaphrase.analysis.alignment import aligned_layer, cross_attentions, word_weights
-from metaphrase.inference.generator import split_texts
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.models import ServedModel, name_of
 from metaphrase.serving.service import Query, Service, answer, check_query, open_model
+from metaphrase.texts.documents import split_texts
 
 _FOLDER = Path(__file__).with_name("page")
 _POLICY = (

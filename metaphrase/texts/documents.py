@@ -1,10 +1,12 @@
-"""Whole texts: sentences to decode, and the layout between them, which stays as it is."""
+"""Whole texts: sentences to generate from, and the layout between them, which stays as it is."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import sentencex
+
+from metaphrase.inference.batches import longest_source
+from metaphrase.inference.generator import Document, Generator
 
 _GAP = re.compile(r"\s+")
 # White space with one of these ends a line, or parts its columns.
@@ -23,22 +25,30 @@ _CUTS = (
 _Part = tuple[bool, str]
 
 
-@dataclass(frozen=True)
-class Document:
-    """A text in parts: sentences without white space around them; and the layout before, between and behind them."""
+def split_texts(
+    generators: Sequence[Generator], texts: list[str], split_sentences: bool | str, has_lines: bool = True
+) -> tuple[list[Document], int]:
+    """Return the sentences and the layout of texts, and the number of sentences that were too long and were cut.
 
-    sentences: list[str] = field(default_factory=list)
-    layout: list[str] = field(default_factory=lambda: [""])
+    `split_sentences` is a language; True for that of a multilingual tokenizer, or else English; False for the whole texts.
+    """
+    if not split_sentences:
+        return [Document([text], ["", ""]) if text.strip() else Document() for text in texts], 0
+    if not isinstance(split_sentences, str):
+        # Codes such as eng_Latn and en_XX begin with the language.
+        split_sentences = re.split("[_-]", getattr(generators[0].tokenizers.source, "src_lang", None) or "en")[0]
 
-    def join(self, sentences: Sequence[str]) -> str:
-        """Return the text with other sentences."""
-        first, *gaps = self.layout
-        return first + "".join(part for pair in zip(sentences, gaps, strict=True) for part in pair)
+    def find_long(texts: list[str]) -> list[bool]:
+        is_long = [False] * len(texts)
+        for generator in generators:
+            limits = [generator.max_source_length, longest_source(generator.model)]
+            limit = min((limit for limit in limits if limit is not None), default=None)
+            if limit is not None:
+                lengths = map(len, generator.encode_uncut(texts))
+                is_long = [flag or length > limit for flag, length in zip(is_long, lengths, strict=True)]
+        return is_long
 
-
-def keep_whole(texts: Sequence[str]) -> list[Document]:
-    """Return texts as one sentence each. A blank text has no sentence, and its target is empty."""
-    return [Document([text], ["", ""]) if text.strip() else Document() for text in texts]
+    return split_documents(texts, split_sentences, find_long, has_lines)
 
 
 def split_documents(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from metaphrase.texts.documents import Document
+from metaphrase.inference.generator import Document
 from metaphrase.texts.markup import Atom, Element, MarkedText, Tag
 
 Span = tuple[int, int]
@@ -193,10 +193,6 @@ PATTERNS = {
     "number": r"\d+(?:[.,:/]\d+)*",
 }
 
-_LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
-# Dots and laughter are no loops.
-_SHORTEST_LOOP = 12
-
 
 class Terms:
     """Patterns that stay as they are, and terms with a given translation."""
@@ -248,12 +244,6 @@ def read_glossary(path: str | Path) -> dict[str, str]:
             f"`glossary` must have lines of a source term, a tab and a target term, got {wrong[0]} in {path}."
         )
     return dict(rows)
-
-
-def find_loop(source: str, target: str) -> str | None:
-    """Return a part of a target that follows itself three times or more, if the source has no such part."""
-    match = next((match for match in _LOOP.finditer(target) if len(match.group()) >= _SHORTEST_LOOP), None)
-    return match.group(1) if match and not _LOOP.search(source) else None
 
 
 _Claim = tuple[Element | Atom, bool]  # owner, and True for its closing tag

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from metaphrase.analysis.alignment import AttentionMap, aligned_layer, cross_attentions, membership
 from metaphrase.decoding.fast_generation import is_metaphrase
-from metaphrase.inference.generator import Generator, split_texts
+from metaphrase.inference.generator import Generator
+from metaphrase.texts.documents import split_texts
+from metaphrase.texts.loops import find_loop
 from metaphrase.texts.markup import MarkedText, parse_markup
-from metaphrase.texts.plan import Links, Sentence, Terms, TextPlan, find_loop, find_words
+from metaphrase.texts.plan import Links, Sentence, Terms, TextPlan, find_words
 from metaphrase.texts.subtitles import Subtitles
 from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
 

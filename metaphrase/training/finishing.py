@@ -23,7 +23,7 @@ from metaphrase.training.checkpointing.averaging import (
     select_checkpoints,
 )
 from metaphrase.training.checkpointing.folders import step_of
-from metaphrase.training.checkpointing.sharding import load_whole_weights
+from metaphrase.training.checkpointing.sharding import load_pretrained_weights
 from metaphrase.training.model_setup import remove_ineffective_settings
 from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe
@@ -67,9 +67,9 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     folders = [*folders, None][:2]
     broadcast_object_list(folders)
     if folders[0] is not None:
-        load_whole_weights(trainer.model, folders[0])
+        load_pretrained_weights(trainer.model, folders[0])
     if folders[1] is not None and _is_worse(trainer, metric, step_of(folders[1])):
-        load_whole_weights(trainer.model, folders[1])
+        load_pretrained_weights(trainer.model, folders[1])
     trainer.accelerator.wait_for_everyone()
     if is_written:
         # `save_model` writes the mean to the folder of the run.

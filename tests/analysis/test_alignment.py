@@ -7,8 +7,8 @@ from other_families import calmer, generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.analysis import alignment as alignment_module
+from metaphrase.analysis import scoring
 from metaphrase.analysis.alignment import cross_attention, cross_attentions
-from metaphrase.inference import scoring
 from metaphrase.tokenization import readable_tokens, train_tokenizer
 
 SOURCE, TARGET = SOURCES[0], TARGETS[1]

@@ -62,9 +62,8 @@ def test_searches_are_those_of_generate(family, options):
     options = {"max_new_tokens": 6, **options}
     shown = explain(generator, SOURCE, TARGET, **options)
     num_beams = options.get("num_beams", 5 if family == "fsmt" else 4)
-    [results] = generator.search(
-        [SOURCE], True, {**options, "num_beams": num_beams, "num_return_sequences": num_beams}, False
-    )
+    beams = {"num_beams": num_beams, "num_return_sequences": num_beams}
+    [results] = generator.generate_ids([SOURCE], return_scores=True, **options | beams)
     tree = shown.beam_tree
     ranked = sorted((node for node in tree.nodes if node.rank), key=lambda node: node.rank)
     assert tree.num_beams == num_beams and tree.best_ids == results[0].ids
@@ -91,7 +90,7 @@ def test_searches_are_those_of_generate(family, options):
     pruned = next(node for node in tree.nodes if node.state == "pruned" and node.step == 1)
     assert pruned.total == pytest.approx(generator.score([SOURCE], [ids_of(pruned)])[0].total, abs=1e-4)
     assert all(len(step.ids) == 10 for steps in shown.paths.values() for step in steps)
-    [[greedy]] = generator.search([SOURCE], False, {**options, "num_beams": 1, "length_penalty": None}, False)
+    [[greedy]] = generator.generate_ids([SOURCE], **options | {"num_beams": 1, "length_penalty": None})
     path = shown.paths.get("greedy", shown.paths.get("target"))
     assert [step.choice for step in path] == greedy.ids
 

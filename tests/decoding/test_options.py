@@ -5,9 +5,8 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 from transformers import GenerationConfig
 
-from metaphrase.decoding.options import plain_options
 from metaphrase.inference import Generator
-from metaphrase.inference.batches import decode
+from metaphrase.inference.batches import decode, read_options
 
 
 def config_of(**settings):
@@ -31,7 +30,7 @@ def config_of(**settings):
     ],
 )
 def test_settings_stand_by_their_own_names(given, expected):
-    assert plain_options(given) == expected == plain_options(plain_options(given))
+    assert read_options(given) == expected == read_options(read_options(given))
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 3}, {"temperature": 2, "do_sample": True}], ids=str)

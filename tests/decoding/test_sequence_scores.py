@@ -5,7 +5,7 @@ import torch
 from other_families import other_model
 from tiny_generator import SOURCES, tiny_pair
 
-from metaphrase.decoding.fast_generation import SequenceScores, totals_of_steps
+from metaphrase.decoding.fast_generation import SequenceScores
 from metaphrase.inference.batches import decode, pad_sources
 
 OPTIONS = {
@@ -56,13 +56,17 @@ def test_scores_are_those_of_transformers_and_no_step_is_kept(options, monkeypat
     assert [[h.ids for h in row] for row in unscored] == [[h.ids for h in row] for row in found]
 
 
-def test_steps_that_were_undone_and_padding_outside_of_the_vocabulary_do_not_count():
-    logits = torch.randn(3, 2, 6)
-    # The last step was undone, and 99 stands for nothing: the first row has ended with 3.
-    sequences, ends = torch.tensor([[1, 3, 99], [1, 4, 3]]), torch.tensor([3])
-    log_probs = logits.log_softmax(dim=-1)
-    expected = torch.stack((log_probs[0, 0, 3], log_probs[0, 1, 4] + log_probs[1, 1, 3]))
-    torch.testing.assert_close(totals_of_steps(tuple(logits), sequences, 1, ends), expected)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_scores_are_the_same_without_the_fast_loop(options, monkeypatch):
+    model, sources = other_model("t5"), tiny_pair().encode_sources(SOURCES)
+    rows = []
+    for is_fast in (True, False):
+        if not is_fast:
+            monkeypatch.setattr("metaphrase.inference.batches.plugin", lambda place: None)
+        torch.manual_seed(3)
+        rows.append([h for row in decode(model, sources, return_scores=True, **options, **LIMITS) for h in row])
+    assert [h.ids for h in rows[0]] == [h.ids for h in rows[1]]
+    assert [h.score for h in rows[0]] == pytest.approx([h.score for h in rows[1]], abs=1e-5)
 
 
 def test_drafted_tokens_are_scored_too():

@@ -141,18 +141,18 @@ def test_long_sources_are_read_to_their_end(models):
 # refusals
 
 REFUSED = {
-    "`renormalize_logits` must be True .* with `bad_words_ids` and `num_beams` 4": {**BEAMS, "bad_words_ids": [[3]]},
-    "`renormalize_logits` must be True .* with `min_length` and `num_beams` 4": {**BEAMS, "min_length": 7},
+    "`renormalize_logits` must be True with `num_beams` 4 and bad_words_ids": {**BEAMS, "bad_words_ids": [[3]]},
+    "`renormalize_logits` must be True with `num_beams` 4 and min_length": {**BEAMS, "min_length": 7},
     "`encoder_no_repeat_ngram_size` 2": {"encoder_no_repeat_ngram_size": 2},
     "`exponential_decay_length_penalty`": {"exponential_decay_length_penalty": (3, 1.1)},
     "`forced_eos_token_id` must be one of `eos_token_id` .*got 3": {"forced_eos_token_id": 3},
     "`logits_processor` ": {"logits_processor": [1]},
     "`do_sample` must be False with `num_beams` 2": {"do_sample": True, "num_beams": 2},
     "`num_return_sequences` must be at most `num_beams` \\(1\\)": {"num_return_sequences": 2},
-    "must be at least 1 and the fewest, 9, got 8": {"min_new_tokens": 9, "max_new_tokens": 8},
+    "`max_new_tokens` must be at least 1 and the fewest tokens, 9, .*got 8": {"min_new_tokens": 9, "max_new_tokens": 8},
     "`repetition_penalty` must be at least 1 .*got 0.5": {"repetition_penalty": 0.5},
     "`repetition_penalty` must be 1 with `num_beams` 4": {**BEAMS, "repetition_penalty": 2.0},
-    "`early_stopping` must be True or 'never' .*got False and 1.0": {**BEAMS, "early_stopping": False},
+    "`early_stopping` must be True or 'never' .* 1.0 .*got False": {**BEAMS, "early_stopping": False},
     "`eos_token_id` must be one id with `num_beams`": {**BEAMS, "eos_token_id": [2, 3]},
     "`eos_token_id` must be ids from 0 to .*got -1": {"eos_token_id": -1},
     "`decoder_start_token_id` must be that of .*got 5": {"decoder_start_token_id": 5},

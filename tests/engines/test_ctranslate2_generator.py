@@ -90,9 +90,9 @@ def test_a_start_that_changes_is_given_with_each_call(tmp_path):
 
 def test_what_needs_a_model_in_torch_is_refused(folders):
     generator = Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu")
-    with pytest.raises(ValueError, match="`generator` must have a torch model here, got a CTranslate2Engine"):
+    with pytest.raises(ValueError, match="`generator` must be a single torch model here, got CTranslate2Engine"):
         cross_attention(generator, SOURCES[0])
-    with pytest.raises(ValueError, match="`generator` must have a torch model here"):
+    with pytest.raises(ValueError, match="`generator` must be a single torch model"):
         generator.score(SOURCES[:1], SOURCES[:1])
     with pytest.raises(ValueError, match="ctranslate2 and `use_vmap` need one model"):
         Generator.from_pretrained([folders[True][1]] * 2, engine="ctranslate2")

@@ -143,7 +143,7 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         next(stream)
         [process] = processes_of(pool)
         future = pool._executor.submit(
-            generator_pool._decode,
+            generator_pool._generate,
             Chunk(0, 0, SOURCES),
             {"seed": None, "return_scores": False, "risk": None, "split_sentences": False, **long},
         )

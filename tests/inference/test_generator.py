@@ -7,7 +7,8 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.inference import generator as module
-from metaphrase.texts.plan import find_loop
+from metaphrase.texts import loops
+from metaphrase.texts.loops import find_loop
 
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 
@@ -29,9 +30,11 @@ def test_separate_tokenizers_decode_with_the_targets_own(joint):
 
 def test_white_space_gives_empty_texts_without_asking_the_model(generator, monkeypatch):
     seen = []
-    whole = module.decode
+    whole = module.generate_hypotheses
     monkeypatch.setattr(
-        module, "decode", lambda model, ids, **options: seen.extend(ids) or whole(model, ids, **options)
+        module,
+        "generate_hypotheses",
+        lambda model, ids, *args, **kwargs: seen.extend(ids) or whole(model, ids, *args, **kwargs),
     )
     targets = generator.generate([*WHITE, SOURCES[0], *WHITE])
     assert targets[: len(WHITE)] == targets[-len(WHITE) :] == [""] * len(WHITE)
@@ -68,7 +71,7 @@ def test_options_of_sampling_sample_as_on_the_command_line(members):
 def test_scores_of_samples_are_log_probabilities_under_the_model(generator, sources):
     # Only the most probable token is left, whose probability would then be 1.
     options = {"do_sample": True, "top_p": 1e-6}
-    hypotheses = generator.search(SOURCES, True, options, False)
+    hypotheses = generator.generate_ids(SOURCES, return_scores=True, **options)
     forced = generator.score(SOURCES, [sample.ids for [sample] in hypotheses])
     assert [sample.score for [sample] in hypotheses] == pytest.approx([score.total for score in forced], abs=1e-4)
     assert max(score.total for score in forced) < -0.1
@@ -129,7 +132,7 @@ def test_a_target_that_repeats_itself_is_decoded_again(beams, members):
 def test_a_target_that_still_repeats_itself_stays(generator, monkeypatch):
     plain = generator.generate(SOURCES, max_new_tokens=20)
     assert plain != generator.generate(SOURCES, max_new_tokens=20, no_repeat_ngram_size=3)
-    monkeypatch.setattr(module, "find_loop", lambda source, target: target)
+    monkeypatch.setattr(loops, "find_loop", lambda source, target: target)
     assert generator.generate(SOURCES, max_new_tokens=20, end_loops=True) == plain
     assert generator.num_looping == len(SOURCES)
 

@@ -1,9 +1,7 @@
 """Output files: as they come, and after a run that was killed as if it had not been."""
 
-import io
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from subcommands import execute
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import ScoredText
-from metaphrase.inference.line_files import OutputFile, format_targets, standard_output
+from metaphrase.inference.line_files import OutputFile, format_targets
 from metaphrase.scripts import generate
 
 NUM_LINES = 23
@@ -197,15 +195,6 @@ def test_a_new_file_may_be_a_pipe(tmp_path):
         assert os.read(reader, 100) == b"a\n"
         output.finish()
     os.close(reader)
-
-
-def test_standard_output_is_utf_8_whatever_the_locale_says(monkeypatch):
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", newline="\r\n"))
-    OutputFile(None).write("größer, 大\n")
-    assert written.getvalue() == "größer, 大\n".encode()
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert standard_output() is sys.stdout
 
 
 @pytest.mark.parametrize("option", ["--input", "--glossary"])

@@ -60,7 +60,7 @@ def test_random_numbers_belong_to_the_chunk(generator):
     assert list(generator.generate_stream(lines[:2], chunk_size=2, do_sample=True, temperature=3.0)) == whole[:2]
     states = set()
     for seed, number in itertools.product((0, 1, 2), range(4)):
-        generator.decode_chunk(Chunk(number, 0, []), seed=seed, return_scores=False, risk=None, split_sentences=False)
+        generator.generate_chunk(Chunk(number, 0, []), seed, *generator.plan_stream(False, False, None, {}))
         states.add(torch.initial_seed())
     assert len(states) == 12
 

@@ -26,7 +26,7 @@ def folder(request, tmp_path_factory):
 
 
 def decoded(generator, **options):
-    return [row[0].ids for row in generator.search(SOURCES, False, options, False)]
+    return [row[0].ids for row in generator.generate_ids(SOURCES, **options)]
 
 
 def tokens_of(rows):

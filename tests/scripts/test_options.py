@@ -5,10 +5,10 @@ from transformers import GenerationConfig
 
 from metaphrase.conversion.checkpoints import DEFAULT_SHARD_SIZE
 from metaphrase.conversion.families import FAMILIES
+from metaphrase.decoding.searches.minimum_bayes_risk import UTILITIES
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
 from metaphrase.scripts.export import EXPORTS
 from metaphrase.scripts.parsers import MAX_HELP_LINES, SUBCOMMANDS, chosen_generation_options, make_parser, parse

@@ -253,7 +253,7 @@ def test_a_request_that_cannot_end_in_time_is_refused_alone_and_soon(batcher, qu
 
 def test_one_slow_sentence_says_nothing_about_a_full_batch(queued):
     generator = slow_generator()
-    generator.model.make_search = lambda *_: (
+    generator.model.make_generate = lambda *_: (
         lambda sources: time.sleep(0.05) or [[Hypothesis(ids, 0, True)] for ids in sources]
     )
     # At the speed of this one, the others would take 25 seconds.
@@ -264,7 +264,7 @@ def test_one_slow_sentence_says_nothing_about_a_full_batch(queued):
 def test_a_slow_model_still_decodes_full_batches(queued, facts):
     """A batch of any size takes longer than a batch should."""
     generator = slow_generator()
-    generator.model.make_search = lambda *_: (
+    generator.model.make_generate = lambda *_: (
         lambda sources: time.sleep(0.6) or [[Hypothesis(ids, 0, True)] for ids in sources]
     )
     queued(generator).generate(["a"])

@@ -16,7 +16,7 @@ class IdentityEngine:
         self.generation_config = GenerationConfig(num_return_sequences=1)
         self.change = change
 
-    def make_search(self, options, return_scores):
+    def make_generate(self, options, return_scores):
         count = options.get("num_return_sequences", 1)
         return lambda sources: [[Hypothesis(self._target(ids), -1.0 * len(ids), True)] * count for ids in sources]
 

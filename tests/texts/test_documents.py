@@ -9,10 +9,9 @@ from identity_engine import identity_generator
 from subcommands import execute
 from tiny_generator import tiny_generator
 
-from metaphrase.inference import generator as module
-from metaphrase.inference.generator import split_texts
 from metaphrase.scripts import generate
-from metaphrase.texts.documents import split_documents
+from metaphrase.texts import documents as module
+from metaphrase.texts.documents import split_documents, split_texts
 
 PAGE = "# Title\r\n\r\n  - One. Two?\n\t* (see 3)\n> A quote!  With  spaces.\n\n1. First;\tsecond\n---\n   \nLast"
 

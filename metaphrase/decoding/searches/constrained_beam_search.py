@@ -29,6 +29,7 @@ from metaphrase.decoding.beam_search import (
 )
 from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, prepared_projections
 from metaphrase.decoding.options import are_ends
+from metaphrase.inference.batches import Engine
 from metaphrase.tokenization import encode_phrase
 
 DEFAULT_NUM_BEAMS = 10
@@ -97,13 +98,6 @@ def constrained_beam_search(
     if not config.return_dict_in_generate:
         return ids
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
-
-
-def add_beams(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a search with required phrases: beams, and no sampling unless the caller asks for it."""
-    default = model.generation_config.num_beams or 1
-    num_beams = options.get("num_beams") or (default if default > 1 else DEFAULT_NUM_BEAMS)
-    return {"do_sample": False} | dict(options) | {"num_beams": num_beams}
 
 
 def _read_constraints(
@@ -317,14 +311,15 @@ class ConstrainedSelection(Selection):
         return order.masked_fill(~is_eligible, torch.iinfo(order.dtype).max).argsort(dim=1, stable=True)
 
 
-def encode_phrases(
-    tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, options: Mapping[str, Any]
+def require_phrases(
+    model: PreTrainedModel | Engine, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> dict[str, Any]:
-    """Return the options of a search with the ids of `must_contain` and `never_contain` instead of their phrases.
+    """Return the options of a search for targets with phrases, and without others.
 
-    The model's generation config may forbid words itself, as Marian's forbids padding.
+    The tokenizer encodes the texts of `must_contain` and `never_contain`. A torch model gets beams, and no sampling unless the
+    caller asks for it. The model's generation config may forbid words itself, as Marian's forbids padding.
     """
-    options = dict(options)
+    options, config = dict(options), model.generation_config
     must_contain, never_contain = options.pop("must_contain", None), options.pop("never_contain", None)
     for name, phrases in (("must_contain", must_contain), ("never_contain", never_contain)):
         # Each character of a text would be a phrase.
@@ -344,4 +339,8 @@ def encode_phrases(
         encoded = [encode_phrase(tokenizer, phrase) for phrase in never_contain]
         forbidden = options.get("bad_words_ids") or config.bad_words_ids or []
         options["bad_words_ids"] = [*forbidden, *(ids for both in encoded for part in both for ids in part)]
-    return options
+    if options.get("force_words_ids") is None or not isinstance(model, torch.nn.Module):
+        return options
+    default = config.num_beams or 1
+    num_beams = options.get("num_beams") or (default if default > 1 else DEFAULT_NUM_BEAMS)
+    return {"do_sample": False, **options, "num_beams": num_beams, "custom_generate": constrained_beam_search}

@@ -5,9 +5,10 @@ some tokens, and the large model checks all of them in one pass (Leviathan et al
 search). The result is that of the large model alone.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -19,22 +20,67 @@ from metaphrase.decoding.fast_generation import (
     encoded_sources,
     find_obstacle,
     find_obstacle_of_model,
+    is_metaphrase,
     prepared_projections,
     sample,
 )
 from metaphrase.decoding.options import are_ends, process
+from metaphrase.inference.batches import longest_source
+from metaphrase.inference.generator import Generator, check_single
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 
-@dataclass(frozen=True, eq=False)
-class Partner:
-    """A Metaphrase model with the first model's target vocabulary, and the ids of each source for this model with their end."""
+def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list[Generator], Callable | None]:
+    """Return the partners of a generator and the search of all: the members of its ensemble, or the draft model of the options.
 
-    model: PreTrainedModel
-    sources: Sequence[Sequence[int]]
+    Takes the options of drafts out of `options`. Raises `ValueError` if the models cannot write a target together.
+    """
+    assistant = options.get("assistant_model")
+    if assistant is None:
+        for number, member in enumerate(generator.members, start=2):
+            _check_partner(generator, member, f"model {number} of the ensemble")
+        return generator.members, EnsembleSearch()
+    if generator.members:
+        raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
+    if not isinstance(assistant, Generator):
+        if not (is_metaphrase(generator.model) and is_metaphrase(assistant)):
+            # transformers' own assisted decoding runs, one source at a time.
+            return [], None
+        reading = {"source_prefix": generator.source_prefix, "max_source_length": generator.max_source_length}
+        assistant = Generator(assistant, generator.tokenizers, **reading)
+    _check_partner(generator, assistant, "assistant_model")
+    del options["assistant_model"]
+    num_tokens = options.pop("num_assistant_tokens", None)
+    # The draft model may read only the beginning: its drafts change the time, never the result.
+    assistant, limits = copy.copy(assistant), (assistant.max_source_length, longest_source(assistant.model))
+    assistant.max_source_length = min((limit for limit in limits if limit is not None), default=None)
+    return [assistant], SpeculativeSearch(DEFAULT_NUM_ASSISTANT_TOKENS if num_tokens is None else num_tokens)
+
+
+def _check_partner(generator: Generator, partner: Generator, name: str) -> None:
+    """Raise `ValueError` if another generator, set by the option `name`, cannot write a target together with this one."""
+    check_single(partner, name)
+    for model in (generator.model, partner.model):
+        if not is_metaphrase(model):
+            raise ValueError(
+                f"`{name}` and the first model must both be Metaphrase models, got {type(model).__name__}: "
+                "convert it with `metaphrase convert`."
+            )
+    expected, actual = (item.tokenizers.target.get_vocab() for item in (generator, partner))
+    if different := [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]:
+        token = min(different)
+        raise ValueError(
+            f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
+            f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
+        )
+    # Equal fields give the ids of targets the same meaning.
+    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
+        expected, actual = (getattr(item.model.config, field) for item in (generator, partner))
+        if actual != expected:
+            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
 
 
 def start_search(
@@ -200,6 +246,9 @@ class SpeculativeSearch:
     A block of tokens is rounded differently than single tokens. In bfloat16, greedy search may choose the other of two
     tokens that are almost equally probable. `num_drafted` and `num_accepted` count the drafted tokens, and those in a target.
     """
+
+    # Sources of a batch.
+    batch_size = 1
 
     def __init__(self, num_assistant_tokens: int = DEFAULT_NUM_ASSISTANT_TOKENS):
         self.num_assistant_tokens = num_assistant_tokens

@@ -8,9 +8,9 @@ from other_families import calmer, generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 from transformers import MBartTokenizer
 
+from metaphrase.analysis import scoring as forced_decoding_module
+from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.inference import cross_attentions, decode
-from metaphrase.inference import scoring as forced_decoding_module
-from metaphrase.inference.scoring import dual_scores
 from metaphrase.tokenization import TokenizerPair
 
 FAMILIES = ["metaphrase", "two vocabularies", "t5", "bart", "marian"]
@@ -146,13 +146,13 @@ def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_lo
     forward, backward = tiny_generator(), tiny_generator(seed=1)
     pairs = [*zip(SOURCES, TARGETS, strict=True), (SOURCES[0], "a" * 300), ("a" * 300, TARGETS[0])]
     swapped = [pair[::-1] for pair in pairs]
-    scores = dual_scores(forward.mean_entropies(pairs), backward.mean_entropies(swapped))
+    scores = dual_scores(mean_entropies(forward, pairs), mean_entropies(backward, swapped))
     entropies = [
         [-score.mean for score in model.score(*sides)]
         for model, sides in ((forward, (SOURCES, TARGETS)), (backward, (TARGETS, SOURCES)))
     ]
     expected = [math.exp(-abs(f - b) - (f + b) / 2) for f, b in zip(*entropies, strict=True)]
     assert scores == pytest.approx([*expected, 0, 0], rel=1e-4) and len(set(scores)) == 6
-    assert forward.mean_entropies([]) == []
-    with pytest.raises(ValueError, match="must be one model, got an ensemble"):
-        tiny_generator(members=[backward]).mean_entropies(pairs)
+    assert mean_entropies(forward, []) == []
+    with pytest.raises(ValueError, match="must be a single torch model here, got an ensemble"):
+        mean_entropies(tiny_generator(members=[backward]), pairs)

@@ -1,6 +1,7 @@
 """Score given targets: log-probabilities of their tokens, by one forward pass for each batch."""
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.inference.batches import TooLongError, evaluating, longest_source, longest_target, pad_sources
+from metaphrase.inference.generator import Generator, check_single
 from metaphrase.inference.progress import progress_bar
-from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
+from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens
 from metaphrase.tokenization.batches import batches_by_length
 
 
@@ -39,44 +41,29 @@ class ForcedScore:
 
 
 def score_targets(
-    model: PreTrainedModel,
-    sources: list[list[int]],
-    targets: list[list[int]],
-    batch_size: int,
-    max_tokens_per_batch: int,
+    generator: Generator,
+    sources: Iterable[str],
+    targets: Iterable[str | Sequence[int]],
     show_progress: bool | None = False,
-) -> list[list[float]]:
-    """Return the log-probability in nats of each token of each target. The arguments are those of `forced_batches`."""
-    results: list[list[float]] = [[] for _ in sources]
-    batches = forced_batches(model, sources, targets, batch_size, max_tokens_per_batch, show_progress)
+) -> list[ForcedScore]:
+    """Return the log-probability in nats of each token of each target: see `Generator.score`."""
+    check_single(generator, "generator")
+    sources, targets = read_texts(sources, targets)
+    model, tokenizers = generator.model, generator.tokenizers
+    ids, uncut = encode_forced(tokenizers, targets), generator.encode_uncut(sources)
+    cut = generator.truncate(uncut)
+    sizes = generator.batch_size, generator.max_tokens_per_batch
+    scores: list[list[float]] = [[] for _ in ids]
     with evaluating([model]), torch.inference_mode():
-        for batch, inputs in batches:
+        for batch, inputs in forced_batches(model, cut, ids, *sizes, show_progress):
             logits = model(**inputs, use_cache=False, return_dict=True).logits
             for row, index in zip(logits, batch, strict=True):
                 # (target, vocab); row by row, to avoid a second copy of all logits
-                log_probabilities = row[: len(targets[index])].float().log_softmax(dim=-1)
-                columns = torch.tensor(targets[index], device=row.device)[:, None]
-                results[index] = log_probabilities.gather(1, columns)[:, 0].tolist()
-    return results
-
-
-def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:
-    """Return for each pair a score from 0 to 1, which is high if two models expect the pair, and equally so.
-
-    With the mean negative log-probability of a token in both directions, F and B, it is exp(-|F - B| - (F + B) / 2). A pair that
-    is too long for a model has the score 0.
-
-    Source: Junczys-Dowmunt 2018, Dual Conditional Cross-Entropy Filtering of Noisy Parallel Corpora.
-
-    Args:
-        forward: `mean_entropies` of a model from source to target.
-        backward: Those of a model from target to source, of the pairs the other way round.
-    """
-    # Infinite minus infinite would be no number.
-    return [
-        math.exp(-abs(first - second) - (first + second) / 2) if math.isfinite(first + second) else 0.0
-        for first, second in zip(forward, backward, strict=True)
-    ]
+                log_probabilities = row[: len(ids[index])].float().log_softmax(dim=-1)
+                columns = torch.tensor(ids[index], device=row.device)[:, None]
+                scores[index] = log_probabilities.gather(1, columns)[:, 0].tolist()
+    generator.num_truncated += sum(map(operator.ne, uncut, cut))
+    return [ForcedScore(row, readable_tokens(tokenizers.target, row), s) for row, s in zip(ids, scores, strict=True)]
 
 
 def forced_batches(
@@ -152,3 +139,39 @@ def _start_token(model: PreTrainedModel) -> int:
             if isinstance(start, int):
                 return start
     raise ValueError("`decoder_start_token_id` must be set in the config or generation config of the model, got None.")
+
+
+def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:
+    """Return for each pair a score from 0 to 1, which is high if two models expect the pair, and equally so.
+
+    With the mean negative log-probability of a token in both directions, F and B, it is exp(-|F - B| - (F + B) / 2). A pair that
+    is too long for a model has the score 0.
+
+    Source: Junczys-Dowmunt 2018, Dual Conditional Cross-Entropy Filtering of Noisy Parallel Corpora.
+
+    Args:
+        forward: `mean_entropies` of a model from source to target.
+        backward: Those of a model from target to source, of the pairs the other way round.
+    """
+    # Infinite minus infinite would be no number.
+    return [
+        math.exp(-abs(first - second) - (first + second) / 2) if math.isfinite(first + second) else 0.0
+        for first, second in zip(forward, backward, strict=True)
+    ]
+
+
+def mean_entropies(generator: Generator, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """Return the mean negative log-probability of each target, in nats per token. Pairs have no blank sides.
+
+    A pair that is too long for the model has an infinite one. Errors are those of `Generator.score`.
+    """
+    sources = generator.encode([source for source, _ in pairs])
+    targets = encode_forced(generator.tokenizers, [target for _, target in pairs])
+    limits = longest_source(generator.model) or math.inf, longest_target(generator.model) or math.inf
+    rows = enumerate(zip(sources, targets, strict=True))
+    fitting = [i for i, (source, target) in rows if len(source) <= limits[0] and len(target) <= limits[1]]
+    scores = generator.score([pairs[index][0] for index in fitting], [targets[index] for index in fitting])
+    entropies = [math.inf] * len(pairs)
+    for index, score in zip(fitting, scores, strict=True):
+        entropies[index] = -score.mean
+    return entropies

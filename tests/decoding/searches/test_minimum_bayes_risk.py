@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.inference.minimum_bayes_risk`: utilities are sacreBLEU's, and the best is that of a plain count."""
+"""Tests of minimum Bayes risk decoding: utilities are sacreBLEU's, and the best is that of a plain count."""
 
 import math
 
@@ -9,8 +9,8 @@ import torch
 from tiny_generator import SOURCES, tiny_generator
 from transformers import GenerationConfig
 
+from metaphrase.decoding.searches.minimum_bayes_risk import expected_utilities, weigh_n_best, weigh_samples
 from metaphrase.inference import ScoredText
-from metaphrase.inference.minimum_bayes_risk import expected_utilities, weigh_n_best, weigh_samples
 
 
 @pytest.mark.parametrize(

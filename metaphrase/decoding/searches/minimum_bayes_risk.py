@@ -1,4 +1,4 @@
-"""Minimum Bayes risk decoding: choose the candidate with the highest expected utility."""
+"""Minimum Bayes risk decoding: select the candidate with the highest expected utility."""
 
 import math
 from collections import Counter
@@ -8,7 +8,8 @@ from typing import Any
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import GenerationConfig
 
-from metaphrase.decoding.options import plain_options
+from metaphrase.inference.batches import read_options
+from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.storage.generation_options import complete_sampling
 
 # Settings with the neutral value None that change a model's distribution. Length bounds and forced or forbidden tokens are not
@@ -68,12 +69,47 @@ def find_utility(name: str) -> Callable:
     return UTILITIES[name].sentence_score
 
 
-def candidate_options(config: GenerationConfig, name: str, count: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def generate_mbr(
+    generator: Generator,
+    texts: list[str],
+    num_candidates: int,
+    num_references: int | None,
+    utility: str,
+    show_progress: bool | None,
+    options: Mapping[str, Any],
+) -> list[ScoredText]:
+    """Return the selected candidate of each text: see `Generator.generate_mbr`."""
+    # An unknown utility is an error before any text is read.
+    find_utility(utility)
+    options = read_options(options)
+
+    def draw(name: str, count: int) -> list[dict[str, float]]:
+        settings = _candidate_options(generator.model.generation_config, name, count, options)
+        has_beams = settings["num_beams"] > 1
+        rows = generator.generate_n_best(texts, return_scores=has_beams, show_progress=show_progress, **settings)
+        if has_beams:
+            return [weigh_n_best([c.text for c in row], [c.score for c in row]) for row in rows]
+        return [weigh_samples([c.text for c in row]) for row in rows]
+
+    candidates = references = draw("num_candidates", num_candidates)
+    if num_references is not None:
+        num_truncated = generator.num_truncated
+        references = draw("num_references", num_references)
+        # The pseudo-references came from the same sources, which count once.
+        generator.num_truncated = num_truncated
+    selected = []
+    for row, weights in zip(candidates, references, strict=True):
+        utilities = expected_utilities(list(row), weights, utility)
+        best = max(range(len(utilities)), key=utilities.__getitem__)
+        selected.append(ScoredText(list(row)[best], utilities[best]))
+    return selected
+
+
+def _candidate_options(config: GenerationConfig, name: str, count: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that draw `count` targets of each source: samples of the whole distribution, or those of a beam.
 
     `name` is the option of the count, for errors. The caller's options override what makes the distribution whole.
     """
-    options = plain_options(options)
     if count < 1:
         raise ValueError(f"`{name}` must be at least 1, got {count}.")
     if "num_return_sequences" in options:
