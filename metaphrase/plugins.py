@@ -9,7 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 # Module and name, by the place. A ring is imported when its place is used for the first time.
-PLACES: dict[str, str] = {}
+PLACES: dict[str, str] = {
+    # The experiment of a recipe with its open fields filled, and the reasons.
+    "choose": "metaphrase.choices.completion:complete",
+    # The needs of an experiment.
+    "estimate": "metaphrase.choices.estimate:dry_run",
+}
 
 # Public names of a core package that rings hold: the module by the name.
 PUBLIC_NAMES = {

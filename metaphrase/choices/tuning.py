@@ -12,15 +12,15 @@ import torch
 from transformers import Trainer, TrainerCallback, set_seed
 
 from metaphrase.choices.completion import complete
-from metaphrase.choices.estimate import dry_run
-from metaphrase.choices.rules import learning_rate
+from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
-from metaphrase.training.experiment import Experiment
+from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_model, make_trainer
 from metaphrase.training.recipe.checks import decodes
+from metaphrase.training.recipe.defaults import learning_rate
 from metaphrase.training.recipe.fields import group_of
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import checkpoint_to_resume, only_writer
@@ -135,10 +135,10 @@ class Tuning:
             for choice in choices:
                 logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
-        tokenizers, encoded = self.experiment.prepare()
-        if not encoded.get("validation"):
+        self.data = self.experiment.prepare()
+        if not self.data.encoded.get("validation"):
             raise ValueError("`validation_file` or `num_validation` must be given to compare trials, got neither.")
-        self.experiment.check_scored(tokenizers)
+        check_references(self.data, self.experiment.scores)
         self.space, self.start = search_space(recipe)
         score = (recipe.metrics or [DEFAULT_METRIC])[0] if decodes(recipe) else "loss"
         self.metric = (recipe.metric_for_best_model or score).removeprefix("eval_")
@@ -173,7 +173,7 @@ class Tuning:
 
     def _plan(self) -> dict[str, float]:
         """Return the share of the recipe's updates that a trial has, their number, and the seconds that bound a trial."""
-        estimate = dry_run(self.experiment)
+        estimate = estimate_recipe(self.recipe, self.data)
         seconds = (self.deadline - time.time()) / min(self.max_trials, _TRIALS)
         if seconds <= 0:
             raise ValueError("`time_budget` must leave time for trials after the pairs are read, got too little.")
@@ -207,10 +207,9 @@ class Tuning:
         # Trackers would take all trials for one run.
         name = f"{self.folder.name}-trial-{trial.number}"
         recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
-        experiment = self.experiment.with_recipe(recipe)
-        tokenizers, encoded = experiment.prepare()
-        set_seed(experiment.arguments.seed)
-        trainer = experiment.make_trainer(experiment.make_model(tokenizers), tokenizers, encoded)
+        arguments = make_arguments(recipe)
+        set_seed(arguments.seed)
+        trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data))
         deadline = min(self.deadline, time.time() + self.seconds)
         trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
         for printer in (ProgressLog, TrainingAlerts):

@@ -11,9 +11,10 @@ from verbs import execute
 
 from metaphrase.choices import completion
 from metaphrase.choices.completion import choose_dataset, find_columns
-from metaphrase.choices.rules import learning_rate
 from metaphrase.inference import Generator
 from metaphrase.scripts import tokenize, train
+from metaphrase.training.experiment import make_model
+from metaphrase.training.recipe.defaults import learning_rate
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
@@ -70,7 +71,9 @@ def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
     experiment, choices = completed(*options)
     assert experiment.recipe.augmentation == {"rare_words": 0.3}
     assert re.search(r"augmentation rare_words 0\.3 \(\d+ words are seen only", "\n".join(choices))
-    texts = [experiment.prepare()[1]["train"].augmenter.change_texts(*pairs[0], Random(seed)) for seed in range(20)]
+    texts = [
+        experiment.prepare().encoded["train"].augmenter.change_texts(*pairs[0], Random(seed)) for seed in range(20)
+    ]
     assert ("a shark sees a shark here", "sees ( shark , shark , here )") in texts
     # Pieces hold parts of words.
     assert completed(*options, "--tokenizer_kind", "byte_bpe")[0].recipe.augmentation == {}
@@ -105,15 +108,15 @@ def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
 
 
 def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch):
-    configs, measure = [], completion.dry_run
+    configs, measure = [], completion.estimate_recipe
 
-    def record(experiment, **options):
-        configs.append(experiment.make_model(experiment.prepare()[0]).config)
-        return measure(experiment, **options)
+    def record(recipe, data, **options):
+        configs.append(make_model(recipe, data).config)
+        return measure(recipe, data, **options)
 
-    monkeypatch.setattr(completion, "dry_run", record)
+    monkeypatch.setattr(completion, "estimate_recipe", record)
     experiment, _ = completed("--time_budget", "1h", "--model.hidden_size", "16")
-    final = experiment.make_model(experiment.prepare()[0]).config
+    final = experiment.make_model().config
     shapes = {(config.hidden_size, config.encoder_layers) for config in configs}
     # With an open number of layers, two networks are compared.
     assert len(shapes) == 2 and (final.hidden_size, final.encoder_layers) in shapes
