@@ -29,7 +29,7 @@ from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPa
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME
-from metaphrase.training.recipe.parsing import dump_yaml
+from metaphrase.training.recipe.recipe import dump_yaml
 
 logger = logging.getLogger(__name__)
 

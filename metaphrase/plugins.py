@@ -12,6 +12,8 @@ from typing import Any
 PLACES: dict[str, str] = {
     # The experiment of a recipe with its open fields filled, and the reasons.
     "choose": "metaphrase.choices.completion:complete",
+    # The search that decodes best: options of `generate()` and the reason.
+    "choose_decoding": "metaphrase.choices.decoding:choose_decoding",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
 }

@@ -33,10 +33,10 @@ from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.cpu_setup import has_fast_bfloat16
-from metaphrase.training.experiment import Data, Experiment, load, make_model, make_tokenizers
+from metaphrase.training.experiment import Experiment, load
+from metaphrase.training.model_setup import Data, make_model, make_tokenizers
 from metaphrase.training.recipe.checks import VALIDATION_FIELDS
-from metaphrase.training.recipe.defaults import BATCH_SIZES, choose_plainly
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _prepare(recipe: Recipe, opened: Experiment) -> tuple[Recipe, Data]:
             recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
         corpus = _with_recipe(corpus, recipe)
         load(corpus)
-        recipe = choose_augmentation(recipe, corpus)
+        recipe = choose_augmentation(recipe, lambda: corpus.rare_words)
         tokenizers = make_tokenizers(recipe, corpus)
         train = corpus.splits["train"]
         sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))

@@ -28,7 +28,8 @@ from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSample
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.adapters import is_adapted
-from metaphrase.training.experiment import Data, Experiment, make_arguments, make_model, pad_to_multiple_of
+from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
+from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import Recipe
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600

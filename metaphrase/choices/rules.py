@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
+from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, CorpusProfile, SideProfile
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
-from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes
-from metaphrase.training.recipe.defaults import BATCH_SIZES, choose_optimizer
 from metaphrase.training.recipe.fields import DECODING
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_optimizer
 
 # Its design is that of the networks which are chosen.
 _PRESET = "metaphrase-tiny"
@@ -354,12 +353,12 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
     return recipe
 
 
-def choose_augmentation(recipe: Recipe, corpus: PairCorpus) -> Recipe:
+def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], RareWords]) -> Recipe:
     """Choose to put rare words into the places of others, if both sides consist of symbols and there are such words."""
     kinds = {recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind}
     if kinds != {"word"} or not recipe.is_open("augmentation"):
         return recipe
-    words = {word for substitutes in corpus.rare_words.substitutes.values() for word in substitutes}
+    words = {word for substitutes in find_rare_words().substitutes.values() for word in substitutes}
     if not words:
         return recipe
     reason = f"{len(words)} words are seen only in places where other words are seen, too"

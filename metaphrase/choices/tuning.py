@@ -18,11 +18,11 @@ from metaphrase.storage.hints import did_you_mean
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
-from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_model, make_trainer
+from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer
+from metaphrase.training.model_setup import make_model
 from metaphrase.training.recipe.checks import decodes
-from metaphrase.training.recipe.defaults import learning_rate
 from metaphrase.training.recipe.fields import group_of
-from metaphrase.training.recipe.recipe import Recipe, saved_recipe
+from metaphrase.training.recipe.recipe import Recipe, learning_rate, saved_recipe
 from metaphrase.training.run_folder import checkpoint_to_resume, only_writer
 
 try:

@@ -7,13 +7,13 @@ import contextlib
 import json
 import logging
 import math
-import sys
+import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 
 from metaphrase.data.collators import PairCollator
@@ -22,11 +22,10 @@ from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluat
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
-from metaphrase.inference.progress import has_bar
-from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.loading import naming, refuse_missing_folder
-from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
+from metaphrase.plugins import needed_plugin
+from metaphrase.storage.loading import refuse_missing_folder
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adapters import import_peft, is_adapted, merge_lora
 from metaphrase.training.alerts import (
     TrainingAlerts,
     data_alerts,
@@ -39,31 +38,32 @@ from metaphrase.training.callbacks import (
     EarlyStopping,
     EndOnInterrupt,
     TimeBudget,
+    final_share,
     parse_seconds,
     with_plain_lines,
     without_weight_bars,
 )
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
+from metaphrase.training.checkpointing.averaging import (
+    DEFAULT_METRIC,
+    RECIPE_NAME,
+    average_checkpoints,
+    scores_in,
+    select_checkpoints,
+)
+from metaphrase.training.checkpointing.folders import step_of
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.distributed import check_devices, meet_on_cpu
-from metaphrase.training.finishing import (
-    average_run,
-    fill_decoding,
-    final_share,
-    is_choice_open,
-    save_final,
-)
+from metaphrase.training.distributed import check_devices, load_whole_weights, meet_on_cpu
 from metaphrase.training.model_setup import (
-    check_special_ids,
-    fit_vocabulary,
-    load_base,
+    Data,
     longest_sequences,
-    settle_decoding,
+    make_model,
+    make_tokenizers,
+    remove_ineffective_settings,
 )
-from metaphrase.training.optimizer import FrozenStart, check_optimizer, freeze
-from metaphrase.training.r_drop import check_r_drop
+from metaphrase.training.optimizer import FrozenStart, check_optimizer
 from metaphrase.training.recipe.checks import check_evaluated
+from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
@@ -74,20 +74,8 @@ from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Data:
-    """Data of a run: texts, tokenizers, and token ids.
-
-    Attributes:
-        corpus: The texts by split, with the reports on them.
-        tokenizers: The tokenizers of both sides.
-        encoded: The token ids by split.
-    """
-
-    corpus: PairCorpus
-    tokenizers: TokenizerPair
-    encoded: dict[str, Any]
+# Folder of a run that holds the mean of checkpoints until it is loaded.
+_AVERAGE_NAME = "_average"
 
 
 class Experiment:
@@ -142,6 +130,8 @@ class Experiment:
         else:
             self.corpus = data.corpus
         check_evaluated(recipe)
+        if recipe.choose_decoding:
+            needed_plugin("choose_decoding", "choose_decoding")
         self.recipe, self.scores, self._data = recipe, make_scores(recipe), data
         self.interrupt = EndOnInterrupt()
         self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
@@ -209,14 +199,25 @@ class Experiment:
         result = {}
         if trainer.is_world_process_zero():
             sizes = {"batch_size": arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest[0]}
-            if is_choice_open(recipe) and trainer.score is not None:
-                generator, pairs = Generator(model.eval(), data.tokenizers, **sizes), len(self._scored_texts())
-                self.recipe = fill_decoding(recipe, generator, trainer.score, self.deadline, pairs, self.folder)
+            if recipe.choose_decoding and recipe.is_open(*DECODING) and trainer.score is not None:
+                self._choose_decoding(Generator(model.eval(), data.tokenizers, **sizes), trainer.score)
             # Again, since the counts of a stream are final now.
             self._write_provenance()
             result = self.evaluate(Generator(model.eval(), data.tokenizers, **sizes))
         trainer.accelerator.wait_for_everyone()
         return result
+
+    def _choose_decoding(self, generator: Generator, sample: ValidationSample) -> None:
+        """Set the search that the recipe leaves open, and save it with the model and in the recipe."""
+        choose = needed_plugin("choose_decoding", "choose_decoding")
+        values, reason = choose(generator, sample, self.deadline, len(self._scored_texts()))
+        logger.info("%s: %s", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
+        config = generator.model.generation_config
+        for name, value in values.items():
+            setattr(config, name, value)
+        remove_ineffective_settings(config)
+        config.save_pretrained(self.folder)
+        self.recipe = self.recipe.replace(**values, reasons={**self.recipe.reasons, "num_beams": reason})
 
     def _scored_texts(self) -> Any:
         return self.corpus.splits[self.corpus.scored_split()]
@@ -305,70 +306,6 @@ def check_references(data: Data, scores: TaskScores) -> None:
         scores.check(data.tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
 
 
-def make_tokenizers(recipe: Recipe, corpus: PairCorpus, checkpoint: str | None = None) -> TokenizerPair:
-    """Load the tokenizers of a checkpoint or those that the recipe names, or train new ones on a corpus that was read."""
-    if checkpoint is not None:
-        return TokenizerPair.from_pretrained(checkpoint)
-    existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
-    if existing is not None:
-        field = "tokenizer_name_or_path" if recipe.tokenizer_name_or_path is not None else "model_name_or_path"
-        with naming(existing, field):
-            tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
-        # A T5 has the tokens of its objective, an adapted model has not.
-        is_new = not {*corpus.special_tokens} & tokenizers.source.get_vocab().keys()
-        if special := [*(corpus.special_tokens if is_new else ()), *recipe.special_tokens]:
-            tokenizers.add_special_tokens(special)
-        set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
-        return tokenizers
-    names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
-    options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
-    joint = recipe.joint_vocabulary
-    if joint is None:
-        joint = recipe.target_tokenizer_kind is None and recipe.target_vocab_size is None
-    if special := [*corpus.special_tokens, *recipe.special_tokens]:
-        options["additional_special_tokens"] = special
-    tokenizers = TokenizerPair.train(
-        *corpus.sides(),
-        joint=joint,
-        kind=recipe.tokenizer_kind or "byte_bpe",
-        target_kind=recipe.target_tokenizer_kind,
-        # In a notebook, the bar of this library is a few empty lines.
-        show_progress=not corpus.arguments.disable_tqdm and has_bar() and sys.stderr.isatty(),
-        **options,
-    )
-    sizes = len(tokenizers.source), len(tokenizers.target)
-    text = "Trained a joint tokenizer of %d entries." if joint else "Trained separate tokenizers of %d and %d entries."
-    logger.info(text, *sizes[: 1 if joint else 2])
-    return tokenizers
-
-
-def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrainedModel:
-    """Return the model to train, with frozen parts or an adapter. Without weights, a base model has its shape alone."""
-    tokenizers = data.tokenizers
-    languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
-    if recipe.model_name_or_path is not None:
-        model = load_base(recipe, with_weights)
-        fit_vocabulary(model, recipe, tokenizers, with_weights)
-        if recipe.tokenizer_name_or_path is not None:
-            check_special_ids(model, tokenizers)
-    else:
-        separate = {} if tokenizers.is_joint else {"share_embeddings": False}
-        fields = {**tokenizers.config_fields(), **separate, **recipe.model}
-        model = MetaphraseForConditionalGeneration(MetaphraseConfig.from_preset(recipe.preset, **fields))
-    if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
-        tokenizers.declare_max_length(positions)
-    # By default, generate() stops at 20 tokens.
-    settle_decoding(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
-    if recipe.r_drop_alpha:
-        check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
-    if recipe.freeze and recipe.freeze_steps is None:
-        freeze(model, recipe.freeze)
-    if recipe.lora_rank is not None:
-        targets = recipe.lora_target_modules or ALL_LINEAR
-        model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
-    return model
-
-
 def pad_to_multiple_of(arguments: Seq2SeqTrainingArguments) -> int:
     """Return the multiple that widths of padded batches are rounded up to, for tensor cores."""
     return 8 if torch.accelerator.is_available() and not arguments.use_cpu else 1
@@ -419,3 +356,75 @@ def make_trainer(
         generation_options={"num_beams": arguments.generation_num_beams or 1},
     )
     return with_plain_lines(trainer, deadline)
+
+
+def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
+    """Load the mean of the checkpoints that the recipe selects into the model. All processes must call it.
+
+    Where the mean of the best scores worse than the best of them, because they are too different, the best is loaded.
+    """
+    if recipe.average_last is None and recipe.average_best is None:
+        return
+    metric = None if recipe.average_best is None else recipe.metric_for_best_model or DEFAULT_METRIC
+    # Not `average`, which may be a mean that its owner has made.
+    average, is_written = run / _AVERAGE_NAME, False
+    folders: list[Path | None] = [average]
+    if trainer.is_world_process_zero():
+        numbers = {"last": recipe.average_last, "best": recipe.average_best}
+        # A log file in the folder may belong to another run.
+        log = trainer.state.log_history
+        try:
+            # A run that ended early may have fewer checkpoints. A single one is its own mean.
+            folders = select_checkpoints(run, **numbers, metric=metric, log_history=log, or_fewer=True)
+            if len(folders) > 1:
+                # The best is the last one.
+                best = [folders[-1]] if metric is not None else []
+                folders, is_written = [average_checkpoints(folders, average, overwrite=True), *best], True
+        except Exception as error:
+            # On any error: the trained weights are in no file yet, and the other processes wait for the broadcast.
+            folders = [None]
+            logger.warning(
+                "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
+                *(error, trainer.state.global_step),
+            )
+    folders = [*folders, None][:2]
+    broadcast_object_list(folders)
+    if folders[0] is not None:
+        load_whole_weights(trainer.model, folders[0])
+    if folders[1] is not None and _is_worse(trainer, metric, step_of(folders[1])):
+        load_whole_weights(trainer.model, folders[1])
+    trainer.accelerator.wait_for_everyone()
+    if is_written:
+        # `save_model` writes the mean to the folder of the run.
+        shutil.rmtree(average)
+
+
+def _is_worse(trainer: MetaphraseTrainer, metric: str, step: int) -> bool:
+    """Return True if the model scores worse on the validation pairs than it did at a step. All processes must call it."""
+    arguments = trainer.args
+    is_loss_alone, arguments.prediction_loss_only = arguments.prediction_loss_only, not trainer.decodes
+    # Unlike `evaluate`, it leaves the log of the run alone.
+    metrics = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval").metrics
+    arguments.prediction_loss_only = is_loss_alone
+    now = scores_in([{**metrics, "step": step}], metric).get(step, -math.inf)
+    before = scores_in(trainer.state.log_history, metric)[step]
+    if now < before:
+        logger.info(
+            "The mean of the best checkpoints scores %.2f in %s, and the best of them %.2f: the best is the finished model.",
+            *(abs(now), metric, abs(before)),
+        )
+    return now < before
+
+
+def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:
+    """Save the model, with its adapter merged, and return it. All processes must call it."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not is_adapted(model):
+        trainer.save_model()
+        return trainer.whole_model()
+    trainer.save_model(str(run / "adapter"))
+    model = trainer.whole_model()
+    if trainer.is_world_process_zero():
+        model = merge_lora(model, run)
+        tokenizers.save_pretrained(run)
+    return model

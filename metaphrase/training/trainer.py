@@ -49,14 +49,16 @@ from metaphrase.training.callbacks import restore_callbacks
 from metaphrase.training.checkpointing import folders
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, scores_in
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoint_of_step, checkpoints_in, step_of
-from metaphrase.training.checkpointing.sharding import (
+from metaphrase.training.distributed import (
+    ProcessSeeds,
     as_plain_class,
     gather_model,
+    ignore_repeated_pairs,
+    is_data_parallel,
     is_sharded,
     keep_embeddings_together,
     saves_whole_weights,
 )
-from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel
 from metaphrase.training.optimizer import optimizer_class_and_options
 from metaphrase.training.r_drop import check_r_drop, repeat_batch, smooths_labels
 

@@ -13,9 +13,8 @@ from metaphrase.choices import completion
 from metaphrase.choices.completion import choose_dataset, find_columns
 from metaphrase.inference import Generator
 from metaphrase.scripts import tokenize, train
-from metaphrase.training.experiment import make_model
-from metaphrase.training.recipe.defaults import learning_rate
-from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.model_setup import make_model
+from metaphrase.training.recipe.recipe import Recipe, learning_rate, load_recipe
 
 SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
 

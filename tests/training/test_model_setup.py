@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from metaphrase.evaluation.evaluate import corpus_loss
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.experiment import Experiment, make_model
-from metaphrase.training.model_setup import check_special_ids, fit_vocabulary, load_base
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.model_setup import check_special_ids, fit_vocabulary, load_base, make_model
 from metaphrase.training.recipe.recipe import Recipe
 
 

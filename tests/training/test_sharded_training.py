@@ -21,7 +21,7 @@ from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.training.adapters import add_lora
-from metaphrase.training.checkpointing.sharding import (
+from metaphrase.training.distributed import (
     gather_model,
     is_sharded,
     load_whole_weights,
