@@ -35,8 +35,8 @@ from metaphrase.training.checkpointing.folders import last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.output_dir import holds_run, refuse_single_run, with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, choose_plainly, describe_fields, load_recipe
-from metaphrase.training.run_folder import holds_run, refuse_single_run, with_fields_of_run
 
 logger = logging.getLogger(__name__)
 

@@ -353,21 +353,17 @@ def _measured_rate(
         batch = collate([{name: pair[name] for name in ("input_ids", "labels")} for pair in pairs])
         batch = with_decoder_inputs(model, batch)
         batch = {name: value.to(kind) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        start = _now(kind)
+        start = time.perf_counter()
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=arguments.bf16):
             loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds = _now(kind) - start
+        if kind != "cpu":
+            torch.accelerator.synchronize()
+        seconds = time.perf_counter() - start
         total += seconds
         rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / seconds)
         if len(rates) > 3 and total > TIMED_SECONDS:
             break
     return statistics.median(rates[1:])
-
-
-def _now(kind: str) -> float:
-    if kind != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter()

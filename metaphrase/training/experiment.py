@@ -62,14 +62,14 @@ from metaphrase.training.model_setup import (
     remove_ineffective_settings,
 )
 from metaphrase.training.optimizer import FrozenStart, check_optimizer
-from metaphrase.training.recipe.checks import check_evaluated
-from metaphrase.training.recipe.fields import DECODING
-from metaphrase.training.recipe.recipe import Recipe, saved_recipe
-from metaphrase.training.run_folder import (
+from metaphrase.training.output_dir import (
     DATA_REPORT_NAME,
     checkpoint_to_resume,
     only_writer,
 )
+from metaphrase.training.recipe.checks import check_evaluated
+from metaphrase.training.recipe.fields import DECODING
+from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,12 @@ from pronunciations import PRONUNCIATIONS
 from tiny_generator import save_generator, tiny_generator
 from verbs import execute
 
+from metaphrase import plugins
 from metaphrase.choices import completion
 from metaphrase.choices.completion import choose_dataset, find_columns
 from metaphrase.inference import Generator
 from metaphrase.scripts import tokenize, train
+from metaphrase.training.experiment import Experiment
 from metaphrase.training.model_setup import make_model
 from metaphrase.training.recipe.recipe import Recipe, learning_rate, load_recipe
 
@@ -53,6 +55,27 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     assert state["global_step"] == 4
     before, after = (re.findall("(?m)^#.*", text) for text in (written, (run / "recipe.yaml").read_text("utf-8")))
     assert before == after != []
+
+
+def test_without_this_ring_a_file_of_pairs_trains_by_plain_defaults(folder, monkeypatch):
+    for place in ("choose", "estimate", "choose_decoding"):
+        monkeypatch.setitem(plugins.PLACES, place, "metaphrase.absent:function")
+    execute(train, ["pairs.tsv", *SMALL, "--disable_tqdm"])
+    recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
+    assert (recipe.max_tokens_per_batch, recipe.learning_rate) == (4096, learning_rate(16))
+    assert recipe.lr_scheduler_type == "cosine" and recipe.is_open("metrics", "num_validation")
+    for words in ("--dry_run", "--choose_decoding --num_validation 20"):
+        with pytest.raises(ValueError, match=words.split()[0].removeprefix("--")):
+            execute(train, ["pairs.tsv", *SMALL, "--output_dir", "other", *words.split()])
+
+
+def test_what_was_prepared_is_what_the_chosen_recipe_says(folder):
+    experiment, _ = completed(*SMALL, "--tokenizer_kind", "byte_bpe", "--joint_vocabulary")
+    again = Experiment(experiment.recipe, is_dry_run=True).prepare()
+    data = experiment.prepare()
+    assert len(data.tokenizers.source) == len(again.tokenizers.source)
+    assert data.encoded["train"].to_dict() == again.encoded["train"].to_dict()
+    assert data.corpus.limits == (experiment.recipe.max_source_length, experiment.recipe.max_target_length)
 
 
 def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):

@@ -11,8 +11,8 @@ from metaphrase.inference import Generator
 from metaphrase.training import experiment
 from metaphrase.training.callbacks import final_share
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.output_dir import with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
-from metaphrase.training.run_folder import with_fields_of_run
 
 
 def assert_mean(run, steps):
@@ -93,7 +93,7 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
     with caplog.at_level(logging.WARNING):
         train(data, tmp_path / "run", **fields)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-    assert "got none in" in caplog.text and "The finished model has the weights of step 4, the last one." in caplog.text
+    assert "The finished model has the weights of step 4, the last one." in caplog.text
     assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from metaphrase.storage.folders import (
@@ -49,7 +48,7 @@ _UNIMPORTANT = ("_name_or_path", "transformers_version")
 
 
 def select_checkpoints(
-    run_folder: str | os.PathLike,
+    run_dir: str | os.PathLike,
     *,
     last: int | None = None,
     best: int | None = None,
@@ -60,7 +59,7 @@ def select_checkpoints(
     """Return the folders of the last or the best checkpoints that a run still has, the last or the best one at the end.
 
     Args:
-        run_folder: The trainer's output folder.
+        run_dir: The trainer's output folder.
         last: Number of checkpoints to take by step.
         best: Number of checkpoints to take by score; of equals, the later ones.
         metric: Name of the score in the trainer's log; `eval_` may be left out.
@@ -73,29 +72,24 @@ def select_checkpoints(
     field, number = ("last", last) if best is None else ("best", best)
     if (last is None) == (best is None) or number < 1:
         raise ValueError(f"Exactly one of `last` and `best` must be given, and be at least 1, got {last} and {best}.")
-    run_folder = Path(run_folder)
-    by_step = {step_of(path): path for path in checkpoints_in(run_folder)}
-    if not by_step:
-        raise ValueError(f"`run_folder` must hold folders `{PREFIX_CHECKPOINT_DIR}-*`, got none in {run_folder}.")
+    run_dir = Path(run_dir)
+    by_step = {step_of(path): path for path in checkpoints_in(run_dir)}
     scores = dict.fromkeys(by_step, 0.0)
     if best is not None:
-        log = _read_log(run_folder, by_step) if log_history is None else log_history
-        scores = {step: score for step, score in scores_in(log, metric or DEFAULT_METRIC).items() if step in by_step}
+        if log_history is None:
+            paths = [folder / TRAINER_STATE_NAME for folder in (run_dir, *by_step.values())]
+            states = [read_json(path) for path in paths if path.is_file()]
+            log_history = max(states, key=lambda state: state.get("global_step", 0), default={}).get("log_history", [])
+        scores = {
+            step: score for step, score in scores_in(log_history, metric or DEFAULT_METRIC).items() if step in by_step
+        }
     if len(scores) < number and not (or_fewer and scores):
         what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
         raise ValueError(
-            f"`{field}` must be at most the number of {what}, {len(scores)} in {run_folder}, got {number}. "
+            f"`{field}` must be at most the number of {what}, {len(scores)} in {run_dir}, got {number}. "
             "A run keeps as many checkpoints as `save_total_limit` says."
         )
     return [by_step[step] for step in sorted(scores, key=lambda step: (scores[step], step))[-number:]]
-
-
-def _read_log(run_folder: Path, by_step: Mapping[int, Path]) -> list[dict]:
-    paths = [folder / TRAINER_STATE_NAME for folder in (run_folder, *by_step.values())]
-    states = [read_json(path) for path in paths if path.is_file()]
-    if not states:
-        raise ValueError(f"`best` needs the scores in `{TRAINER_STATE_NAME}`, got none in {run_folder}.")
-    return max(states, key=lambda state: state.get("global_step", 0)).get("log_history", [])
 
 
 def is_better_lower(metric: str) -> bool:

@@ -26,9 +26,9 @@ _EDITABLE = (".json", ".txt", ".jinja", ".md", ".py", ".yaml")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
-def checkpoint_of_step(run_folder: str | Path, step: int) -> Path:
+def checkpoint_of_step(run_dir: str | Path, step: int) -> Path:
     """Return the folder of a step's checkpoint, whether it exists or not."""
-    return Path(run_folder) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    return Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -36,11 +36,11 @@ def step_of(checkpoint: Path) -> int:
     return int(_CHECKPOINT.fullmatch(checkpoint.name)[1])
 
 
-def checkpoints_in(run_folder: str | Path) -> list[Path]:
+def checkpoints_in(run_dir: str | Path) -> list[Path]:
     """Return the checkpoints of a run, whole or not, in the order of their steps."""
-    if not Path(run_folder).is_dir():
+    if not Path(run_dir).is_dir():
         return []
-    folders = [path for path in Path(run_folder).iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    folders = [path for path in Path(run_dir).iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=step_of)
 
 
@@ -80,20 +80,20 @@ def check_whole(checkpoint: str | Path) -> None:
         )
 
 
-def check_last(checkpoint: str | Path, run_folder: str | Path) -> None:
+def check_last(checkpoint: str | Path, run_dir: str | Path) -> None:
     """Refuse to resume from a checkpoint of a run before its last whole one."""
-    checkpoint, run_folder = Path(checkpoint).resolve(), Path(run_folder).resolve()
-    last = last_whole_checkpoint(run_folder)
-    if checkpoint.parent == run_folder and last is not None and step_of(checkpoint) < step_of(Path(last)):
+    checkpoint, run_dir = Path(checkpoint).resolve(), Path(run_dir).resolve()
+    last = last_whole_checkpoint(run_dir)
+    if checkpoint.parent == run_dir and last is not None and step_of(checkpoint) < step_of(Path(last)):
         raise ValueError(
             f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}, "
             "which would belong to another course of the run. Move later checkpoints away first."
         )
 
 
-def last_whole_checkpoint(run_folder: str | Path) -> str | None:
+def last_whole_checkpoint(run_dir: str | Path) -> str | None:
     """Return the whole checkpoint of the highest step, or None. A warning names each later one that is not whole."""
-    for checkpoint in reversed(checkpoints_in(run_folder)):
+    for checkpoint in reversed(checkpoints_in(run_dir)):
         problems = what_is_missing(checkpoint)
         if not problems:
             return str(checkpoint)
@@ -144,24 +144,19 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
+def discard_surplus(run_dir: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
     """Delete the oldest checkpoints of a run above `limit`, except those in `protected`.
 
     Age is that of the folder, not the step: a run that resumed from another folder may find later steps of an earlier run here.
     """
     if limit is None or limit <= 0:
         return
-    checkpoints = checkpoints_in(run_folder)
+    checkpoints = checkpoints_in(run_dir)
     protected = {Path(path).resolve() for path in protected if path is not None}
     old = [path for path in checkpoints if path.resolve() not in protected]
     old.sort(key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
     for checkpoint in old[: max(0, len(checkpoints) - limit)]:
         discard_checkpoint(checkpoint)
-
-
-def remove_unfinished(run_folder: str | Path) -> None:
-    """Remove what a killed run left behind. No other process may be writing there."""
-    shutil.rmtree(Path(run_folder) / UNFINISHED_NAME, ignore_errors=True)
 
 
 # Progress

@@ -3,6 +3,7 @@
 A field without effect, because another one is missing, is only warned of.
 """
 
+import functools
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator
@@ -85,17 +86,10 @@ def check_recipe(recipe: Any) -> None:
     """Refuse a recipe that contradicts itself by a `ValueError` with the fields, and warn of fields without effect."""
     check_conflicts(recipe)
     _check(recipe, _rules(recipe))
-    for group in ("tasks", "datasets"):
-        _check_parts(recipe, group)
     if recipe.stages:
         parse_stages(recipe.stages, list(recipe.datasets))
     if recipe.max_tokens_per_batch is not None:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
-    has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
-    if "terms" in recipe.augmentation and has_two:
-        raise ValueError(
-            "`augmentation.terms` must be left out with two vocabularies. Its marks are tokens of a joint one."
-        )
     needs = {name: field.json_schema_extra["effect_with"] for name, field in OWN_FIELDS.items()}
     parts = [
         f"`{name}` without `{needed}`"
@@ -107,9 +101,13 @@ def check_recipe(recipe: Any) -> None:
 
 
 def _check(recipe: Any, rules: Iterable[Rule]) -> None:
-    for holds, name, rule in rules:
+    for holds, path, rule in rules:
         if not holds:
-            raise ValueError(f"`{name}` must {rule}, got {getattr(recipe, name)!r}.")
+            # A path such as `tasks.news.weight` names a field of a part.
+            value = functools.reduce(
+                lambda value, key: value[key], path.split(".")[1:], getattr(recipe, path.split(".")[0])
+            )
+            raise ValueError(f"`{path}` must {rule}, got {value!r}.")
 
 
 def _rules(recipe: Any) -> Iterator[Rule]:
@@ -125,6 +123,11 @@ def _rules(recipe: Any) -> Iterator[Rule]:
         for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
             rule = f"be steps or no with `{name}`, which has no epochs"
             yield getattr(recipe, strategy) != "epoch", strategy, rule
+    has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
+    rule = "be left out with two vocabularies. Its marks are tokens of a joint one"
+    yield "terms" not in recipe.augmentation or not has_two, "augmentation.terms", rule
+    for group in ("tasks", "datasets"):
+        yield from _rules_of_parts(recipe, group)
     yield not recipe.streaming or recipe.max_steps > 0, "streaming", "come with `max_steps`: it has no length"
     if recipe.subword_sampling is not None:
         for name in ("tokenizer_kind", "target_tokenizer_kind"):
@@ -189,7 +192,7 @@ def decodes(recipe: Any) -> bool:
 def check_conflicts(recipe: Any, names: Collection[str] | None = None) -> None:
     """Refuse two fields that contradict each other, of which one is among `names`; None for all."""
     for first, conflicting, reason in _CONFLICTS:
-        if not recipe.is_changed(first) or getattr(recipe, first) is False:
+        if getattr(recipe, first) in (False, type(recipe).model_fields[first].default):
             continue
         for other in conflicting:
             # `null` unsets a value of another recipe.
@@ -201,17 +204,16 @@ def check_conflicts(recipe: Any, names: Collection[str] | None = None) -> None:
                 )
 
 
-def _check_parts(recipe: Any, group: str) -> None:
-    """Check the fields of each of the `tasks` or of the `datasets`."""
+def _rules_of_parts(recipe: Any, group: str) -> Iterator[Rule]:
+    """Yield the rules of each of the `tasks` or of the `datasets`."""
     for part, fields in getattr(recipe, group).items():
-        path = f"{group}.{part}"
         for name in fields:
-            is_weight = name == "weight" and group == "tasks"
-            is_data = is_weight or (name != "weight" and group_of(name, f"`{path}`") == "data")
-            if not is_data or name in ("data_dir", "streaming", "objective"):
-                raise ValueError(f"`{path}` must hold fields of data, got `{name}`.")
-            if group == "datasets" and name.startswith(_SCORED):
-                raise ValueError(f"`{path}` must hold fields of training pairs, got `{name}`.")
-        weight = fields.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise ValueError(f"`{path}.weight` must be a number above 0, got {weight!r}.")
+            path = f"{group}.{part}.{name}"
+            if name == "weight" and group == "tasks":
+                is_number = isinstance(fields[name], int | float) and not isinstance(fields[name], bool)
+                yield is_number and 0 < fields[name] < float("inf"), path, "be a number above 0"
+                continue
+            is_data = group_of(name, f"`{group}.{part}`") == "data"
+            yield is_data and name not in ("data_dir", "streaming", "objective"), path, "be a field of data"
+            is_trained = group == "tasks" or not name.startswith(_SCORED)
+            yield is_trained, path, "be a field of training pairs"

@@ -128,10 +128,6 @@ class Recipe(AllFields):
         """Return True if none of these fields was given or chosen."""
         return not any(map(self.is_set, names))
 
-    def is_changed(self, name: str) -> bool:
-        """Return True if a field differs from its default."""
-        return getattr(self, name) != type(self).model_fields[name].default
-
     @property
     def is_augmented(self) -> bool:
         """True if training pairs are changed in each epoch."""
@@ -144,9 +140,7 @@ class Recipe(AllFields):
 
     def data_path(self, name: str) -> Path:
         """Return the data file that a field names, below `data_dir` if it is relative, or raise an error if there is none."""
-        if (value := getattr(self, name)) is None:
-            raise ValueError(f"`{name}` must name a file, got null.")
-        path = Path(self.data_dir or "").expanduser() / Path(value).expanduser()
+        path = Path(self.data_dir or "").expanduser() / Path(getattr(self, name) or "null").expanduser()
         if not path.is_file():
             raise FileNotFoundError(
                 f"`{name}` must be a file that exists, got {path}. Pass --data_dir FOLDER, the folder with the data files."
@@ -323,8 +317,6 @@ def saved_recipe(path: str | Path) -> Recipe:
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"A recipe must be a file that exists, got {path}.")
     mapping = load_yaml(read_text(path).removeprefix("\ufeff"), str(path))
     if not isinstance(mapping, dict | None):
         raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")

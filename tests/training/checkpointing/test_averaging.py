@@ -244,5 +244,5 @@ def test_what_cannot_be_chosen_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"`{field}`"):
             select_checkpoints(run, **options)
-    with pytest.raises(ValueError, match="`run_folder`"):
+    with pytest.raises(ValueError, match="`last` must be at most"):
         select_checkpoints(tmp_path, last=1)

@@ -1,4 +1,4 @@
-"""Run folders: checks before a run starts or resumes in a folder, and the recipe that it resumes with."""
+"""Output directories: checks before a run starts or resumes in one, and the recipe that it resumes with."""
 
 import contextlib
 import logging
