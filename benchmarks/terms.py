@@ -15,10 +15,9 @@ from random import Random
 from machine import describe_machine
 from sacrebleu.metrics import BLEU
 
-from metaphrase.augmentation.augmentation import TERM_TOKENS
 from metaphrase.filtering.lexicon import learn_terms
 from metaphrase.inference import Generator
-from metaphrase.tokenization.texts import SPACED_WORD
+from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
 
 SEED = 1
 

@@ -10,6 +10,10 @@ from typing import Any
 
 # Module and name, by the place. A ring is imported when its place is used for the first time.
 PLACES: dict[str, str] = {
+    # From a corpus of a recipe and its tokenizers to the changes of training pairs.
+    "augmentation": "metaphrase.augmentation.augmentation:make_augmenter",
+    # The corpus of plain text, from which an objective makes pairs.
+    "objective": "metaphrase.augmentation.denoising:TextCorpus",
     # The experiment of a recipe with its open fields filled, and the reasons.
     "choose": "metaphrase.choices.completion:complete",
     # The search that decodes best: options of `generate()` and the reason.
@@ -38,6 +42,12 @@ PUBLIC_NAMES = {
         "quantize": "metaphrase.decoding.quantization",
         "word_alignment": "metaphrase.analysis.alignment",
         "word_weights": "metaphrase.analysis.alignment",
+    },
+    "metaphrase.tokenization": {
+        "word_ids_by_offsets": "metaphrase.analysis.words",
+        "words_of_decoded": "metaphrase.analysis.words",
+        "words_of_source": "metaphrase.analysis.words",
+        "words_of_target": "metaphrase.analysis.words",
     },
 }
 

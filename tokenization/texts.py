@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import BinaryIO, NamedTuple
 
 DEFAULT_JOINER = "@@"
+# Around a term that a source asks for. They stand behind the word that the term translates.
+TERM_TOKENS = ("<term>", "</term>")
 # A longer line is hardly text, and tokenizers and models take much time and memory for it.
 MAX_LINE_CHARACTERS = 100_000
 _BYTES_PER_CHUNK = 2**20

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Encoding
+from tokenizers import AddedToken, Encoding, decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization.texts import checked_texts, join_pieces
-from metaphrase.tokenization.tokenizer_trainer import find_joiner, train_tokenizer
+from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner, train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -409,7 +409,26 @@ def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[A
     return [*row[: max(limit - len(end), 0)], *end]
 
 
-# Ids of a phrase in a text
+# Readable tokens, and ids of a phrase in a text
+
+
+def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Return each token in a readable form, with U+2581 for a space.
+
+    Tokens of a byte-level tokenizer are decoded, except parts of a character. All other tokens stay as they are.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or "ByteLevel" not in repr(backend.decoder):
+        return tokens
+    # U+FFFD stands for bytes that are no whole character. The whole decoder may remove the space of a first word.
+    decoder = decoders.ByteLevel()
+    texts = [decoder.decode([token]) for token in tokens]
+    return [
+        token.replace(BYTE_LEVEL_SPACE, SPACE_MARK) if not text or "\ufffd" in text else text.replace(" ", SPACE_MARK)
+        for token, text in zip(tokens, texts, strict=True)
+    ]
+
 
 # Unicode name prefixes of scripts without spaces between words.
 _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE")

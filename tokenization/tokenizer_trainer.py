@@ -23,6 +23,8 @@ NORMALIZATIONS = ("nfc", "nfd", "nfkc", "nfkd")
 # These kinds learn pieces until the vocabulary is full.
 KINDS_THAT_FILL_A_VOCABULARY = ("byte_bpe", "bpe", "unigram")
 KINDS_WITH_ALL_BYTES = ("byte_bpe", "byte", "char", "word")
+# Kinds with merges, of which `subword_sampling` skips some.
+SAMPLED_KINDS = ("byte_bpe", "bpe")
 DEFAULT_VOCAB_SIZE = 8000
 # First entries of every vocabulary. Kinds with all bytes never produce the unknown token. No tokenizer adds the beginning: the
 # model does, as it shifts labels right.
@@ -53,16 +55,12 @@ class TokenizerSettings:
     Attributes:
         kind: One of the kinds of `train_tokenizer`.
         vocab_size: Largest size of the vocabulary, with special tokens. None means 8000 for kinds that learn pieces, and
-            no limit for others. Texts too small to fill it give a smaller vocabulary and a line in the log.
-        min_frequency: Least count of a merge, a character, a word or a piece. None means 2 for merges, else 1. `unigram`
-            and `byte` have no such limit.
+            no limit for others. Small texts give a smaller vocabulary.
+        min_frequency: Least count of a merge, a character, a word or a piece. None means 2 for merges, else 1.
         normalization: `"nfc"`, `"nfd"`, `"nfkc"`, `"nfkd"` or None.
-        lowercase: True to lower-case texts.
         joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
-        additional_special_tokens: More tokens, such as sentinels or language codes, each one entry that is never split. Each
-            has two or more printable ASCII characters without a space.
+        additional_special_tokens: More tokens, such as sentinels or language codes, each one entry that is never split.
         model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
-        show_progress: True to show progress bars.
     """
 
     kind: str = "byte_bpe"
@@ -93,19 +91,18 @@ class TokenizerSettings:
             raise ValueError(
                 f"`min_frequency` has no effect for kind {self.kind!r}, got {self.min_frequency}. Remove it."
             )
-        is_pretokenized, learns_pieces = self.kind == "pretokenized", self.kind in KINDS_THAT_FILL_A_VOCABULARY
-        if self.joiner is not None and (not is_pretokenized or not self.joiner or " " in self.joiner):
+        if self.joiner is not None and (self.kind != "pretokenized" or not self.joiner or " " in self.joiner):
             raise ValueError(
                 f"`joiner` must be characters without a space, for kind 'pretokenized', got {self.joiner!r} for {self.kind!r}."
             )
-        if self.joiner is None and is_pretokenized:
-            self.joiner = DEFAULT_JOINER
-        if self.min_frequency is None:
-            self.min_frequency = 2 if learns_pieces else 1
-        if self.vocab_size is None and learns_pieces:
-            self.vocab_size = DEFAULT_VOCAB_SIZE
-        has_all_bytes = self.kind in KINDS_WITH_ALL_BYTES
-        self.require_room_for(256 if has_all_bytes else 1, "bytes" if has_all_bytes else "character or piece")
+        learns_pieces = self.kind in KINDS_THAT_FILL_A_VOCABULARY
+        self.joiner = self.joiner or DEFAULT_JOINER
+        self.min_frequency = (2 if learns_pieces else 1) if self.min_frequency is None else self.min_frequency
+        self.vocab_size = DEFAULT_VOCAB_SIZE if self.vocab_size is None and learns_pieces else self.vocab_size
+        if self.kind in KINDS_WITH_ALL_BYTES:
+            self.require_room_for(256, "bytes")
+        else:
+            self.require_room_for(1, "character or piece")
 
     def require_room_for(self, count: int, noun: str) -> None:
         """Check that `vocab_size` has room for the special tokens and `count` more entries."""
@@ -152,10 +149,9 @@ def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenize
     """
     settings = TokenizerSettings(**settings)
     tokenizer = _make_pipeline(_train_model(texts, settings), settings)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
-    # With the library's "special" flag, these would not be read from text, either.
-    additional = [AddedToken(token, special=False, normalized=False) for token in settings.additional_special_tokens]
-    tokenizer.add_tokens(additional)
+    # With the library's "special" flag, additional tokens would not be read from text, either.
+    for token in settings.special_tokens:
+        tokenizer.add_tokens([AddedToken(token, special=token in CONTROL_TOKENS, normalized=False)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}", pair=f"$A {EOS} $B:1 {EOS}:1", special_tokens=[(EOS, CONTROL_TOKENS.index(EOS))]
     )
@@ -226,9 +222,7 @@ def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenize
 
 
 def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
-    steps = []
-    if settings.normalization is not None:
-        steps.append(getattr(normalizers, settings.normalization.upper())())
+    steps = [] if settings.normalization is None else [getattr(normalizers, settings.normalization.upper())()]
     if settings.lowercase:
         steps.append(normalizers.Lowercase())
     if settings.kind == "pretokenized":
@@ -243,7 +237,7 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
     specials = settings.special_tokens
     if settings.kind == "byte":
         return models.BPE({entry: index for index, entry in enumerate([*specials, *_BYTE_CHARACTERS])}, [])
-    texts = _training_texts(texts, settings)
+    texts = _split_texts(texts, settings)
     if settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
         return _collect(texts, settings)
     options = {"special_tokens": specials, "show_progress": settings.show_progress, "vocab_size": settings.vocab_size}
@@ -273,15 +267,12 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
     settings.require_room_for(size - len(specials), "characters of the texts")
     if size < settings.vocab_size:
         # No warning: the size may have been chosen for the user.
-        logger.info(
-            "The vocabulary has %d entries, not `vocab_size` %d: the texts hold no more frequent pieces.",
-            size,
-            settings.vocab_size,
-        )
+        text = "The vocabulary has %d entries, not `vocab_size` %d: the texts hold no more frequent pieces."
+        logger.info(text, size, settings.vocab_size)
     return tokenizer.model
 
 
-def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
+def _split_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
     """Yield the text between additional special tokens. For kinds that learn pieces, cut long words."""
     additional = sorted(settings.additional_special_tokens, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, additional))) if additional else None
@@ -289,12 +280,12 @@ def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterat
     for text in checked_texts(texts):
         for part in [text] if pattern is None else pattern.split(text):
             has_visible_text = has_visible_text or bool(part.strip())
-            words = []
+            cuts = [0]
             if settings.kind in KINDS_THAT_FILL_A_VOCABULARY and len(part) > _LONGEST_WORD:
-                words = [match.span() for match in _LONG_WORD.finditer(part)]
-            num_cut += len(words)
-            cuts = [cut for start, end in words for cut in range(start + _LONGEST_WORD, end, _LONGEST_WORD)]
-            yield from (part[start:end] for start, end in itertools.pairwise([0, *cuts, len(part)]))
+                for match in _LONG_WORD.finditer(part):
+                    num_cut += 1
+                    cuts += range(match.start() + _LONGEST_WORD, match.end(), _LONGEST_WORD)
+            yield from (part[start:end] for start, end in itertools.pairwise([*cuts, len(part)]))
     if num_cut:
         logger.warning("Words of more than %d characters were cut to train the vocabulary: %d.", _LONGEST_WORD, num_cut)
     if not has_visible_text:
@@ -322,7 +313,6 @@ def _order_pieces(entries: list[tuple[str, float]], room: int) -> list[tuple[str
 
 def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     """Return a vocabulary of the characters, words or pieces of the texts, in byte-level spelling but for pieces."""
-    noun = {"char": "characters", "word": "words", "pretokenized": "pieces"}[settings.kind]
     has_all_bytes = settings.kind in KINDS_WITH_ALL_BYTES
     first_entries = dict.fromkeys([*settings.special_tokens, *(_BYTE_CHARACTERS if has_all_bytes else ())])
 
@@ -335,25 +325,19 @@ def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
         text = text if normalizer is None else normalizer.normalize_str(text)
         counts.update(text if settings.kind == "char" else text.split(" "))
     # Runs of spaces split into empty strings.
-    for entry in [entry for entry in counts if not entry or spell(entry) in first_entries]:
-        del counts[entry]
+    counts = Counter({entry: count for entry, count in counts.items() if entry and spell(entry) not in first_entries})
     # Most frequent first, then in alphabetical order.
     ordered = sorted(counts, key=lambda entry: (-counts[entry], entry))
     entries = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
     if settings.vocab_size is not None:
         entries = entries[: settings.vocab_size - len(first_entries)]
     if rest := ordered[len(entries) :]:
+        noun = {"char": "characters", "word": "words", "pretokenized": "pieces"}[settings.kind]
         logger.warning(
             "%d of %d different %s, %d of %d occurrences, are not in the vocabulary and will be %s: "
             "`vocab_size` is %s, `min_frequency` is %d.",
-            len(rest),
-            len(counts),
-            noun,
-            sum(counts[entry] for entry in rest),
-            counts.total(),
-            "spelled in bytes" if has_all_bytes else "unknown",
-            settings.vocab_size,
-            settings.min_frequency,
+            *(len(rest), len(counts), noun, sum(counts[entry] for entry in rest), counts.total()),
+            *("spelled in bytes" if has_all_bytes else "unknown", settings.vocab_size, settings.min_frequency),
         )
     vocabulary = {entry: index for index, entry in enumerate([*first_entries, *map(spell, entries)])}
     if has_all_bytes:

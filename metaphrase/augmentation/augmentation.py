@@ -1,6 +1,7 @@
 """Augmentation: training pairs whose texts and segmentations are drawn anew in each epoch, and are the same in a resumed run."""
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,29 +13,30 @@ import datasets
 import numpy as np
 import torch
 from tokenizers import Encoding
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.augmentation.rare_words import RareWords
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
+from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
+from metaphrase.filtering.lexicon import learn_terms
+from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.texts import SPACED_WORD
+from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
+from metaphrase.training.corpora import PairCorpus
 
-AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words")
-# Around a term that a source asks for. They stand behind the word that the term translates.
-TERM_TOKENS = ("<term>", "</term>")
 _MAX_TERMS = 3
 _IDS = ("input_ids", "labels")
 # Pairs on which the growth of the lengths is measured.
 _MEASURED_PAIRS = 1000
 _WORDS_PER_TYPO = 10
 _END_PUNCTUATION = ".!?…。！？؟।"
-# Kinds of new tokenizers that can be sampled from.
-SAMPLED_KINDS = ("byte_bpe", "bpe")
 Ids = tuple[int, ...]
 # Words and states of words in memory, of about 1 KB each. The first ones stay: frequent words come early in a text.
 _MAX_STATES = 100_000
 _NEAR_ZERO = 1e-300
+# Pairs that terms and rare words are learned from. It bounds time and memory.
+_MAX_LEARNED_PAIRS = 100_000
+
+logger = logging.getLogger(__name__)
 
 
 class EpochPairs(torch.utils.data.Dataset):
@@ -59,21 +61,6 @@ class EpochPairs(torch.utils.data.Dataset):
         self.__dict__.update(state)
         # Only the pickle of a loader keeps a tensor in shared memory.
         self._epoch.share_memory_()
-
-
-def announce_epoch(loader: DataLoader, epoch: int) -> None:
-    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth.
-
-    The loaders of accelerate stop at the first sampler that takes an epoch.
-    """
-    parts = [loader, loader.dataset]
-    sampler = loader.batch_sampler
-    while sampler is not None:
-        parts += [sampler, getattr(sampler, "sampler", None)]
-        sampler = getattr(sampler, "batch_sampler", None)
-    for part in parts:
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
 
 
 class SubwordSampler:
@@ -295,6 +282,10 @@ class Augmenter:
         # Each second part is a special token or a prefix.
         return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
 
+    def augment(self, pairs: datasets.Dataset) -> "AugmentedPairs":
+        """Return encoded pairs, which have their texts, with the changes of each epoch."""
+        return AugmentedPairs(pairs, self)
+
 
 def _capitalize(text: str) -> str:
     return re.sub(r"\S+", lambda word: word[0][:1].upper() + word[0][1:], text)
@@ -310,6 +301,36 @@ def _misspell(text: str, random: Random) -> str:
         changed = random.choice((second + first, second, first + first + second))
         text = text[:start] + changed + text[start + 2 :]
     return text
+
+
+def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
+    """Return the augmenter of a corpus, by its recipe. Terms and rare words are learned from the pairs."""
+    recipe, rates, terms, rare_words = corpus.recipe, corpus.recipe.augmentation, None, None
+    if "rare_words" in rates:
+        rare_words = learn_rare_words(corpus)
+        if not rare_words.substitutes:
+            raise ValueError(
+                "`augmentation.rare_words` must be left out for pairs without words that may stand in the place of others."
+            )
+    if "terms" in rates:
+        terms = learn_terms(_sample(corpus))
+        if not terms:
+            raise ValueError(
+                "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
+            )
+        logger.info("%sLearned %d terms, to insert some into sources.", corpus.label, len(terms))
+    return Augmenter(
+        tokenizers, corpus.seed, corpus.limits, recipe.subword_sampling, rates, corpus.prefixes, terms, rare_words
+    )
+
+
+def learn_rare_words(corpus: PairCorpus) -> RareWords:
+    """Learn words of the training pairs, with their translations, that may take the places of others."""
+    return RareWords.learn(_sample(corpus))
+
+
+def _sample(corpus: PairCorpus) -> list[tuple[str, str]]:
+    return sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
 
 
 class AugmentedPairs(EpochPairs):

@@ -3,7 +3,7 @@
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from metaphrase.augmentation.augmentation import EpochPairs
 from metaphrase.data.encoding import tokenizer_fingerprint
-from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, read_cached
+from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, column_texts, read_cached
 from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
+from metaphrase.training.corpora import PairCorpus
 
 logger = logging.getLogger(__name__)
 
@@ -393,7 +394,7 @@ _FEATURES = datasets.Features(
 )
 TEXTS_PER_CALL = 1000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 @dataclass
@@ -433,18 +434,13 @@ def load_texts(
     With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
     features = datasets.Features({"text": datasets.Value("string")})
-    arguments = {"path": str(file), "keep_invalid": invalid_utf8 == "skip", "limit": max_line_characters}
-    texts = read_cached(_generate_texts, (str(file),), features, CACHE_VERSION, cache_dir, arguments)
+    options = invalid_utf8 == "skip", max_line_characters
+    texts = read_cached(
+        lambda: zip(iterate_lines(file, *options)), features, (options, CACHE_VERSION), (str(file),), cache_dir
+    )
+    if not len(texts):
+        raise ValueError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
-
-
-def _generate_texts(path: str, cache_key: Any, keep_invalid: bool, limit: int) -> Iterator[dict[str, str | None]]:
-    is_empty = True
-    for line in iterate_lines(path, keep_invalid, limit):
-        is_empty = False
-        yield {"text": line}
-    if is_empty:
-        raise ValueError(f"A text file must hold at least one line, got none in {path}.")
 
 
 def text_blocks(
@@ -498,3 +494,45 @@ def text_blocks(
     if not report.blocks:
         raise ValueError(f"The texts must fill at least one block of {block_length} tokens. {report}")
     return rows.select(range(report.blocks)).select_columns("input_ids"), report
+
+
+# Corpus
+
+
+class TextCorpus(PairCorpus):
+    """Plain text, from which a denoising objective makes pairs: the corrupted text and its hidden spans."""
+
+    def _check(self) -> None:
+        self.recipe.data_path("train_text_file")
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return objective_tokens(self.recipe.objective, self.recipe.num_sentinels)
+
+    def load(self) -> None:
+        for split in ("train", "validation"):
+            if getattr(self.recipe, f"{split}_text_file") is not None:
+                path = self.recipe.data_path(f"{split}_text_file")
+                max_samples = getattr(self.recipe, f"max_{split}_samples")
+                options = {name: getattr(self.recipe, name) for name in ("invalid_utf8", "max_line_characters")}
+                self.splits[split] = load_texts(path, max_samples, **options)
+
+    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
+        texts = self.splits["train"]
+        if self.recipe.invalid_utf8 == "skip":
+            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Selecting valid UTF-8")
+        return column_texts(texts, "text"), ()
+
+    def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
+        recipe = self.recipe
+        objective = make_objective(recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length)
+        length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
+        blocks, self.reports[split] = text_blocks(self.splits[split], tokenizers, length)
+        logger.info("%s: %s", split, self.reports[split])
+        return DenoisingDataset(blocks, objective, self.seed)
+
+    def scored_split(self) -> None:
+        return None
+
+    def sizes(self) -> dict[str, int]:
+        return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import torch
 
+from metaphrase.augmentation.augmentation import learn_rare_words
 from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.choices.rules import (
     SIZES,
@@ -97,7 +98,7 @@ def _prepare(recipe: Recipe, opened: Experiment) -> tuple[Recipe, Data]:
             recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
         corpus = _with_recipe(corpus, recipe)
         load(corpus)
-        recipe = choose_augmentation(recipe, lambda: corpus.rare_words)
+        recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
         tokenizers = make_tokenizers(recipe, corpus)
         train = corpus.splits["train"]
         sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))

@@ -63,19 +63,21 @@ def tokenizer_fingerprint(tokenizers: Any) -> str:
 
     A pickle would not do: it holds state of the last call, such as the padding.
     """
-    parts = sorted(vars(tokenizers).items())
-    return Hasher.hash((type(tokenizers).__qualname__, [(name, _tokenizer_state(part)) for name, part in parts]))
-
-
-def _tokenizer_state(part: Any) -> Any:
-    backend = getattr(part, "backend_tokenizer", None) if isinstance(part, PreTrainedTokenizerBase) else None
-    if backend is None:
-        return part
-    state = json.loads(backend.to_str())
-    state.pop("truncation", None)
-    state.pop("padding", None)
-    options = {name: str(value) for name, value in sorted(part.init_kwargs.items()) if name != "name_or_path"}
-    return type(part).__qualname__, json.dumps(state), json.dumps(options), str(part.special_tokens_map)
+    states = []
+    for name, part in sorted(vars(tokenizers).items()):
+        if (
+            isinstance(part, PreTrainedTokenizerBase)
+            and (backend := getattr(part, "backend_tokenizer", None)) is not None
+        ):
+            state = {
+                key: value
+                for key, value in json.loads(backend.to_str()).items()
+                if key not in ("truncation", "padding")
+            }
+            options = {key: str(value) for key, value in sorted(part.init_kwargs.items()) if key != "name_or_path"}
+            part = type(part).__qualname__, json.dumps(state), json.dumps(options), str(part.special_tokens_map)
+        states.append((name, part))
+    return Hasher.hash((type(tokenizers).__qualname__, states))
 
 
 TooLong = Literal["skip", "truncate", "error"]
@@ -126,8 +128,15 @@ class PairEncoder:
             sides = list(zip(texts, ids, self.frames, self.limits, strict=True))
             is_empty = [not text.strip() or len(side) <= frame.length for text, side, frame, _ in sides]
             is_long = [limit is not None and len(side) > limit for _, side, _, limit in sides]
-            if (self.too_long == "error" and any(is_long)) or (self.empty == "error" and any(is_empty)):
-                self._raise_refusal(row, texts, ids, any(is_empty))
+            if self.empty == "error" and any(is_empty):
+                raise ValueError(
+                    f"Neither side of a pair may be empty, got in {_shown(row, texts, ids)} Set `empty: skip` to drop such pairs."
+                )
+            if self.too_long == "error" and any(is_long):
+                raise ValueError(
+                    f"Pairs must be within `max_source_length` {self.max_source_length} and `max_target_length` "
+                    f"{self.max_target_length}, got in {_shown(row, texts, ids)} Set `too_long: skip` to drop such pairs."
+                )
             drops = [self.empty != "keep" and side for side in is_empty]
             drops += [self.too_long != "truncate" and side for side in is_long]
             if True in drops:
@@ -137,13 +146,9 @@ class PairEncoder:
             encoded.append((*ids, *map(len, ids), 0, *is_long))
         return dict(zip(FEATURES, map(list, zip(*encoded, strict=True)), strict=True))
 
-    def _raise_refusal(self, row: int, texts: tuple[str, str], ids: list[list[int]], is_empty: bool) -> None:
-        lengths = f"{len(ids[0])} and {len(ids[1])} tokens"
-        pair = f"got in row {row} {lengths}: {texts[0][:80]!r}, {texts[1][:80]!r}."
-        if is_empty:
-            raise ValueError(f"Neither side of a pair may be empty, {pair} Set `empty: skip` to drop such pairs.")
-        rules = f"`max_source_length` {self.max_source_length} and `max_target_length` {self.max_target_length}"
-        raise ValueError(f"Pairs must be within {rules}, {pair} Set `too_long: skip` to drop such pairs.")
+
+def _shown(row: int, texts: tuple[str, str], ids: list[list[int]]) -> str:
+    return f"row {row} {len(ids[0])} and {len(ids[1])} tokens: {texts[0][:80]!r}, {texts[1][:80]!r}."
 
 
 def encode_pairs(
@@ -179,12 +184,8 @@ def encode_pairs(
         new_fingerprint=Hasher.hash((dataset._fingerprint, tokenizer_fingerprint(tokenizers), keys)),
         desc="Tokenizing",
     )
-    return _select_kept_pairs(encoded, report), report
-
-
-def _select_kept_pairs(encoded: datasets.Dataset, report: DataReport) -> datasets.Dataset:
     # The cache holds dropped pairs too, so that every run can count them.
-    bookkeeping = encoded.select_columns([name for name in FEATURES if name not in ("input_ids", "labels")])
+    bookkeeping = encoded.select_columns([name for name in FEATURES if name not in _ID_COLUMNS])
     columns = bookkeeping.with_format("numpy")[:]
     for index, reason in enumerate(OUTCOMES[1:], start=1):
         report.add(**{reason: int(np.sum(columns["outcome"] == index))})
@@ -198,5 +199,4 @@ def _select_kept_pairs(encoded: datasets.Dataset, report: DataReport) -> dataset
         setattr(report, f"{side}_lengths", statistics | {"longest": int(lengths.max())})
     if rows.size < len(encoded):
         encoded = encoded.select(rows)
-    texts = [name for name in encoded.column_names if name not in FEATURES]
-    return encoded.select_columns([*texts, "input_ids", "labels", *LENGTH_COLUMNS])
+    return encoded.select_columns([*texts, *_ID_COLUMNS, *LENGTH_COLUMNS]), report

@@ -7,8 +7,9 @@ import logging
 import sys
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,9 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
 
+from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, read_lines
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ class PairProblem(NamedTuple):
 
 
 Record = tuple[str, str] | PairProblem
+
+# Readers of files. Those of pandas and pyarrow would read broken rows as nulls, or refuse a whole file without naming a line.
 
 
 def read_parallel(source_file: str, target_file: str, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
@@ -56,7 +60,7 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
     """
-    names = _with_defaults(columns)
+    names = [default if name is None else name for name, default in zip(columns, SIDES, strict=True)]
     for line in read_lines(path, limit):
         fields = line.content.split("\t")
         if line.number == 1:
@@ -74,9 +78,8 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
         if line.problem:
             yield PairProblem(line.kind, line.problem)
         elif len(fields) != width:
-            yield PairProblem(
-                "malformed", f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
-            )
+            problem = f"must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
+            yield PairProblem("malformed", f"{path} {problem}")
         else:
             yield fields[source], fields[target]
 
@@ -103,12 +106,11 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
             if header is None:
                 check_columns(path, names, header := row)
             elif len(row) != len(header):
-                message = f"{path} must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
-                yield PairProblem("malformed", message)
+                problem = f"must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
+                yield PairProblem("malformed", f"{path} {problem}")
             else:
-                yield _from_mapping(
-                    dict(zip(header, row, strict=True)), names, f"{path}, line {reader.line_num}", limit
-                )
+                record = dict(zip(header, row, strict=True))
+                yield _from_mapping(record, names, f"{path}, line {reader.line_num}", limit)
     except csv.Error as error:
         raise ValueError(
             f"{path} must be quoted as RFC 4180 says, with texts of at most `max_line_characters` {limit}, got in line "
@@ -116,19 +118,14 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
         ) from error
 
 
-def column_names(columns: Columns) -> tuple[str, str]:
+def column_names(columns: Columns) -> list[str]:
     """Return both column names, with defaults. Raise a `ValueError` for a number."""
-    names = _with_defaults(columns)
-    if not all(isinstance(name, str) for name in names):
+    if any(isinstance(name, int) for name in columns):
         raise ValueError(f"`source_column` and `target_column` must be names except in a .tsv file, got {columns}.")
-    return names
+    return [default if name is None else name for name, default in zip(columns, SIDES, strict=True)]
 
 
-def _with_defaults(columns: Columns) -> tuple[str | int, str | int]:
-    return tuple(default if name is None else name for name, default in zip(columns, SIDES, strict=True))
-
-
-def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> None:
+def check_columns(where: str, names: list[str], present: list[str]) -> None:
     """Raise a `ValueError` if a column is missing or occurs twice."""
     for name in names:
         if present.count(name) != 1:
@@ -161,19 +158,18 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
             try:
                 record = json.loads(line.text)
             except (ValueError, RecursionError) as error:  # Also for integers of thousands of digits.
-                message = f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
-                yield PairProblem("malformed", message)
-                continue
-            yield _from_mapping(record, names, f"{path}, line {line.number}", limit)
+                problem = f"must hold one JSON object per line, got in line {line.number}: {error}"
+                yield PairProblem("malformed", f"{path} {problem}")
+            else:
+                yield _from_mapping(record, names, f"{path}, line {line.number}", limit)
 
 
-def _from_mapping(record: Any, names: tuple[str, str], where: str, limit: int) -> Record:
+def _from_mapping(record: Any, names: list[str], where: str, limit: int) -> Record:
     """Return the pair of a row: its columns, or those of a mapping `translation` in it."""
     if not isinstance(record, dict):
         return PairProblem("malformed", f"{where} must be a JSON object, got {type(record).__name__}.")
     nested = record.get("translation")
     row = nested if isinstance(nested, dict) and not all(name in record for name in names) else record
-    values = []
     for name in names:
         value = row.get(name)
         if not isinstance(value, str):
@@ -186,41 +182,40 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str, limit: int) -
         except UnicodeEncodeError:  # a lone surrogate
             return PairProblem("invalid_utf8", f"{where} must hold valid UTF-8, got {value!a} as {name!r}.")
         if len(value) > limit:
-            hint = "Set `max_line_characters` higher to read it."
-            message = f"{where} must hold texts of at most {limit} characters, got more. {hint}"
-            return PairProblem("line_too_long", message)
-        values.append(value)
-    return values[0], values[1]
+            problem = (
+                f"must hold texts of at most {limit} characters, got more. Set `max_line_characters` higher to read it."
+            )
+            return PairProblem("line_too_long", f"{where} {problem}")
+    return row[names[0]], row[names[1]]
 
 
 def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct. Text must be UTF-8."""
-    row, names = 0, column_names(columns)
     try:
         file = pq.ParquetFile(path)
-        present = file.schema_arrow.names
-        if "translation" not in present:
-            check_columns(path, names, present)
-        read = [name for name in present if name in (*names, "translation")]
-        for batch in file.iter_batches(columns=read):
-            yield from read_arrow(batch, columns, path, row, limit)
-            row += batch.num_rows
+        read = _select_columns(columns, path, file.schema_arrow.names)
+        yield from read_arrow(file.iter_batches(columns=read), columns, path, limit)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be a whole Parquet file, got: {error}") from error
 
 
 def read_arrow(
-    table: pa.Table | pa.RecordBatch, columns: Columns, where: str, first_row: int, limit: int = MAX_LINE_CHARACTERS
+    tables: Iterable[pa.Table | pa.RecordBatch], columns: Columns, where: str, limit: int = MAX_LINE_CHARACTERS
 ) -> Iterator[Record]:
-    """Yield the pairs of an Arrow table, with flat columns or a `translation` struct."""
-    names, present = column_names(columns), table.schema.names
+    """Yield the pairs of successive Arrow tables, with flat columns or a `translation` struct."""
+    names, row = column_names(columns), 0
+    for table in tables:
+        for record in table.select(_select_columns(columns, where, table.schema.names)).to_pylist():
+            yield _from_mapping(record, names, f"{where}, row {row}", limit)
+            row += 1
+
+
+def _select_columns(columns: Columns, where: str, present: list[str]) -> list[str]:
+    names = column_names(columns)
     if "translation" in present and not set(names) <= set(present):
-        table = table.select(["translation"])
-    else:
-        check_columns(where, names, present)
-        table = table.select(list(names))
-    for row, record in enumerate(table.to_pylist(), start=first_row):
-        yield _from_mapping(record, names, f"{where}, row {row}", limit)
+        return ["translation"]
+    check_columns(where, names, present)
+    return names
 
 
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
@@ -242,13 +237,15 @@ def pair_formatter(output: str | None) -> Callable[[str, str], str]:
 
 SPLITS = ("train", "validation", "test")
 LENGTH_COLUMNS = ("source_length", "target_length")
+# Changes of training pairs that a recipe may ask for.
+AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words")
 
 Policy = Literal["error", "skip"]
 # Name of the task of a pair, where a run has several.
 TASK_COLUMN = "task"
 RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in (*SIDES, "problem")})
 # Part of every cache key. Raise it when the same file would be read into other pairs.
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 # `datasets` takes more than a hundred times as long row by row.
 _ROWS_PER_READ = 5000
 # Kinds of `PairProblem`.
@@ -387,21 +384,16 @@ class PairSource:
 
     def records(self, **options: Any) -> Iterator[Record]:
         """Yield the pairs, or the problem with a pair, one by one. Options are those of `load_dataset`."""
+        limit = self.max_line_characters
         if not self.paths:
-            return self._records_of_dataset(**options)
-        first, *other = self.paths
-        if other:
-            return read_parallel(first, *other, self.max_line_characters)
-        return READERS[_suffix(first)](first, self.columns, self.max_line_characters)
+            tables = self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ)
+            return read_arrow(tables, self.columns, self.name, limit)
+        if len(self.paths) == 2:
+            return read_parallel(*self.paths, limit)
+        return READERS[_suffix(self.paths[0])](self.paths[0], self.columns, limit)
 
-    def _records_of_dataset(self, **options: Any) -> Iterator[Record]:
-        row = 0
-        for table in self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ):
-            yield from read_arrow(table, self.columns, self.name, row, self.max_line_characters)
-            row += table.num_rows
-
-    def rows(self, **options: Any) -> Iterator[dict[str, str]]:
-        """Yield the records as rows of `RECORD_FEATURES`, with the prefix.
+    def rows(self, **options: Any) -> Iterator[tuple[str, str, str]]:
+        """Yield source with prefix, target and problem of each record. The problem of a good pair is empty.
 
         Raises:
             ValueError: At the first bad pair that is not skipped, or if there is no pair at all.
@@ -414,26 +406,24 @@ class PairSource:
                     is_long = record.kind == "line_too_long"
                     hint = "" if is_long else f" `{record.kind}: skip` drops and counts such pairs."
                     raise ValueError(record.message + hint)
-                yield {"source": "", "target": "", "problem": record.kind}
-                continue
-            source, target = record
-            prefix = self.source_prefix if self.source_prefix and source.strip() else ""
-            yield {"source": prefix + source, "target": target, "problem": ""}
+                yield "", "", record.kind
+            else:
+                source, target = record
+                prefix = self.source_prefix if self.source_prefix and source.strip() else ""
+                yield prefix + source, target, ""
         if is_empty:
             raise ValueError(f"{self.name} must hold at least one pair, got none.")
 
     def pairs(self, report: "DataReport | None" = None) -> Iterator[tuple[str, str]]:
         """Stream the good pairs, and count all pairs in the report. Each call reads anew."""
-        report = DataReport() if report is None else report
-        rows = self.rows() if self.paths else self.rows(streaming=True)
-        num_good = 0
-        for row in rows:
+        report, num_good = DataReport() if report is None else report, 0
+        for source, target, problem in self.rows() if self.paths else self.rows(streaming=True):
             report.read += 1
-            if row["problem"]:
-                report.add(**{row["problem"]: 1})
+            if problem:
+                report.add(**{problem: 1})
                 continue
             num_good += 1
-            yield row["source"], row["target"]
+            yield source, target
             if num_good == self.max_samples:
                 return
 
@@ -441,6 +431,11 @@ class PairSource:
         """Stream the sources (0), without prefix, or the targets (1)."""
         start = len(self.source_prefix or "") if index == 0 else 0
         return (pair[index][start:] for pair in self.pairs())
+
+
+def _suffix(path: str) -> str:
+    suffix = Path(path.removesuffix(".gz")).suffix
+    return "" if suffix == ".parquet" and path.endswith(".gz") else suffix
 
 
 def load_pairs(
@@ -452,73 +447,70 @@ def load_pairs(
     """
     source, report = PairSource(**fields), DataReport() if report is None else report
     # All pairs are cached, so that another number of samples needs no new reading.
-    arguments: dict[str, Any] = {"source": replace(source, max_samples=None)}
-    version: Any = CACHE_VERSION
+    key = [repr(replace(source, max_samples=None)), CACHE_VERSION]
+    options: dict[str, Any] = {}
     if not source.paths:
-        arguments["cache_dir"] = cache_dir
-        version = CACHE_VERSION, source.load_dataset(cache_dir=cache_dir)._fingerprint
-    records = read_cached(_generate_rows, source.paths, RECORD_FEATURES, version, cache_dir, arguments)
-    pairs = _select_good_pairs(records, source.name, report)
+        options["cache_dir"] = cache_dir
+        key.append(source.load_dataset(**options)._fingerprint)
+    pairs = read_cached(lambda: source.rows(**options), RECORD_FEATURES, key, source.paths, cache_dir)
+    problems = pairs.with_format("numpy")["problem"][:]
+    counts = Counter(problems.tolist())
+    report.add(read=len(pairs), **{kind: counts[kind] for kind in PROBLEMS})
+    if not counts[""]:
+        raise ValueError(f"{source.name} must hold at least one good pair, got none. {report}")
+    if counts[""] < len(pairs):
+        reasons = ", ".join(f"{counts[kind]} {DROP_REASONS[kind]}" for kind in PROBLEMS if counts[kind])
+        logger.warning("%s: skipped pairs that cannot be used: %s.", source.name, reasons)
+        pairs = pairs.select((problems == "").nonzero()[0])
+    pairs = pairs.remove_columns("problem")
     if source.max_samples is not None and source.max_samples < len(pairs):
         report.beyond_max_samples += len(pairs) - source.max_samples
         pairs = pairs.select(range(source.max_samples))
     return pairs
 
 
+def read_cached(
+    read: Callable[[], Iterable[tuple]],
+    features: datasets.Features,
+    key: Any,
+    paths: Iterable[str],
+    cache_dir: str | Path | None = None,
+) -> datasets.Dataset:
+    """Return the rows that `read` yields, from a file that is written once for each key and each state of the files in `paths`.
+
+    `Dataset.from_generator` takes five times as long, since it writes row by row.
+    """
+    stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
+    fingerprint = Hasher.hash((key, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)))
+    cached = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "metaphrase" / f"{fingerprint}.arrow"
+    if not cached.exists():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        rows, schema = iter(read()), features.arrow_schema
+        with (
+            file_in_one_step(cached) as partial,
+            pa.ipc.new_stream(str(partial), schema) as writer,
+            datasets.utils.tqdm(desc="Reading", unit=" rows") as progress,
+        ):
+            while batch := list(islice(rows, _ROWS_PER_READ)):
+                progress.update(len(batch))
+                columns = zip(zip(*batch, strict=True), schema.types, strict=True)
+                writer.write(pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=schema))
+    dataset = datasets.Dataset.from_file(str(cached))
+    # Results of `map` are cached by it, also by other processes.
+    dataset._fingerprint = fingerprint
+    return dataset
+
+
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
     """Yield the texts of a column, with a few thousand in memory at a time."""
-    column = dataset[name]
-    for start in range(0, len(dataset), _ROWS_PER_READ):
-        yield from column[start : start + _ROWS_PER_READ]
+    # Slices of a column would search the file anew each time.
+    for batch in dataset.select_columns([name]).iter(_ROWS_PER_READ):
+        yield from batch[name]
 
 
 def data_seed(arguments: Any) -> int:
     """Return the seed of splits and order of the data: `data_seed` of a recipe or training arguments, or else `seed`."""
     return arguments.seed if arguments.data_seed is None else arguments.data_seed
-
-
-def _suffix(path: str) -> str:
-    suffix = Path(path.removesuffix(".gz")).suffix
-    return "" if suffix == ".parquet" and path.endswith(".gz") else suffix
-
-
-def _generate_rows(source: PairSource, cache_key: Any, **options: Any) -> Iterator[dict[str, str]]:
-    return source.rows(**options)
-
-
-def read_cached(
-    generate: Callable[..., Iterator[dict]],
-    paths: tuple[str, ...],
-    features: datasets.Features,
-    version: Any,
-    cache_dir: str | Path | None,
-    arguments: dict[str, Any],
-) -> datasets.Dataset:
-    """Return the rows of `generate(cache_key=..., **arguments)`, cached until an argument, the version or a file changes."""
-    stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
-    key = (version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
-    try:
-        return datasets.Dataset.from_generator(
-            generate, features=features, cache_dir=cache_dir, gen_kwargs={"cache_key": key, **arguments}
-        )
-    except DatasetGenerationError as error:
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, ValueError | OSError | EOFError):
-            raise cause from None
-        raise
-
-
-def _select_good_pairs(records: datasets.Dataset, name: str, report: DataReport) -> datasets.Dataset:
-    problems = records.with_format("numpy")["problem"][:]
-    counts = Counter(problems.tolist())
-    report.add(read=len(records), **{kind: counts[kind] for kind in PROBLEMS})
-    if not counts[""]:
-        raise ValueError(f"{name} must hold at least one good pair, got none. {report}")
-    if counts[""] < len(records):
-        reasons = ", ".join(f"{counts[kind]} {DROP_REASONS[kind]}" for kind in PROBLEMS if counts[kind])
-        logger.warning("%s: skipped pairs that cannot be used: %s.", name, reasons)
-        records = records.select((problems == "").nonzero()[0])
-    return records.remove_columns("problem")
 
 
 def split_pairs(

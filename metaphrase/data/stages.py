@@ -11,7 +11,6 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 from torch.utils.data import Dataset
 
-from metaphrase.augmentation.augmentation import AugmentedPairs
 from metaphrase.data.token_budget import TokenBudgetSampler, form_round
 from metaphrase.storage.hints import did_you_mean, explain_error
 
@@ -136,7 +135,7 @@ class StagedPairs(Dataset):
         column_names: Names of `dataset[name]`, and the fields of a pair.
     """
 
-    def __init__(self, pairs: datasets.Dataset | AugmentedPairs, sizes: Mapping[str, int], stages: Mapping[str, Stage]):
+    def __init__(self, pairs: datasets.Dataset | Dataset, sizes: Mapping[str, int], stages: Mapping[str, Stage]):
         """Take the pairs of all data sets in order, the number of pairs of each, and the stages in order."""
         self._pairs, self._sizes, self._stages = pairs, sizes, stages
         self.pairs = getattr(pairs, "pairs", pairs)
@@ -150,7 +149,8 @@ class StagedPairs(Dataset):
 
     def __getitems__(self, indices: list[int]) -> list[Mapping[str, Any]]:
         """Return the pairs of a batch, by the indices of a `StagedSampler`. Loaders of torch call this method."""
-        if not isinstance(self._pairs, AugmentedPairs):
+        # Pairs that are augmented differ in each reading.
+        if isinstance(self._pairs, datasets.Dataset):
             indices = [index % len(self) for index in indices]
         return self._pairs.__getitems__(indices)
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from metaphrase.augmentation.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
 from metaphrase.modeling import IGNORED_LABEL
@@ -80,11 +79,6 @@ class LengthGroupedSampler(Sampler[int]):
         for number in torch.randperm(num_full, generator=generator).tolist():
             yield from order[number * self.batch_size : (number + 1) * self.batch_size]
         yield from order[num_full * self.batch_size :]
-
-
-def padded_cost(lengths: np.ndarray) -> int:
-    """Return the tokens of a padded batch of pairs `(pairs, 2)`, both sides together: what `max_tokens_per_batch` bounds."""
-    return len(lengths) * int(lengths.max(axis=0).sum())
 
 
 def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
@@ -210,7 +204,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
         The budget bounds the padded tokens of both sides, and must hold the longest pair.
         """
-        self._num_tokens = int(np.sum(lengths))
         self.lengths = as_padded(lengths, max_tokens_per_batch, length_multiple)
         self.max_tokens_per_batch, self.seed, self.epoch = max_tokens_per_batch, seed, 0
         self.num_processes, self.process_index = num_processes, process_index
@@ -252,11 +245,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         return islice(self.epoch_batches(self.epoch), self.process_index, None, self.num_processes)
 
-    def padding_share(self) -> float:
-        """Return the share of padding in the tokens of the first epoch, from 0 to 1, if all batches are padded."""
-        batches = (np.array(batch) % len(self.lengths) for batch in self.epoch_batches(0))
-        return 1 - self._num_tokens / sum(padded_cost(self.lengths[batch]) for batch in batches)
-
 
 class WithFillers(Dataset):
     """A data set of pairs that answers to indices above its own with the same pairs, which do not count."""
@@ -281,6 +269,21 @@ def uncounted(pair: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
     return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}
 
 
+def announce_epoch(loader: DataLoader, epoch: int) -> None:
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth.
+
+    The loaders of accelerate stop at the first sampler that takes an epoch.
+    """
+    parts = [loader, loader.dataset]
+    sampler = loader.batch_sampler
+    while sampler is not None:
+        parts += [sampler, getattr(sampler, "sampler", None)]
+        sampler = getattr(sampler, "batch_sampler", None)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
 Pair = Mapping[str, Sequence[int]]
 _ROWS_PER_READ = 1000
 # The counts of a report, in the order of the shared tensor.
@@ -293,7 +296,7 @@ class PairStream:
     Pairs are dropped and counted as by `encode_pairs`. `rules` are the other fields of `PairEncoder`.
     """
 
-    def __init__(self, texts: PairSource, tokenizers: TokenizerPair, augmenter: Augmenter | None = None, **rules: Any):
+    def __init__(self, texts: PairSource, tokenizers: TokenizerPair, augmenter: Callable | None = None, **rules: Any):
         self.texts, self.encode, self.augmenter = texts, PairEncoder(tokenizers, **rules), augmenter
         # Shared memory: the workers of a loader read, each with a copy of this stream.
         self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64).share_memory_()

@@ -1,6 +1,5 @@
 """Corpora: training, validation and test data of a recipe, of one or of several parts, from files to data sets of token ids."""
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,18 +11,9 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter
-from metaphrase.augmentation.denoising import (
-    DenoisingDataset,
-    load_texts,
-    longest_block,
-    make_objective,
-    objective_tokens,
-    text_blocks,
-)
-from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import (
+    LENGTH_COLUMNS,
     SPLITS,
     TASK_COLUMN,
     DataReport,
@@ -35,28 +25,37 @@ from metaphrase.data.pairs import (
 )
 from metaphrase.data.stages import StagedPairs, parse_stages
 from metaphrase.data.token_budget import PairStream, TokenBudgetStream
-from metaphrase.filtering.lexicon import learn_terms
-from metaphrase.filtering.run import sample_pairs
+from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-# It bounds time and memory.
-_MAX_LEARNED_PAIRS = 100_000
 _TRAINING_LIMITS = ("max_source_length", "max_target_length")
+# Fields that tasks and data sets take from the recipe, unless they have their own.
+_SHARED_FIELDS = (
+    "data_dir",
+    *_TRAINING_LIMITS,
+    "too_long",
+    "empty",
+    "malformed",
+    "invalid_utf8",
+    "max_line_characters",
+)
+_SHARED_FIELDS += ("subword_sampling", "augmentation")
 
 
 class PairCorpus:
-    """Pairs of source and target, read as a whole.
+    """Pairs of source and target.
 
     Attributes:
         recipe: The recipe, with length limits that the model can read.
-        splits: Pairs of text by split.
+        splits: Pairs of text by split. A stream of training pairs is a `PairSource`, which is read during training.
         reports: Reports on the pairs by split, once they are read.
         special_tokens: Tokens that a new tokenizer needs beside those of the recipe.
         label: Prefix of split names in log lines.
         longest: Maximum tokens per side that the model can read; None if there is no end.
+        seed: Seed of all random choices in the data.
     """
 
     special_tokens: tuple[str, ...] = ()
@@ -74,43 +73,49 @@ class PairCorpus:
             ValueError: If the recipe names no training pairs, or gives limits above `longest`.
         """
         self.recipe, self.arguments, self.longest = _fit_limits(recipe, longest), arguments, longest
-        # Seed of all random choices in the data.
         self.seed = data_seed(arguments)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
 
     def _check(self) -> None:
-        if self.recipe.pairs_options("train") is None:
+        recipe = self.recipe
+        if recipe.pairs_options("train") is None:
             raise ValueError(
                 "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
                 "or `dataset_name`, got none of them."
+            )
+        if recipe.streaming and sum(self.limits) > recipe.max_tokens_per_batch:
+            raise ValueError(
+                "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
+                "streamed, since a pair of these lengths may come at any time, got "
+                f"{recipe.max_tokens_per_batch}, {self.limits[0]} and {self.limits[1]}."
             )
 
     def read(self) -> None:
         """Read all splits that the recipe names."""
         for split in SPLITS:
-            options = self.recipe.pairs_options(split)
-            if options is not None:
-                self.splits[split] = self._read(split, options)
+            if (options := self.recipe.pairs_options(split)) is None:
+                continue
+            if split == "train" and self.recipe.streaming:
+                self.splits[split] = PairSource(**options)
+            else:
+                self.reports[split] = DataReport()
+                self.splits[split] = load_pairs(**options, report=self.reports[split])
 
     def load(self) -> None:
         """Read all splits, unless they are read, and take validation and test pairs out of training."""
-        recipe = self.recipe
         if not self.splits:
             self.read()
-        held_out = {"validation": recipe.num_validation, "test": recipe.num_test}
+        held_out = {"validation": self.recipe.num_validation, "test": self.recipe.num_test}
         if any(number and split not in self.splits for split, number in held_out.items()):
-            sizes = recipe.num_validation, recipe.num_test
-            self.splits.update(split_pairs(self.splits["train"], *sizes, self.seed))
-
-    def _read(self, split: str, options: dict[str, Any]) -> Any:
-        self.reports[split] = DataReport()
-        return load_pairs(**options, report=self.reports[split])
+            self.splits.update(split_pairs(self.splits["train"], *held_out.values(), self.seed))
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the sources, without prefix, and the targets of training."""
         train, prefix = self.splits["train"], len(self.recipe.source_prefix or "")
+        if isinstance(train, PairSource):
+            return train.side(0), train.side(1)
         return (text[prefix:] for text in column_texts(train, "source")), column_texts(train, "target")
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
@@ -119,63 +124,51 @@ class PairCorpus:
         Raises:
             ValueError: If a pair is refused, or a scored pair is too long for the model and `too_long` is not truncate.
         """
-        encoded = self._encode_plain(tokenizers)
+        encoded = self._encode_splits(tokenizers)
         # A stream augments its pairs itself.
         if isinstance(encoded["train"], datasets.Dataset) and (augmenter := self._augmenter(tokenizers)) is not None:
-            encoded["train"] = AugmentedPairs(encoded["train"], augmenter)
+            encoded["train"] = augmenter.augment(encoded["train"])
         return encoded
 
-    def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
+    def _encode_splits(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         return {name: self._encode(name, tokenizers) for name in SPLITS if name in self.splits}
 
-    def _augmenter(self, tokenizers: TokenizerPair) -> Augmenter | None:
-        recipe = self.recipe
-        if not recipe.is_augmented:
+    def _augmenter(self, tokenizers: TokenizerPair) -> Any:
+        """Return the `Augmenter` of the training pairs, or None if they stay as they are."""
+        if not self.recipe.is_augmented:
             return None
-        rates, terms, rare_words = recipe.augmentation, None, None
-        if "rare_words" in rates:
-            rare_words = self.rare_words
-            if not rare_words.substitutes:
-                raise ValueError(
-                    "`augmentation.rare_words` must be left out for pairs without words that may stand in the place of others."
-                )
-        if "terms" in rates:
-            terms = learn_terms(self._sample())
-            if not terms:
-                raise ValueError(
-                    "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
-                )
-            logger.info("%sLearned %d terms, to insert some into sources.", self.label, len(terms))
-        return Augmenter(
-            tokenizers, self.seed, self.limits, recipe.subword_sampling, rates, self._prefixes(), terms, rare_words
-        )
+        option = "augmentation" if self.recipe.augmentation else "subword_sampling"
+        return needed_plugin("augmentation", option)(self, tokenizers)
 
-    @functools.cached_property
-    def rare_words(self) -> RareWords:
-        """Words of the training pairs, with their translations, that may take the places of others."""
-        return RareWords.learn(self._sample())
-
-    def _sample(self) -> list[tuple[str, str]]:
-        return sample_pairs(zip(*self.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
-
-    def _prefixes(self) -> list[str]:
+    @property
+    def prefixes(self) -> list[str]:
+        """Prefixes of the sources."""
         return [self.recipe.source_prefix] if self.recipe.source_prefix else []
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
-        recipe, is_train = self.recipe, split == "train"
+        recipe, arguments, is_train = self.recipe, self.arguments, split == "train"
         limits = self.limits if is_train else self.longest
-        encoded, self.reports[split] = encode_pairs(
+        rules = {
+            "max_source_length": limits[0],
+            "max_target_length": limits[1],
+            "too_long": recipe.too_long if is_train else "truncate",
+            "empty": recipe.empty if is_train or recipe.empty == "error" else "keep",
+        }
+        if isinstance(self.splits[split], PairSource):
+            # The counts of a stream grow while it is read.
+            pairs = PairStream(self.splits[split], tokenizers, self._augmenter(tokenizers), **rules)
+            self.reports[split] = pairs
+            shares = (arguments.world_size, arguments.process_index)
+            return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
+        encoded, report = encode_pairs(
             self.splits[split],
             tokenizers,
-            max_source_length=limits[0],
-            max_target_length=limits[1],
-            too_long=recipe.too_long if is_train else "truncate",
-            empty=recipe.empty if is_train or recipe.empty == "error" else "keep",
             keep_text=not is_train or recipe.is_augmented,
             report=self.reports.get(split),
+            **rules,
         )
-        logger.info("%s%s: %s", self.label, split, self.reports[split])
-        report = self.reports[split]
+        self.reports[split] = report
+        logger.info("%s%s: %s", self.label, split, report)
         if not is_train and recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
             most = " and ".join(map(str, dict.fromkeys(self.longest)))
             raise ValueError(
@@ -183,8 +176,8 @@ class PairCorpus:
                 f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
                 "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
             )
-        if is_train and (column := self.arguments.length_column_name) not in encoded.column_names:
-            lengths = sum(np.asarray(encoded[f"{side}_length"][:]) for side in ("source", "target"))
+        if is_train and (column := arguments.length_column_name) not in encoded.column_names:
+            lengths = sum(np.asarray(encoded[name][:]) for name in LENGTH_COLUMNS)
             encoded = encoded.add_column(column, lengths)
         return encoded
 
@@ -211,83 +204,6 @@ class PairCorpus:
         return {
             f"num_{name}": self.reports[name].kept for name, split in self.splits.items() if hasattr(split, "__len__")
         }
-
-
-class StreamedPairCorpus(PairCorpus):
-    """Pairs whose training split is read during training."""
-
-    def _check(self) -> None:
-        super()._check()
-        recipe = self.recipe
-        if sum(self.limits) > recipe.max_tokens_per_batch:
-            raise ValueError(
-                "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
-                "streamed, since a pair of these lengths may come at any time, got "
-                f"{recipe.max_tokens_per_batch}, {self.limits[0]} and {self.limits[1]}."
-            )
-
-    def _read(self, split: str, options: dict[str, Any]) -> Any:
-        return PairSource(**options) if split == "train" else super()._read(split, options)
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        return self.splits["train"].side(0), self.splits["train"].side(1)
-
-    def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
-        if split != "train":
-            return super()._encode(split, tokenizers)
-        recipe, arguments = self.recipe, self.arguments
-        pairs = PairStream(
-            self.splits["train"],
-            tokenizers,
-            self._augmenter(tokenizers),
-            max_source_length=recipe.max_source_length,
-            max_target_length=recipe.max_target_length,
-            too_long=recipe.too_long,
-            empty=recipe.empty,
-        )
-        # The counts of a stream grow while it is read.
-        self.reports["train"] = pairs
-        shares = (arguments.world_size, arguments.process_index)
-        return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
-
-
-class TextCorpus(PairCorpus):
-    """Plain text, from which a denoising objective makes pairs: the corrupted text and its hidden spans."""
-
-    def _check(self) -> None:
-        self.recipe.data_path("train_text_file")
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        return objective_tokens(self.recipe.objective, self.recipe.num_sentinels)
-
-    def load(self) -> None:
-        for split in ("train", "validation"):
-            if getattr(self.recipe, f"{split}_text_file") is not None:
-                path = self.recipe.data_path(f"{split}_text_file")
-                max_samples = getattr(self.recipe, f"max_{split}_samples")
-                options = {name: getattr(self.recipe, name) for name in ("invalid_utf8", "max_line_characters")}
-                self.splits[split] = load_texts(path, max_samples, **options)
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        texts = self.splits["train"]
-        if self.recipe.invalid_utf8 == "skip":
-            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Selecting valid UTF-8")
-        return column_texts(texts, "text"), ()
-
-    def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
-        recipe = self.recipe
-        objective = make_objective(recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length)
-        length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
-        blocks, self.reports[split] = text_blocks(self.splits[split], tokenizers, length)
-        logger.info("%s: %s", split, self.reports[split])
-        return DenoisingDataset(blocks, objective, self.seed)
-
-    def scored_split(self) -> None:
-        return None
-
-    def sizes(self) -> dict[str, int]:
-        return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
 
 
 def _fit_limits(recipe: Recipe, longest: tuple[int | None, int | None]) -> Recipe:
@@ -318,10 +234,13 @@ class _PartedCorpus(PairCorpus):
     def _check(self) -> None:
         recipe = self.recipe
         # A task has a prefix and columns of its own.
-        names = () if recipe.tasks else ("source_prefix", "source_column", "target_column")
+        names = _SHARED_FIELDS if recipe.tasks else (*_SHARED_FIELDS, "source_prefix", "source_column", "target_column")
+        shared = {name: getattr(recipe, name) for name in names if recipe.is_set(name)}
 
-        def make(part: Mapping[str, Any]) -> PairCorpus:
-            return PairCorpus(part_recipe(recipe, part, *names), self.arguments, self.longest)
+        def make(fields: Mapping[str, Any]) -> PairCorpus:
+            fields = {name: value for name, value in fields.items() if name != "weight"}
+            part = Recipe.from_mapping(shared | fields, "this part of the recipe")
+            return PairCorpus(part, self.arguments, self.longest)
 
         self.parts: dict[str, PairCorpus] = self._map(make, recipe.tasks or recipe.datasets)
         for name, part in self.parts.items():
@@ -347,8 +266,9 @@ class _PartedCorpus(PairCorpus):
             self.reports |= {f"{name}/{split}": report for split, report in part.reports.items()}
         return encoded
 
-    def _prefixes(self) -> list[str]:
-        return [prefix for corpus in self.parts.values() for prefix in corpus._prefixes()]
+    @property
+    def prefixes(self) -> list[str]:
+        return [prefix for corpus in self.parts.values() for prefix in corpus.prefixes]
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -376,27 +296,24 @@ class TaskCorpus(_PartedCorpus):
             if scored is not None and scored not in corpus.splits:
                 logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
 
-    def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        encoded = self._map(lambda part: part._encode_plain(tokenizers))
-        parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
+    def _encode_splits(self, tokenizers: TokenizerPair) -> dict[str, Any]:
+        encoded, recipe = self._map(lambda part: part._encode_splits(tokenizers)), self.recipe
+        train = [splits["train"] for splits in encoded.values()]
+        sizes, weights = list(map(len, train)), [float(fields.get("weight", 1.0)) for fields in recipe.tasks.values()]
+        rates = mixing_rates(sizes, weights, recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
+        rows = mixed_rows(sizes, rates, self.seed)
+        for name, size, rate, chosen in zip(encoded, sizes, rates, rows, strict=True):
+            times = len(chosen) / size
+            logger.info("%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, times)
+        starts = np.cumsum([0, *sizes[:-1]])
+        rows = np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)])
+        mixed = {"train": datasets.concatenate_datasets(train).select(rows)}
         validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
-        return parts | ({"validation": _joined(validation)} if validation else {})
+        return mixed | ({"validation": _joined(validation)} if validation else {})
 
     def data_name(self, split: str) -> str:
         names = [corpus.data_name(split) for corpus in self.parts.values() if split in corpus.splits]
         return ", ".join(dict.fromkeys(names))
-
-    def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
-        recipe, sizes = self.recipe, [len(part) for part in parts.values()]
-        weights = [float(fields.get("weight", 1.0)) for fields in recipe.tasks.values()]
-        rates = mixing_rates(sizes, weights, recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
-        rows = mixed_rows(sizes, rates, self.seed)
-        for name, size, rate, chosen in zip(parts, sizes, rates, rows, strict=True):
-            times = len(chosen) / size
-            logger.info("%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, times)
-        starts = np.cumsum([0, *sizes[:-1]])
-        pairs = datasets.concatenate_datasets(list(parts.values()))
-        return pairs.select(np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)]))
 
 
 class StagedCorpus(_PartedCorpus):
@@ -415,7 +332,7 @@ class StagedCorpus(_PartedCorpus):
         stages = parse_stages(self.recipe.stages, list(self.recipe.datasets))
         return encoded | {"train": StagedPairs(encoded["train"], sizes, stages)}
 
-    def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
+    def _encode_splits(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         train = self._map(lambda part: part._encode("train", tokenizers))
         scored = {split: self._encode(split, tokenizers) for split in SPLITS[1:] if split in self.splits}
         return {"train": datasets.concatenate_datasets(list(train.values()))} | scored
@@ -428,23 +345,10 @@ def open_corpus(
     if recipe.tasks or recipe.stages:
         kind = TaskCorpus if recipe.tasks else StagedCorpus
     elif recipe.objective != "pairs":
-        kind = TextCorpus
+        kind = needed_plugin("objective", "objective")
     else:
-        kind = StreamedPairCorpus if recipe.streaming else PairCorpus
+        kind = PairCorpus
     return kind(recipe, arguments, longest)
-
-
-def part_recipe(recipe: Recipe, part: Mapping[str, Any], *names: str) -> Recipe:
-    """Return the recipe of one part: its fields over those of all parts, of which `names` are some more.
-
-    Raises:
-        ValueError: If a field of it is unknown, of a wrong type or out of range, or contradicts another.
-    """
-    shared = ("data_dir", "max_source_length", "max_target_length", "too_long", "empty", "malformed", "invalid_utf8")
-    shared += ("max_line_characters", "subword_sampling", "augmentation")
-    fields = {field: getattr(recipe, field) for field in (*shared, *names) if recipe.is_set(field)}
-    part_fields = {field: value for field, value in part.items() if field != "weight"}
-    return Recipe.from_mapping(fields | part_fields, "this part of the recipe")
 
 
 def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:

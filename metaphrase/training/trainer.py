@@ -28,7 +28,6 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
-from metaphrase.augmentation.augmentation import announce_epoch
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
 from metaphrase.data.encoding import data_fingerprint
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
@@ -38,6 +37,7 @@ from metaphrase.data.token_budget import (
     TokenBudgetSampler,
     TokenBudgetStream,
     WithFillers,
+    announce_epoch,
     check_beside_budget,
 )
 from metaphrase.inference import decode

@@ -15,7 +15,6 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from metaphrase.augmentation import denoising
-from metaphrase.augmentation.augmentation import announce_epoch
 from metaphrase.augmentation.denoising import (
     DenoisingDataset,
     MixtureOfDenoisers,
@@ -32,6 +31,7 @@ from metaphrase.augmentation.denoising import (
     sentence_ends,
     text_blocks,
 )
+from metaphrase.data.token_budget import announce_epoch
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 END, MASK, STOP, QUESTION = 1, 3, 4, 5

@@ -1,6 +1,7 @@
 """Several tasks in one recipe, on a few made-up pairs of two tasks."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from metaphrase.data.pairs import SPLITS
 from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
 from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import TaskCorpus, mixed_rows, mixing_rates
+from metaphrase.training.corpora import TaskCorpus, mixed_rows, mixing_rates, open_corpus
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -162,3 +163,21 @@ def test_every_row_occurs_and_the_shares_are_right(sizes, mixing):
         assert abs(len(chosen) - rate * total) <= len(sizes) and np.array_equal(chosen, second)
     # No shorter epoch holds them all.
     assert min(len(chosen) - size for size, chosen in zip(sizes, rows, strict=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "fields"),
+    [
+        ("subword_sampling", {"subword_sampling": 0.1}),
+        ("augmentation", {"augmentation": {"typos": 0.1}}),
+        ("objective", {"tasks": {}, "objective": "prefix_lm", "train_text_file": "text"}),
+    ],
+)
+def test_options_that_need_a_ring_name_it(data, tmp_path, monkeypatch, option, fields):
+    for module in ("", ".augmentation", ".denoising"):
+        monkeypatch.setitem(sys.modules, f"metaphrase.augmentation{module}", None)
+    recipe = make_recipe(data, tmp_path, **fields)
+    with pytest.raises(ValueError, match=f"`{option}` must be left out: it needs metaphrase.augmentation"):
+        corpus = open_corpus(recipe, recipe.training_arguments(), (None, None))
+        corpus.load()
+        corpus.encode(TokenizerPair.train(*corpus.sides(), vocab_size=600, show_progress=False))

@@ -7,9 +7,9 @@ import pytest
 from small_experiments import ONE_STEP, make_recipe, read_log, train
 from transformers import AutoConfig
 
-from metaphrase.augmentation.augmentation import TERM_TOKENS
 from metaphrase.choices.estimate import dry_run
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.experiment import Experiment
 
 STAGES = {"train_file": None, "max_steps": None, "per_device_train_batch_size": None, "max_tokens_per_batch": 300}

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from metaphrase.augmentation.augmentation import SAMPLED_KINDS
 from metaphrase.data.pairs import SPLITS
 from metaphrase.data.stages import parse_stages
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.evaluation.metrics import DEFAULT_METRICS
+from metaphrase.tokenization.tokenizer_trainer import SAMPLED_KINDS
 from metaphrase.training.recipe.fields import OWN_FIELDS, group_of
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.augmentation.augmentation import AUGMENTATIONS
+from metaphrase.data.pairs import AUGMENTATIONS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.generation_options import GENERATION_OPTIONS

@@ -15,12 +15,12 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from transformers import SchedulerType, Seq2SeqTrainingArguments
 
-from metaphrase.augmentation.augmentation import TERM_TOKENS
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.storage.hints import explain_error
+from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.checkpointing.averaging import is_better_lower
 from metaphrase.training.recipe.checks import LEFT_OUT, check_recipe
 from metaphrase.training.recipe.fields import (

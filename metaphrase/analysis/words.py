@@ -1,4 +1,4 @@
-"""Words of a text: the word of each token, and a readable form of each token.
+"""Words of a text: the word of each token.
 
 Words are separated by white space. A text split into pieces (`an@@ trie@@ b .`) has the words that its pieces join to. A
 white-space token belongs to the word behind it, and a token that spans several words to the first of them.
@@ -8,36 +8,15 @@ import re
 from bisect import bisect_left, bisect_right
 from itertools import takewhile
 
-from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner
+from metaphrase.tokenization.tokenizer_trainer import find_joiner
 
 WordIds = list[int | None]
 
 _PIECE = re.compile(r"\S+")
 # Decoders write this character for bytes that are no whole character.
 _REPLACEMENT = "\ufffd"
-
-
-def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return each token in a readable form, with U+2581 for a space.
-
-    Tokens of a byte-level tokenizer are decoded, except parts of a character. All other tokens stay as they are.
-    """
-    tokens = tokenizer.convert_ids_to_tokens(ids)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or "ByteLevel" not in repr(backend.decoder):
-        return tokens
-    # The whole decoder may remove the space of a first word.
-    decoder = decoders.ByteLevel()
-    texts = [decoder.decode([token]) for token in tokens]
-    return [
-        token.replace(BYTE_LEVEL_SPACE, SPACE_MARK)
-        if not text or _REPLACEMENT in text
-        else text.replace(" ", SPACE_MARK)
-        for token, text in zip(tokens, texts, strict=True)
-    ]
 
 
 def words_of_source(

@@ -1,4 +1,4 @@
-"""Tests of `tokenization.words`: each token belongs to its word, by offsets, by decoding and by marks."""
+"""Tests of `analysis.words`: each token belongs to its word, by offsets, by decoding and by marks."""
 
 import pytest
 from sentencepiece_models import write_marian_tokenizer
