@@ -17,7 +17,7 @@ PLACES: dict[str, str] = {
     # The experiment of a recipe with its open fields filled, and the reasons.
     "choose": "metaphrase.choices.completion:complete",
     # The search that decodes best: options of `generate()` and the reason.
-    "choose_decoding": "metaphrase.choices.decoding:choose_decoding",
+    "choose_decoding": "metaphrase.choices.completion:choose_decoding",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
 }

@@ -31,7 +31,7 @@ from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.training.callbacks import parse_seconds
-from metaphrase.training.checkpointing.folders import last_whole_checkpoint
+from metaphrase.training.checkpoints import last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment

@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, CorpusProfile, SideProfile
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
-from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes
-from metaphrase.training.recipe.fields import DECODING
+from metaphrase.training.recipe.fields import DECODING, VALIDATION_FIELDS, decodes
 from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_optimizer
 
 # Its design is that of the networks which are chosen.

@@ -16,12 +16,11 @@ from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
+from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
 from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer
 from metaphrase.training.model_setup import make_model
 from metaphrase.training.output_dir import checkpoint_to_resume, only_writer
-from metaphrase.training.recipe.checks import decodes
-from metaphrase.training.recipe.fields import group_of
+from metaphrase.training.recipe.fields import decodes, group_of
 from metaphrase.training.recipe.recipe import Recipe, learning_rate, saved_recipe
 
 try:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.storage.weight_files import weight_names
-from metaphrase.training.adapters import import_peft, is_adapted
+from metaphrase.training.techniques import import_peft, is_adapted
 
 # Processes
 

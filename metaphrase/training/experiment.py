@@ -25,7 +25,6 @@ from metaphrase.inference.line_files import as_lines
 from metaphrase.plugins import needed_plugin
 from metaphrase.storage.loading import refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.adapters import import_peft, is_adapted, merge_lora
 from metaphrase.training.alerts import (
     TrainingAlerts,
     data_alerts,
@@ -43,14 +42,14 @@ from metaphrase.training.callbacks import (
     with_plain_lines,
     without_weight_bars,
 )
-from metaphrase.training.checkpointing.averaging import (
+from metaphrase.training.checkpoints import (
     DEFAULT_METRIC,
     RECIPE_NAME,
     average_checkpoints,
     scores_in,
     select_checkpoints,
+    step_of,
 )
-from metaphrase.training.checkpointing.folders import step_of
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, load_whole_weights, meet_on_cpu
@@ -61,15 +60,14 @@ from metaphrase.training.model_setup import (
     make_tokenizers,
     remove_ineffective_settings,
 )
-from metaphrase.training.optimizer import FrozenStart, check_optimizer
 from metaphrase.training.output_dir import (
     DATA_REPORT_NAME,
     checkpoint_to_resume,
     only_writer,
 )
-from metaphrase.training.recipe.checks import check_evaluated
-from metaphrase.training.recipe.fields import DECODING
+from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
+from metaphrase.training.techniques import FrozenStart, check_optimizer, import_peft, is_adapted, merge_lora
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)

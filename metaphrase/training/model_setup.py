@@ -14,12 +14,10 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.adapters import ALL_LINEAR, add_lora
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.distributed import whole_shape
-from metaphrase.training.optimizer import freeze
-from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.techniques import ALL_LINEAR, add_lora, check_r_drop, freeze
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
     if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
         tokenizers.declare_max_length(positions)
     # By default, generate() stops at 20 tokens.
-    settle_decoding(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
+    set_generation_config(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
     if recipe.r_drop_alpha:
         check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
     if recipe.freeze and recipe.freeze_steps is None:
@@ -204,7 +202,9 @@ _OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "num_beam_groups": 
 _OF_DETAILED_RESULTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 
-def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]) -> None:
+def set_generation_config(
+    model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]
+) -> None:
     """Set the generation settings of a model such that transformers can save them with each checkpoint.
 
     transformers refuses to save settings that contradict each other. Settings of a base model without effect, such as the

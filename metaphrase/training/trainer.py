@@ -45,11 +45,16 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.storage.folders import set_modes_of_weights
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.adapters import is_adapted
+from metaphrase.training import checkpoints
 from metaphrase.training.callbacks import restore_callbacks
-from metaphrase.training.checkpointing import folders
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, scores_in
-from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoint_of_step, checkpoints_in, step_of
+from metaphrase.training.checkpoints import (
+    ARGUMENTS_NAME,
+    DEFAULT_METRIC,
+    checkpoint_of_step,
+    checkpoints_in,
+    scores_in,
+    step_of,
+)
 from metaphrase.training.distributed import (
     ProcessSeeds,
     as_plain_class,
@@ -60,8 +65,13 @@ from metaphrase.training.distributed import (
     keep_embeddings_together,
     saves_whole_weights,
 )
-from metaphrase.training.optimizer import optimizer_class_and_options
-from metaphrase.training.r_drop import check_r_drop, repeat_batch, smooths_labels
+from metaphrase.training.techniques import (
+    check_r_drop,
+    is_adapted,
+    optimizer_class_and_options,
+    repeat_batch,
+    smooths_labels,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -419,16 +429,16 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """Train as the parent does. A checkpoint to resume from must be whole; `True` is the last whole one."""
         run, checkpoint = self._get_output_dir(trial), resume_from_checkpoint or None
         if checkpoint is True:
-            checkpoint = folders.last_whole_checkpoint(run)
+            checkpoint = checkpoints.last_whole_checkpoint(run)
             if checkpoint is None:
                 raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
         elif checkpoint is not None:
-            folders.check_whole(checkpoint)
-            folders.check_last(checkpoint, run)
+            checkpoints.check_whole(checkpoint)
+            checkpoints.check_last(checkpoint, run)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             # A killed run has left it.
-            shutil.rmtree(Path(run) / folders.UNFINISHED_NAME, ignore_errors=True)
+            shutil.rmtree(Path(run) / checkpoints.UNFINISHED_NAME, ignore_errors=True)
         hook = self.model.register_load_state_dict_post_hook(_ignore_tied_weights)
         try:
             return super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -457,11 +467,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
         self._set_best_folder(Path(resume_from_checkpoint).parent)
-        progress = folders.read_progress(resume_from_checkpoint)
+        progress = checkpoints.read_progress(resume_from_checkpoint)
         if progress is None:
             return epoch, batches
         settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
-        folders.check_progress(progress, settings, self._data_layout())
+        checkpoints.check_progress(progress, settings, self._data_layout())
         self._resumed = progress
         is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
@@ -526,7 +536,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             num_train_samples = num_epochs * len(self.train_dataset) if num_epochs else 0
         best = self.state.best_model_checkpoint
         if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
-            folders.discard_surplus(self._get_output_dir(trial), 1, [best])
+            checkpoints.discard_surplus(self._get_output_dir(trial), 1, [best])
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
 
     def _data_layout(self) -> dict[str, int | str | None]:
@@ -664,7 +674,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # transformers 5.24.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
     def _get_output_dir(self, trial):
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, folders.UNFINISHED_NAME) if self._is_saving else folder
+        return os.path.join(folder, checkpoints.UNFINISHED_NAME) if self._is_saving else folder
 
     # transformers 5.24.0: writes a checkpoint file by file under its name.
     def _save_checkpoint(self, model, trial):
@@ -696,20 +706,23 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             # The parent has stored the folder that it wrote to.
-            self.state.save_to_json(str(run / folders.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
-            folders.publish_checkpoint(checkpoint, progress)
+            self.state.save_to_json(str(run / checkpoints.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
+            checkpoints.publish_checkpoint(checkpoint, progress)
         self.accelerator.wait_for_everyone()
         self._discard_surplus(run, checkpoint)
 
     def _discard_surplus(self, run: Path, checkpoint: Path) -> None:
         """Delete surplus checkpoints, but neither the best nor the last, nor those of which the mean is saved in the end."""
         if self.args.should_save:
-            checkpoints, scores = checkpoints_in(run), scores_in(self.state.log_history, self.best_kept_metric)
-            scored = [path for path in checkpoints if step_of(path) in scores]
+            saved, scores = checkpoints_in(run), scores_in(self.state.log_history, self.best_kept_metric)
+            scored = [path for path in saved if step_of(path) in scores]
             scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-            kept = [*scored[: self.num_best_kept], *(checkpoints[-self.num_last_kept :] if self.num_last_kept else [])]
-            protected = [checkpoint, self.state.best_model_checkpoint, *kept]
-            folders.discard_surplus(run, self.args.save_total_limit, protected)
+            best_and_last = [
+                *scored[: self.num_best_kept],
+                *(saved[-self.num_last_kept :] if self.num_last_kept else []),
+            ]
+            protected = [checkpoint, self.state.best_model_checkpoint, *best_and_last]
+            checkpoints.discard_surplus(run, self.args.save_total_limit, protected)
 
     # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
     def _save(self, output_dir=None, state_dict=None):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from metaphrase.choices.decoding import choose_decoding
+from metaphrase.choices.completion import choose_decoding
 from metaphrase.evaluation.evaluate import TaskScores
 
 GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}

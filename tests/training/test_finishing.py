@@ -101,7 +101,7 @@ SHORT = {"num_beams": 4, "length_penalty": 0.6}
 
 
 def test_the_finished_model_decodes_as_chosen_and_a_resumed_run_chooses_again(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("metaphrase.choices.decoding.choose_decoding", lambda *_: (SHORT, "as the test wants"))
+    monkeypatch.setattr("metaphrase.choices.completion.choose_decoding", lambda *_: (SHORT, "as the test wants"))
     run = tmp_path / "run"
     metrics = train(data, run, choose_decoding=True, max_steps=2, save_strategy="no", eval_strategy="no")
     recipe = load_recipe(run / "recipe.yaml")

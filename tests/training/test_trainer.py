@@ -10,7 +10,7 @@ from transformers import DataCollatorForSeq2Seq
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.data.token_budget import WithFillers
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
-from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
+from metaphrase.training.checkpoints import checkpoints_in, step_of
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
 EACH_STEP |= {"generation_max_length": 4}

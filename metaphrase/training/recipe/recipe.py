@@ -21,13 +21,14 @@ from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization.texts import TERM_TOKENS
-from metaphrase.training.checkpointing.averaging import is_better_lower
-from metaphrase.training.recipe.checks import LEFT_OUT, check_recipe
+from metaphrase.training.checkpoints import is_better_lower
 from metaphrase.training.recipe.fields import (
+    LEFT_OUT,
     OWN_FIELDS,
     TRAINING_DEFAULTS,
     TRAINING_FIELDS,
     AllFields,
+    check_recipe,
     group_of,
     kinds_of,
     type_name,
