@@ -12,6 +12,8 @@ from typing import Any
 PLACES: dict[str, str] = {
     # From a corpus of a recipe and its tokenizers to the changes of training pairs.
     "augmentation": "metaphrase.augmentation.augmentation:make_augmenter",
+    # Words of a corpus, with their translations, that may take the places of others.
+    "rare_words": "metaphrase.augmentation.augmentation:learn_rare_words",
     # The corpus of plain text, from which an objective makes pairs.
     "objective": "metaphrase.augmentation.denoising:TextCorpus",
     # The experiment of a recipe with its open fields filled, and the reasons.

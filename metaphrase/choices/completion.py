@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 import torch
 
-from metaphrase.augmentation.augmentation import learn_rare_words
 from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.choices.rules import (
     SIZES,
@@ -34,6 +33,7 @@ from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_vali
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
+from metaphrase.plugins import plugin
 from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
@@ -104,7 +104,8 @@ def _prepare(recipe: Recipe, opened: Experiment) -> tuple[Recipe, Data]:
             recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
         corpus = _with_recipe(corpus, recipe)
         load(corpus)
-        recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
+        if (learn_rare_words := plugin("rare_words")) is not None:
+            recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
         tokenizers = make_tokenizers(recipe, corpus)
         train = corpus.splits["train"]
         sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, CorpusProfile, SideProfile
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
 from metaphrase.training.recipe.fields import DECODING, VALIDATION_FIELDS, decodes
@@ -352,7 +351,7 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
     return recipe
 
 
-def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], RareWords]) -> Recipe:
+def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], Any]) -> Recipe:
     """Choose to put rare words into the places of others, if both sides consist of symbols and there are such words."""
     kinds = {recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind}
     if kinds != {"word"} or not recipe.is_open("augmentation"):

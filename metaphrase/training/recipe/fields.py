@@ -351,12 +351,9 @@ def check_recipe(recipe: Any) -> None:
         parse_stages(recipe.stages, list(recipe.datasets))
     if recipe.max_tokens_per_batch is not None:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
-    needs = {name: field.json_schema_extra["effect_with"] for name, field in OWN_FIELDS.items()}
-    parts = [
-        f"`{name}` without `{needed}`"
-        for name, needed in needs.items()
-        if needed and recipe.is_set(name) and not recipe.is_set(needed)
-    ]
+    set_fields = [name for name in OWN_FIELDS if name in recipe.set_names]
+    needs = {name: OWN_FIELDS[name].json_schema_extra["effect_with"] for name in set_fields}
+    parts = [f"`{name}` without `{needed}`" for name, needed in needs.items() if needed and recipe.is_open(needed)]
     if parts:
         logger.warning("These fields have no effect: %s.", ", ".join(parts))
 

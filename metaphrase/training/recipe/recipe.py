@@ -171,7 +171,7 @@ class Recipe(AllFields):
         Raises:
             ValueError: If there is no `output_dir`, or transformers refuses a value.
         """
-        values = {name: copy.deepcopy(getattr(self, name)) for name in TRAINING_FIELDS if self.is_set(name)}
+        values = {name: copy.deepcopy(getattr(self, name)) for name in self.set_names if name in TRAINING_FIELDS}
         # Stages are one epoch, with readings of their own.
         once = {"num_train_epochs": 1} if self.stages else {}
         arguments = {**TRAINING_DEFAULTS, **once, **values, **overrides}
@@ -203,8 +203,8 @@ class Recipe(AllFields):
         # Fields that were chosen together stay together, below their reason.
         first = self.set_names if self.reasons else ()
         names = dict.fromkeys((*first, *OWN_FIELDS, *self.set_names, *TRAINING_FIELDS))
-        saved = [name for name in names if self.is_set(name) and name not in NEVER_SAVED]
-        values = {name: copy.deepcopy(getattr(self, name)) for name in saved}
+        saved = {*self.set_names}.difference(NEVER_SAVED)
+        values = {name: copy.deepcopy(getattr(self, name)) for name in names if name in saved}
         if Path(str(values.get("output_dir") or "")).is_absolute():
             del values["output_dir"]
         return values
