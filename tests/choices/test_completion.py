@@ -244,9 +244,7 @@ def test_a_name_is_a_recipe_before_it_is_a_folder(tmp_path, monkeypatch):
     assert train.find_data(["demo"]) == (train.RECIPES / "demo.yaml", [])
     assert train.find_data(["corpus"]) == (None, ["--dataset_name", "corpus"])
     assert train.find_data(["me/pairs"]) == (None, ["--dataset_name", "me/pairs"])
-    with pytest.raises(
-        FileNotFoundError, match=r"one of .*demo, .* got 'dmeo'. A data set must be a folder, or OWNER/NAME"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"one of .*demo, .* got 'dmeo'"):
         train.find_data(["dmeo"])
     with pytest.raises(FileNotFoundError, match=r"got 'recipes/mine\.yaml'"):
         train.find_data(["recipes/mine.yaml"])

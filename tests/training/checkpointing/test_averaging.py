@@ -182,9 +182,7 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
     _, folders = save_models(tmp_path / "models", count=2)
     (tmp_path / "key").write_text("private")
     (folders[1] / "LICENSE").symlink_to(tmp_path / "key")
-    with pytest.raises(
-        ValueError, match=r"`folders` must hold no link to a file outside of it, got .*LICENSE -> .*key"
-    ):
+    with pytest.raises(ValueError, match=r"`folders` must hold no link .*LICENSE -> .*key"):
         average_checkpoints(folders, tmp_path / "mean")
 
 
