@@ -169,10 +169,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would hide the labels from the model.
         self.label_smoother = None
+        if self.compute_loss_func is not None:
+            raise ValueError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
         if self.r_drop_alpha:
             # The passes may differ by other noise than the model's dropout.
             check_r_drop(self.model, other_dropout=1.0)
-        if self.compute_loss_func is None and not smooths_labels(self.model):
+        if not smooths_labels(self.model):
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
         self.add_callback(ProcessSeeds(self.accelerator))

@@ -60,6 +60,7 @@ BUDGET = {"max_tokens_per_batch": 60}
         ),
         (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
         (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
+        ({"compute_loss_func": max}, "`compute_loss_func` must be left out"),
         ({"push_to_hub": True}, "`push_to_hub` must be left out"),
     ],
 )
