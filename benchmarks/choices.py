@@ -42,7 +42,6 @@ from transformers import (
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator
-from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.cpu_setup import keep_few_kernels
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe
@@ -151,8 +150,8 @@ class MeasuredExperiment(Experiment):
         super().__init__(recipe)
         self.configuration, self.clock, self.sizes = configuration, Clock(deadline), {}
 
-    def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:
-        model = super().make_model(tokenizers, with_weights)
+    def make_model(self) -> PreTrainedModel:
+        model, tokenizers = super().make_model(), self.prepare().tokenizers
         # Early, bad models would write to the limit.
         longest = self.corpus.reports["train"].target_lengths["longest"]
         model.generation_config.max_length = round(1.1 * longest) + 8
@@ -160,11 +159,11 @@ class MeasuredExperiment(Experiment):
         self.sizes["vocabulary"] = [len(tokenizers.source), len(tokenizers.target)]
         return model
 
-    def make_trainer(self, model: PreTrainedModel, tokenizers: TokenizerPair, encoded: dict):
-        train = encoded["train"]
+    def make_trainer(self, model: PreTrainedModel):
+        train = self.prepare().encoded["train"]
         self.sizes["pairs"] = len(train)
         self.sizes["tokens"] = [int(sum(train[f"{side}_length"][:])) for side in ("source", "target")]
-        trainer = super().make_trainer(model, tokenizers, encoded)
+        trainer = super().make_trainer(model)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(self.clock)
         return trainer

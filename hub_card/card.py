@@ -20,8 +20,8 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.checkpointing.averaging import RECIPE_NAME
-from metaphrase.training.recipe.parsing import load_yaml
+from metaphrase.training.checkpoints import RECIPE_NAME
+from metaphrase.training.recipe.recipe import load_yaml
 
 logger = logging.getLogger(__name__)
 

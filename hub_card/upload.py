@@ -21,9 +21,8 @@ from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
-from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
-from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME
-from metaphrase.training.recipe.parsing import dump_yaml
+from metaphrase.training.checkpoints import ARGUMENTS_NAME, PROVENANCE_NAME, RECIPE_NAME
+from metaphrase.training.recipe.recipe import dump_yaml
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from typing import Any
 PLACES: dict[str, str] = {
     # From a corpus of a recipe and its tokenizers to the changes of training pairs.
     "augmentation": "metaphrase.augmentation.augmentation:make_augmenter",
+    # Words of a corpus, with their translations, that may take the places of others.
+    "rare_words": "metaphrase.augmentation.augmentation:learn_rare_words",
     # The corpus of plain text, from which an objective makes pairs.
     "objective": "metaphrase.augmentation.denoising:TextCorpus",
     # Subcommands of the command line.
@@ -28,6 +30,12 @@ PLACES: dict[str, str] = {
     "end_loops": "metaphrase.texts.loops:end_loops",
     "generate_whole_texts": "metaphrase.texts.commands:generate_whole_texts",
     "pivot": "metaphrase.texts.commands:load_pivot",
+    # The experiment of a recipe with its open fields filled, and the reasons.
+    "choose": "metaphrase.choices.completion:complete",
+    # The search that decodes best: options of `generate()` and the reason.
+    "choose_decoding": "metaphrase.choices.completion:choose_decoding",
+    # The needs of an experiment.
+    "estimate": "metaphrase.choices.estimate:dry_run",
 }
 
 # Public names of a core package that rings hold: the module by the name.

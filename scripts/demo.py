@@ -16,11 +16,11 @@ from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summari
 from metaphrase.hub_card import renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.train import RECIPES, limit_bars, naming_checkpoint, next_steps
-from metaphrase.training.checkpointing.folders import checkpoints_in, discard_checkpoint, last_whole_checkpoint
+from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.output_dir import discard_model
 from metaphrase.training.recipe.recipe import load_recipe
-from metaphrase.training.run_folder import discard_model
 
 logger = logging.getLogger(__name__)
 

@@ -21,23 +21,22 @@ import datasets
 import psutil
 from transformers.utils import logging as transformers_logging
 
-from metaphrase.choices.completion import complete
-from metaphrase.choices.estimate import dry_run
 from metaphrase.data.pairs import READERS, data_seed
 from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.hub_card import renew_model_card
 from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import has_bar
+from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.training.callbacks import parse_seconds
-from metaphrase.training.checkpointing.folders import last_whole_checkpoint
+from metaphrase.training.checkpoints import last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
-from metaphrase.training.run_folder import holds_run, refuse_single_run, with_fields_of_run
+from metaphrase.training.output_dir import holds_run, refuse_single_run, with_fields_of_run
+from metaphrase.training.recipe.recipe import Recipe, choose_plainly, describe_fields, load_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +156,9 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
         logger.info("%s holds nothing to resume from: the run starts from the beginning.", folder)
         recipe = recipe.replace(resume_from_checkpoint=None)
     recipe = with_fields_of_run(recipe, folder)
-    experiment, choices = complete(recipe, is_dry_run, started)
+    # Without the ring that measures, a recipe gets plain defaults.
+    complete = plugin("choose")
+    experiment, choices = (complete or _with_defaults)(recipe, is_dry_run, started)
     is_main_process = experiment.arguments.process_index == 0
     if choices and is_main_process:
         options = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
@@ -165,7 +166,7 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
         lines = [textwrap.fill(choice, width, break_long_words=False, **options) for choice in choices]
         logger.info("Chosen, to be saved in recipe.yaml:\n%s", "\n".join(lines))
     if is_dry_run:
-        estimate = dry_run(experiment)
+        estimate = needed_plugin("estimate", "dry_run")(experiment)
         if is_main_process:
             print(estimate)
         return experiment, {}
@@ -179,6 +180,10 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
         # A script must not go on as if the training had reached its end.
         raise KeyboardInterrupt("The model of this update is saved; --resume goes on from there.")
     return experiment, result
+
+
+def _with_defaults(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment, list[str]]:
+    return Experiment(recipe if recipe.resume_from_checkpoint else choose_plainly(recipe), is_dry_run, started), []
 
 
 def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: float) -> None:

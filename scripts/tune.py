@@ -7,7 +7,7 @@ import psutil
 
 from metaphrase.choices.tuning import BEST_NAME, Tuning
 from metaphrase.scripts.train import limit_bars, read_recipe
-from metaphrase.training.checkpointing.averaging import RECIPE_NAME
+from metaphrase.training.checkpoints import RECIPE_NAME
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 
 _SHOWN_ROWS = 5

@@ -36,10 +36,8 @@ def untrained(tmp_path_factory):
     write_demo_corpus(data)
     fields = ["--data_dir", str(data), "--output_dir", str(run), "--disable_tqdm", "true"]
     experiment = Experiment(load_recipe(ROOT / "scripts" / "recipes" / "demo.yaml", fields))
-    experiment.corpus.load()
-    tokenizers = experiment.make_tokenizers()
-    experiment.make_model(tokenizers).save_pretrained(run)
-    tokenizers.save_pretrained(run)
+    experiment.make_model().save_pretrained(run)
+    experiment.prepare().tokenizers.save_pretrained(run)
     return folder
 
 

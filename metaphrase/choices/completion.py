@@ -1,7 +1,10 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
+import collections
+import copy
 import functools
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,8 @@ from typing import Any
 import datasets
 import torch
 
-from metaphrase.augmentation.augmentation import learn_rare_words
-from metaphrase.choices.estimate import RunEstimate, dry_run
+from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.choices.rules import (
-    BATCH_SIZES,
     SIZES,
     STRATEGIES,
     Size,
@@ -23,7 +24,6 @@ from metaphrase.choices.rules import (
     choose_from_text,
     choose_from_tokens,
     choose_limits,
-    choose_optimizer,
     describe_choices,
     tokens_of_batch,
     tokens_per_update,
@@ -32,11 +32,18 @@ from metaphrase.choices.rules import (
 from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.memory import free_main_memory
+from metaphrase.evaluation.evaluate import ValidationSample
+from metaphrase.inference import Generator
+from metaphrase.plugins import plugin
 from metaphrase.storage.folders import ADAPTATION_NAME
+from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
+from metaphrase.training.checkpoints import is_better_lower
+from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.cpu_setup import has_fast_bfloat16
-from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.checks import VALIDATION_FIELDS
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.experiment import Experiment, load
+from metaphrase.training.model_setup import Data, make_model, make_tokenizers
+from metaphrase.training.recipe.fields import VALIDATION_FIELDS
+from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +51,6 @@ logger = logging.getLogger(__name__)
 _UPDATES_SHARE = 0.8
 # Memory of a process relative to its tensors: see the note of `estimate_run`.
 _HEAP = 1.8
-_TOKENS_PER_BATCH = 4096
 # Pairs whose tokens are counted for the limits of length.
 _SAMPLE_PAIRS = 10_000
 # In hours.
@@ -67,90 +73,89 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     Raises:
         ValueError: If the pairs cannot be read, or fields contradict each other.
     """
-    started = time.time() if started is None else started
-    if recipe.resume_from_checkpoint:
-        experiment = Experiment(recipe, is_dry_run, started)
-    elif recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs":
-        experiment = Experiment(_from_network(recipe), is_dry_run, started)
-    else:
-        experiment = _from_pairs(recipe, is_dry_run, started)
-    return experiment, describe_choices(recipe, experiment.recipe)
+    started, before, data = time.time() if started is None else started, recipe, None
+    if not recipe.resume_from_checkpoint:
+        if recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs":
+            recipe = choose_plainly(recipe)
+        else:
+            if recipe.is_open(*BATCH_SIZES):
+                check_beside_budget(recipe, None)
+            recipe = choose_dataset(recipe)
+            opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
+            recipe, data = _prepare(recipe, opened)
+            recipe = _choose_training(recipe, data, opened.deadline).checked()
+    return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
 
 
-def _from_network(recipe: Recipe) -> Recipe:
-    """Return the recipe with the open fields that depend on the network alone. A base model keeps what it has."""
-    if recipe.model_name_or_path is not None:
-        return recipe
-    if recipe.is_open(*BATCH_SIZES):
-        check_beside_budget(recipe, None)
-        recipe = recipe.choose("usual for Transformers", max_tokens_per_batch=_TOKENS_PER_BATCH)
-    return choose_optimizer(recipe, warmup_steps=0.1).checked()
-
-
-def _from_pairs(recipe: Recipe, is_dry_run: bool, started: float) -> Experiment:
-    """Return an experiment, whose data are read and encoded, with all open fields filled."""
-    before, is_base = recipe, recipe.model_name_or_path is not None
-    if recipe.is_open(*BATCH_SIZES):
-        check_beside_budget(recipe, None)
-    recipe = choose_dataset(recipe)
-    experiment = Experiment(_before_evaluation(recipe), is_dry_run, started)
-    with experiment.arguments.main_process_first(desc="reading the corpus"):
-        experiment.corpus.read()
-    train = experiment.corpus.splits["train"]
-    if recipe.num_test:
-        train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
-    recipe = choose_from_text(recipe, CorpusProfile.of(train))
-    if before.is_open("num_validation") and recipe.num_validation:
-        # Pairs with the same source stay together.
-        size = possible_validation(train, recipe.num_validation, recipe.num_test, data_seed(recipe))
-        recipe = recipe.replace(num_validation=size)
-    if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
-        recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
-    experiment = experiment.with_recipe(_before_evaluation(recipe))
-    with experiment.arguments.main_process_first(desc="encoding the corpus"):
-        experiment.load()
-        recipe = choose_augmentation(recipe, lambda: learn_rare_words(experiment.corpus))
-        tokenizers = experiment.make_tokenizers()
-        train = experiment.corpus.splits["train"]
+def _prepare(recipe: Recipe, opened: Experiment) -> tuple[Recipe, Data]:
+    """Read, split and encode the pairs. Choose validation pairs, tokenizers, scores and limits on the way."""
+    corpus, is_open = opened.corpus, recipe.is_open("num_validation")
+    with opened.arguments.main_process_first(desc="reading the corpus"):
+        corpus.read()
+        train = corpus.splits["train"]
+        if recipe.num_test:
+            train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
+        recipe = choose_from_text(recipe, CorpusProfile.of(train))
+        if is_open and recipe.num_validation:
+            # Pairs with the same source stay together.
+            size = possible_validation(train, recipe.num_validation, recipe.num_test, data_seed(recipe))
+            recipe = recipe.replace(num_validation=size)
+        if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
+            recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
+        corpus = _with_recipe(corpus, recipe)
+        load(corpus)
+        if (learn_rare_words := plugin("rare_words")) is not None:
+            recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
+        tokenizers = make_tokenizers(recipe, corpus)
+        train = corpus.splits["train"]
         sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
         encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
         lengths = {side: [len(ids) for ids in encode(sample[side][:])] for side, encode in encoders}
-        recipe = choose_limits(recipe, lengths, experiment.corpus.longest)
-        experiment = experiment.with_recipe(_before_evaluation(recipe))
-        _, encoded = experiment.prepare()
-    tokens = TokenProfile.of(encoded["train"])
+        recipe = choose_limits(recipe, lengths, corpus.longest)
+        corpus = _with_recipe(corpus, recipe)
+        return recipe, Data(corpus, tokenizers, corpus.encode(tokenizers))
+
+
+def _with_recipe(corpus: PairCorpus, recipe: Recipe) -> PairCorpus:
+    """Return a corpus with other choices on the texts that were read."""
+    other = copy.copy(corpus)
+    other.recipe, other.splits, other.reports = recipe, dict(corpus.splits), dict(corpus.reports)
+    return other
+
+
+def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:
+    """Choose network, batches, optimizer, length of the run, and evaluation, from the tokens and the speed of this machine."""
+    tokens = TokenProfile.of(data.encoded["train"])
 
     @functools.cache
-    def measured(size: Size) -> StepCost:
-        sized = experiment.with_recipe(with_network(experiment.recipe, "", size))
-        timed, batches, _ = _split_step(sized, tokens)
-        return StepCost(_step_seconds(dry_run(timed)), batches)
-
     def cost_of(size: Size) -> StepCost:
-        # A given network has one speed.
-        return measured(size if recipe.is_open("preset") else SIZES[0])
+        sized = recipe
+        if recipe.model_name_or_path is None:
+            # A given network has one speed.
+            sized = with_network(recipe, "", size if recipe.is_open("preset") else SIZES[0])
+        return _cost_of(_before_evaluation(sized), data, tokens)
 
     def time_left() -> float | None:
         # Reading long files may have used up all the time.
-        return None if recipe.time_budget is None else _UPDATES_SHARE * max(0.0, experiment.deadline - time.time())
+        return None if recipe.time_budget is None else _UPDATES_SHARE * max(0.0, deadline - time.time())
 
-    if is_base:
+    if recipe.model_name_or_path is not None:
         with torch.device("meta"):
-            model = experiment.make_model(tokenizers, with_weights=False)
-        facts = model.config, model.generation_config.num_beams or 1, _cost_of_base(experiment, tokens)
+            model = make_model(recipe, data, with_weights=False)
+        facts = model.config, model.generation_config.num_beams or 1, cost_of(SIZES[0])
         has_seen_pairs = not Path(recipe.model_name_or_path, ADAPTATION_NAME).is_file()
-        recipe, total = choose_finetuning(recipe, tokens, *facts, time_left(), has_seen_pairs)
+        filled, total = choose_finetuning(recipe, tokens, *facts, time_left(), has_seen_pairs)
     else:
         if recipe.time_budget is not None:
             cost_of(SIZES[1])
-        recipe, total = choose_from_tokens(recipe, tokens, cost_of, time_left())
+        filled, total = choose_from_tokens(recipe, tokens, cost_of, time_left())
     if recipe.time_budget is None and total > _LONG_RUN * 3600:
         logger.warning(
             "This run takes about %.1f hours on this machine. To get the best model of a shorter time, give it: "
             "--time_budget 8h.",
             total / 3600,
         )
-    return experiment.with_recipe(recipe.checked())
+    return filled
 
 
 def _before_evaluation(recipe: Recipe) -> Recipe:
@@ -163,38 +168,30 @@ def _before_evaluation(recipe: Recipe) -> Recipe:
     return recipe.replace(**fields)
 
 
-def _split_step(experiment: Experiment, tokens: TokenProfile) -> tuple[Experiment, int, float]:
-    """Split an optimizer step into batches, as large as memory holds.
+def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
+    """Return the cost of an optimizer step, which is split into as many batches as memory needs.
 
-    Return the experiment with these batches, their number, and the bytes that it lacks; 0 or less if memory holds it.
+    A warning says if memory holds no batch of a model to fine-tune.
     """
-    recipe = experiment.recipe
     budget, batches = tokens_per_update(recipe, tokens), recipe.gradient_accumulation_steps
     is_open = recipe.is_open(*BATCH_SIZES)
     is_final = not (is_open and recipe.is_open("gradient_accumulation_steps"))
     while True:
         size = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
         trial = recipe.choose("", **size, gradient_accumulation_steps=batches) if is_open else recipe
-        lacking = _HEAP * dry_run(experiment.with_recipe(trial), devices=1).peak - free_memory()
+        free = free_memory()
+        lacking = _HEAP * estimate_recipe(trial, data, devices=1).peak - free
         if lacking <= 0 or is_final or budget // (2 * batches) < tokens.longest:
-            return experiment.with_recipe(trial), batches, lacking
+            break
         batches *= 2
-
-
-def _cost_of_base(experiment: Experiment, tokens: TokenProfile) -> StepCost:
-    """Return the cost of an optimizer step in batches that memory holds, and warn if memory holds none."""
-    timed, batches, lacking = _split_step(experiment, tokens)
-    if lacking > 0:
+    if lacking > 0 and recipe.model_name_or_path is not None:
         logger.warning(
             "Training takes about %.1f GiB, and %.1f GiB are free. Set `lora_rank: 16` (pip install metaphrase[lora]), or "
             "choose a smaller model.",
-            *(size / _HEAP / 2**30 for size in (lacking + free_memory(), free_memory())),
+            *(size / _HEAP / 2**30 for size in (lacking + free, free)),
         )
-    return StepCost(_step_seconds(dry_run(timed)), batches)
-
-
-def _step_seconds(estimate: RunEstimate) -> float:
-    return 3600 * (estimate.hours or 0.0) / estimate.steps
+    estimate = estimate_recipe(trial, data)
+    return StepCost(3600 * (estimate.hours or 0.0) / estimate.steps, batches)
 
 
 def free_memory() -> int:
@@ -246,3 +243,60 @@ def find_columns(row: dict, name: str, config: str | None) -> tuple[str, str]:
             f"`source_column` and `target_column` must be given for {name}, which has {', '.join(names)}, got neither."
         )
     return PAIRS[0] if PAIRS[0] in pairs else pairs[0]
+
+
+# The search that decodes best
+
+BEAMS = 4
+# A penalty above 1 favors longer targets. Symbols and single words end where they must.
+LENGTH_PENALTIES = (1.0, 0.6, 1.5)
+# Points that early stopping may not cost.
+_NOTICEABLE = 0.1
+
+
+def choose_decoding(
+    generator: Generator, sample: ValidationSample, deadline: float = math.inf, num_scored: int = 0
+) -> tuple[dict[str, float], str]:
+    """Compare greedy search with beams, and beams with several length penalties, by the first metric of the sample.
+
+    The best beams are also tried with early stopping, which is faster, and the rule of fairseq, Marian and CTranslate2. It may
+    end before the right target of a model whose other beams end soon, so that only a comparison tells.
+
+    Returns:
+        `num_beams`, with beams `length_penalty` too, `early_stopping` if it costs nothing, and the scores of all settings in one
+        line.
+    """
+    metric, num_pairs = sample.scores.metrics[0], len(sample.sources)
+    sign, duration, shown = -1 if is_better_lower(metric) else 1, 0.0, []
+    best: tuple[float, dict[str, float]] = -math.inf, {"num_beams": 1}
+    penalties = LENGTH_PENALTIES if metric in TEXT_SCORES else LENGTH_PENALTIES[:1]
+    beams = [{"num_beams": BEAMS, "length_penalty": value} for value in penalties]
+    settings = collections.deque([best[1], *beams])
+    # The final scores come after this search, and take as long for each pair.
+    while settings and time.time() + duration * (1 + num_scored / num_pairs) < deadline:
+        setting, start = settings.popleft(), time.perf_counter()
+        texts = generator.generate(list(sample.sources), show_progress=False, **setting)
+        duration = (1.0 if shown else BEAMS_COST) * (time.perf_counter() - start)
+        score = sign * sample.scores.compute(texts, sample.references)[metric]["score"]
+        shown.append(f"{sign * score:.2f} with {_shown(setting)}")
+        # The first of equal settings is the fastest.
+        if score > best[0] or ("early_stopping" in setting and score > best[0] - _NOTICEABLE):
+            best = score, setting
+        if setting == beams[0] and best[1] != setting:
+            break  # Beams bring nothing.
+        if setting == beams[-1]:
+            settings.append({**best[1], "early_stopping": True})
+    if not shown:
+        return best[1], "there is no time to compare beams"
+    return best[1], f"{metric} of {num_pairs} validation pairs: {', '.join(shown)}"
+
+
+def _shown(options: dict[str, float]) -> str:
+    if options["num_beams"] == 1:
+        return "greedy search"
+    parts = [f"{options['num_beams']} beams"]
+    if options["length_penalty"] != 1:
+        parts.append(f"length penalty {options['length_penalty']}")
+    if "early_stopping" in options:
+        parts.append("early stopping")
+    return " and ".join(parts)

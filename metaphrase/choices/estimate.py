@@ -27,8 +27,10 @@ from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.compat import CHECKPOINTING
-from metaphrase.training.adapters import is_adapted
-from metaphrase.training.experiment import Experiment
+from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
+from metaphrase.training.model_setup import Data, make_model
+from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.techniques import is_adapted
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Number of largest batches by each size.
@@ -278,37 +280,42 @@ MAX_TIMED_PARAMETERS = 300_000_000
 def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written.
 
+    Raises:
+        ValueError: If the training pairs are streamed, so that their lengths are unknown.
+    """
+    if experiment.recipe.streaming:
+        raise ValueError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
+    return estimate_recipe(experiment.recipe, experiment.prepare(), devices)
+
+
+def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> RunEstimate:
+    """Estimate the needs of a run by a recipe on data that are prepared.
+
     Memory is counted on a model without weights. The hours follow from a few steps of a real model, unless it is too large;
     evaluations are not counted.
 
     Args:
-        experiment: An experiment before training.
+        recipe: The recipe.
+        data: The data of the run.
         devices: Number of devices to plan for; those of this run by default.
-
-    Raises:
-        ValueError: If the training pairs are streamed, so that their lengths are unknown.
     """
-    recipe, arguments = experiment.recipe, experiment.arguments
-    if recipe.streaming:
-        raise ValueError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
+    arguments, train = make_arguments(recipe), data.encoded["train"]
     set_seed(arguments.seed)
-    tokenizers, encoded = experiment.prepare()
-    train = encoded["train"]
     lengths = np.stack([np.asarray(train[side][:]) for side in LENGTH_COLUMNS], axis=1)
     with torch.device("meta"):
-        model = experiment.make_model(tokenizers, with_weights=False)
+        model = make_model(recipe, data, with_weights=False)
     if is_adapted(model):
         # Adapters replace the layers that they wrap.
         model = model.get_base_model()
     rate = None
     if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
-        rate = _measured_rate(experiment, experiment.make_model(tokenizers), train, lengths)
+        rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
     estimate = estimate_run(
         model,
         arguments,
         lengths,
         max_tokens_per_batch=recipe.max_tokens_per_batch,
-        pad_to_multiple_of=experiment.pad_to_multiple_of,
+        pad_to_multiple_of=pad_to_multiple_of(arguments),
         r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
         devices=devices,
         tokens_per_second=rate,
@@ -321,14 +328,16 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     return estimate
 
 
-def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, lengths: np.ndarray) -> float:
+def _measured_rate(
+    recipe: Recipe, arguments: TrainingArguments, model: PreTrainedModel, train, lengths: np.ndarray
+) -> float:
     """Return the median tokens per second of real training steps by AdamW with a learning rate of 0.
 
     The batches are the first of an epoch, formed as the trainer does. The first one warms up.
     """
-    budget, arguments = experiment.recipe.max_tokens_per_batch, experiment.arguments
+    budget = recipe.max_tokens_per_batch
     is_packed = budget is not None and getattr(model, "supports_packing", False)
-    multiple = 1 if is_packed else experiment.pad_to_multiple_of
+    multiple = 1 if is_packed else pad_to_multiple_of(arguments)
     collate = PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, multiple)
     planned = plan_batches(lengths, arguments, budget, 1, multiple)
     if arguments.gradient_checkpointing:
@@ -344,21 +353,17 @@ def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, length
         batch = collate([{name: pair[name] for name in ("input_ids", "labels")} for pair in pairs])
         batch = with_decoder_inputs(model, batch)
         batch = {name: value.to(kind) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        start = _now(kind)
+        start = time.perf_counter()
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=arguments.bf16):
             loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds = _now(kind) - start
+        if kind != "cpu":
+            torch.accelerator.synchronize()
+        seconds = time.perf_counter() - start
         total += seconds
         rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / seconds)
         if len(rates) > 3 and total > TIMED_SECONDS:
             break
     return statistics.median(rates[1:])
-
-
-def _now(kind: str) -> float:
-    if kind != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter()

@@ -13,17 +13,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, CorpusProfile, SideProfile
-from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
-from metaphrase.training.recipe.checks import VALIDATION_FIELDS, decodes
-from metaphrase.training.recipe.fields import DECODING
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.fields import DECODING, VALIDATION_FIELDS, decodes
+from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_optimizer
 
 # Its design is that of the networks which are chosen.
 _PRESET = "metaphrase-tiny"
-BATCH_SIZES = ("max_tokens_per_batch", "per_device_train_batch_size")
 STRATEGIES = ("eval_strategy", "save_strategy")
 _EVALUATIONS = 12
 # Evaluations without a better score. The learning rate falls until the end, so that a score may rest in the middle of a run.
@@ -207,16 +203,6 @@ def choose_batches(
     return recipe.choose(reason, **fields), budget, cost
 
 
-def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
-    """Choose the learning rate of a new network, its schedule, and regularization. A warm-up below 1 is a share of the run."""
-    width = MetaphraseConfig.from_preset(recipe.preset, **recipe.model).hidden_size
-    reason = f"0.002 was the best of three rates at width 256, and this network is {width} wide"
-    recipe = recipe.choose(reason, learning_rate=learning_rate(width))
-    recipe = recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=warmup_steps)
-    usual = {"adam_beta2": 0.98, "weight_decay": 0.01, "label_smoothing_factor": 0.1, "max_grad_norm": 1.0}
-    return recipe.choose("usual for Transformers of this size", **usual)
-
-
 def choose_evaluation(recipe: Recipe, tokens: TokenProfile, updates: int) -> Recipe:
     """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
     if not any(getattr(recipe, name) for name in VALIDATION_FIELDS):
@@ -313,11 +299,6 @@ def choose_size(tokens: TokenProfile, updates: int, possible_updates: Callable[[
     return fitting[-1] if fitting else SIZES[0]
 
 
-def learning_rate(width: int) -> float:
-    """Return the peak of the learning rate. At a width of 256, twice of it lost 3 to 24 points of exact match."""
-    return round(2e-3 * (256 / width) ** 0.75, 5)
-
-
 def dropout(epochs: float, is_sampled: bool = False) -> float:
     """Return the dropout: the more often a pair is seen, the higher. Sampled segmentations take its place."""
     return 0.1 if is_sampled or epochs <= 12 else 0.2 if epochs <= 30 else 0.3
@@ -370,7 +351,7 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
     return recipe
 
 
-def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], RareWords]) -> Recipe:
+def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], Any]) -> Recipe:
     """Choose to put rare words into the places of others, if both sides consist of symbols and there are such words."""
     kinds = {recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind}
     if kinds != {"word"} or not recipe.is_open("augmentation"):

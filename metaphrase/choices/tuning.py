@@ -12,18 +12,16 @@ import torch
 from transformers import Trainer, TrainerCallback, set_seed
 
 from metaphrase.choices.completion import complete
-from metaphrase.choices.estimate import dry_run
-from metaphrase.choices.rules import learning_rate
+from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.hints import did_you_mean
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
-from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.checks import decodes
-from metaphrase.training.recipe.fields import group_of
-from metaphrase.training.recipe.recipe import Recipe, saved_recipe
-from metaphrase.training.run_folder import checkpoint_to_resume, only_writer
+from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
+from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer
+from metaphrase.training.model_setup import make_model
+from metaphrase.training.output_dir import checkpoint_to_resume, only_writer
+from metaphrase.training.recipe.fields import decodes, group_of
+from metaphrase.training.recipe.recipe import Recipe, learning_rate, saved_recipe
 
 try:
     import optuna
@@ -135,10 +133,10 @@ class Tuning:
             for choice in choices:
                 logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
-        tokenizers, encoded = self.experiment.prepare()
-        if not encoded.get("validation"):
+        self.data = self.experiment.prepare()
+        if not self.data.encoded.get("validation"):
             raise ValueError("`validation_file` or `num_validation` must be given to compare trials, got neither.")
-        self.experiment.check_scored(tokenizers)
+        check_references(self.data, self.experiment.scores)
         self.space, self.start = search_space(recipe)
         score = (recipe.metrics or [DEFAULT_METRIC])[0] if decodes(recipe) else "loss"
         self.metric = (recipe.metric_for_best_model or score).removeprefix("eval_")
@@ -173,10 +171,8 @@ class Tuning:
 
     def _plan(self) -> dict[str, float]:
         """Return the share of the recipe's updates that a trial has, their number, and the seconds that bound a trial."""
-        estimate = dry_run(self.experiment)
-        seconds = (self.deadline - time.time()) / min(self.max_trials, _TRIALS)
-        if seconds <= 0:
-            raise ValueError("`time_budget` must leave time for trials after the pairs are read, got too little.")
+        estimate = estimate_recipe(self.recipe, self.data)
+        seconds = max(0.0, self.deadline - time.time()) / min(self.max_trials, _TRIALS)
         # The rate of a large network is not measured. Then the seconds alone bound a trial.
         needed = 3600 * (estimate.hours or 0) / _UPDATES_SHARE
         share = min(1.0, seconds / needed) if needed else 1.0
@@ -207,10 +203,9 @@ class Tuning:
         # Trackers would take all trials for one run.
         name = f"{self.folder.name}-trial-{trial.number}"
         recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
-        experiment = self.experiment.with_recipe(recipe)
-        tokenizers, encoded = experiment.prepare()
-        set_seed(experiment.arguments.seed)
-        trainer = experiment.make_trainer(experiment.make_model(tokenizers), tokenizers, encoded)
+        arguments = make_arguments(recipe)
+        set_seed(arguments.seed)
+        trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data))
         deadline = min(self.deadline, time.time() + self.seconds)
         trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
         for printer in (ProgressLog, TrainingAlerts):
@@ -303,8 +298,8 @@ def _distribution(name: str, declared: Any, start: Any) -> "optuna.distributions
         if isinstance(declared, list):
             return optuna.distributions.CategoricalDistribution(declared if start in declared else [start, *declared])
         bounds = {"log": False, **declared}
-        if bounds["low"] > bounds["high"]:
-            raise ValueError("`low` must be at most `high`")
+        # It refuses bounds in the wrong order.
+        optuna.distributions.FloatDistribution(**bounds)
         bounds |= {"low": min(bounds["low"], start), "high": max(bounds["high"], start)}
         is_whole = all(isinstance(number, int) for number in (bounds["low"], bounds["high"], start))
         kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
@@ -332,18 +327,17 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 def _value(recipe: Recipe, name: str) -> Any:
     """Return the value of a field, and refuse a field that may not be searched."""
     field, _, key = name.partition(".")
-    group = group_of(field, "`search`")
-    if group in _FIXED_GROUPS or field in _FIXED or field.startswith(_FIXED_PREFIXES):
-        raise ValueError(f"`search` must name fields that may differ between trials, got `{name}`.")
+    is_fixed = group_of(field, "`search`") in _FIXED_GROUPS or field in _FIXED or field.startswith(_FIXED_PREFIXES)
     value = getattr(recipe, field)
-    if isinstance(value, dict) is not bool(key):
-        raise ValueError(f"`search` must name one value, such as learning_rate or model.dropout, got `{name}`.")
+    if is_fixed or isinstance(value, dict) is not bool(key):
+        raise ValueError(
+            "`search` must name single values that may differ between trials, such as learning_rate or model.dropout, got "
+            f"`{name}`."
+        )
     if field != "model":
         return value.get(key) if key else getattr(value, "value", value)
-    config = _config(recipe)
-    if not hasattr(config, key):
-        raise ValueError(f"`{key}` is not a field of MetaphraseConfig.{did_you_mean(key, vars(config))}")
-    return getattr(config, key)
+    # `search_space` refuses a name that the network does not have.
+    return getattr(_config(recipe), key, None)
 
 
 def _config(recipe: Recipe) -> MetaphraseConfig:

@@ -186,7 +186,12 @@ class TrainingAlerts(TrainerCallback):
         if self.has_warned or is_early or self.metrics == ["exact_match"] or not state.is_world_process_zero:
             return
         scores = {name: [entry.get(f"eval_{name}", math.nan) for entry in entries] for name in self.metrics}
-        if any(_is_alive(name, value) for name, values in scores.items() for value in values):
+        # An error rate is the other way round.
+        if any(
+            value > _ALIVE[name] if name in _ALIVE else value < _DEAD_ERROR_RATE
+            for name, values in scores.items()
+            for value in values
+        ):
             return
         self.has_warned = True
         advice = "Check that each target belongs to its source, and that `learning_rate` suits the network."
@@ -194,7 +199,3 @@ class TrainingAlerts(TrainerCallback):
             advice += " BLEU of fewer than four words is always 0: then set `metrics: [exact_match, cer]`."
         shown = ", ".join(f"{name} {values[-1]:.1f}" for name, values in scores.items())
         logger.warning("Scores stay at zero: %s after %s updates. %s", shown, f"{state.global_step:,}", advice)
-
-
-def _is_alive(name: str, score: float) -> bool:
-    return score > _ALIVE[name] if name in _ALIVE else score < _DEAD_ERROR_RATE

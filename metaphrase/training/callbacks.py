@@ -22,6 +22,8 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.progress import ProgressLines
+from metaphrase.training.recipe.fields import DECODING
+from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class EarlyEnd(TrainerCallback):
 
     def is_due(self) -> bool:
         """Return True if no further update should begin."""
-        raise NotImplementedError
+        return False
 
     def _end(self, args: TrainingArguments, control: TrainerControl) -> None:
         if self.is_due():
@@ -120,6 +122,31 @@ class TimeBudget(EarlyEnd):
     def on_train_end(self, args, state, control, **kwargs):
         if self.has_ended:
             _log_end(state, "the rest of the time is for scores" if self.final_share else "`time_budget` is over")
+
+
+# Scores of text, for which several length penalties are compared.
+TEXT_SCORES = ("bleu", "chrf", "chrf++", "ter", "rouge")
+# Duration of a search with beams, relative to greedy search.
+BEAMS_COST = 2.0
+
+
+def final_share(recipe: Recipe, metrics: Sequence[str], num_scored: int, num_validation: int) -> float:
+    """Return the duration of all that follows training, relative to an evaluation, which is greedy and may decode fewer pairs.
+
+    `num_scored` is the number of pairs that the finished model is scored on, 0 if it is not scored.
+    """
+    num_decoded = min(num_validation, recipe.max_decoded_samples or num_validation)
+    if not num_scored:
+        return 0.0
+    if not num_decoded:
+        # No evaluation tells how long it takes.
+        return 1.0
+    is_open = recipe.choose_decoding and recipe.is_open(*DECODING)
+    beams = BEAMS_COST if is_open or (recipe.num_beams or 1) > 1 else 1
+    # Greedy search, and beams: for text with several length penalties, and with early stopping.
+    choice = 1 + BEAMS_COST * (4 if metrics[0] in TEXT_SCORES else 2) if is_open and metrics else 0
+    # The mean of checkpoints is evaluated once.
+    return beams * num_scored / num_decoded + choice + (recipe.average_best is not None)
 
 
 class EarlyStopping(EarlyStoppingCallback):

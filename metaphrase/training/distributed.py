@@ -1,17 +1,27 @@
-"""Several processes: start, end, the seed of each, and pairs that two of them share."""
+"""Several processes: start, end, the seed of each, pairs that two of them share, and sharded weights."""
 
+import contextlib
 import gc
 import os
 import random
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from torch import distributed
-from transformers import TrainerCallback, TrainingArguments
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.storage.weight_files import weight_names
+from metaphrase.training.techniques import import_peft, is_adapted
 
 # Processes
 
@@ -84,3 +94,134 @@ class ProcessSeeds(TrainerCallback):
             np.random.seed(words[1])  # noqa: NPY002
             # Accelerators too.
             torch.manual_seed(words[2])
+
+
+# Sharded weights
+
+
+@contextlib.contextmanager
+def _embeddings_hidden(model: nn.Module) -> Iterator[None]:
+    names = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
+    for name in names:
+        setattr(model, name, lambda: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(model, name)
+
+
+def keep_embeddings_together(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Accelerator.prepare` so that all embeddings and the head stay in the model's own FSDP unit.
+
+    accelerate gives one embedding and the head units of their own (seen in 1.15). An embedding tied to them is then left behind,
+    which FSDP refuses from torch 2.13 on. The loss reads the head's weight without calling the head, and would find it sharded.
+    The model's own unit is gathered for the whole step.
+    """
+
+    def prepare_together(*objects: Any, **options: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for model in objects:
+                if isinstance(model, nn.Module):
+                    stack.enter_context(_embeddings_hidden(model))
+            return prepare(*objects, **options)
+
+    return prepare_together
+
+
+def _plain_class(model: nn.Module) -> type[nn.Module]:
+    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+
+
+@contextlib.contextmanager
+def as_plain_class(model: nn.Module) -> Iterator[None]:
+    """Give a model its class before FSDP inside this context, so that it is saved with the code of that class."""
+    sharded = type(model)
+    model.__class__ = _plain_class(model)
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True if each process holds only a share of the weights, by FSDP or by DeepSpeed's stage 3."""
+    return isinstance(model, FSDPModule) or _is_partitioned(model)
+
+
+def _is_partitioned(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def saves_whole_weights(state: AcceleratorState) -> bool:
+    """True if checkpoints hold weights for `from_pretrained`, not only the share of each process."""
+    if (fsdp := getattr(state, "fsdp_plugin", None)) is not None:
+        return "FULL" in str(fsdp.state_dict_type)
+    if (deepspeed := getattr(state, "deepspeed_plugin", None)) is None:
+        return True
+    zero = deepspeed.deepspeed_config.get("zero_optimization", {})
+    # accelerate does not gather with "auto".
+    return zero.get("stage") != 3 or zero.get("stage3_gather_16bit_weights_on_model_save") is True
+
+
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """Return the shape of a whole weight. A weight that DeepSpeed has partitioned does not show it."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+def gather_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a sharded model with whole weights, on each process. All processes must call this."""
+    if _is_partitioned(model):
+        state = {}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            with _gathered(weight):
+                state[name] = weight.detach().clone()
+    else:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    # Initial weights must not draw from training's random numbers. With DeepSpeed, `from_config` would partition them at once.
+    with torch.random.fork_rng():
+        whole = _new_model(model).to(model.device)
+    whole.load_state_dict(state)
+    # peft drops its wrapper when the adapter is merged.
+    base = whole.get_base_model() if is_adapted(whole) else whole
+    base.generation_config = model.generation_config
+    return whole
+
+
+def _new_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of this configuration and adapter, with weights of its own."""
+    if not is_adapted(model):
+        return _plain_class(model)(model.config)
+    return import_peft().get_peft_model(_new_model(model.get_base_model()), model.active_peft_config)
+
+
+def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Load the weights of a folder into a model, sharded or not. All processes must call this.
+
+    Raises:
+        ValueError: If the folder lacks a weight of the model.
+    """
+    # Not every file: exponential averages have the same names.
+    state = {name: weight for file in weight_names(folder) for name, weight in load_file(folder / file).items()}
+    # A tied weight is saved under one of its names.
+    state |= {name: state[saved] for name, saved in model.all_tied_weights_keys.items() if saved in state}
+    weights = model.state_dict(keep_vars=True)
+    # Marian computes its positions and does not save them.
+    if missing := weights.keys() - state.keys() - set(model._keys_to_ignore_on_save or ()):
+        raise ValueError(f"{folder} must hold all weights of the model, got none for {', '.join(sorted(missing))}.")
+    if not _is_partitioned(model):
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        return
+    # All processes gather in the same order.
+    for name in filter(state.__contains__, weights):
+        with _gathered(weights[name], written=True), torch.no_grad():
+            weights[name].copy_(state[name])
+
+
+def _gathered(weight: torch.Tensor, written: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Gather a weight inside this context. What the first process writes into it is partitioned afterwards."""
+    if not hasattr(weight, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if written else None)

@@ -1,16 +1,19 @@
-"""Run of a recipe, from raw pairs to a folder with a trained and scored model."""
+"""Run of a recipe, from raw pairs to a folder with a trained and scored model.
+
+`Experiment.train` tells the whole course: read and encode the pairs, make the model, train, save, score.
+"""
 
 import contextlib
-import copy
 import json
 import logging
 import math
-import sys
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
-import datasets
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 
 from metaphrase.data.collators import PairCollator
@@ -19,11 +22,9 @@ from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluat
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
-from metaphrase.inference.progress import has_bar
-from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.loading import naming, refuse_missing_folder
-from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
+from metaphrase.plugins import needed_plugin
+from metaphrase.storage.loading import refuse_missing_folder
+from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.alerts import (
     TrainingAlerts,
     data_alerts,
@@ -36,78 +37,78 @@ from metaphrase.training.callbacks import (
     EarlyStopping,
     EndOnInterrupt,
     TimeBudget,
+    final_share,
     parse_seconds,
     with_plain_lines,
     without_weight_bars,
 )
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
-from metaphrase.training.corpora import open_corpus
+from metaphrase.training.checkpoints import (
+    DEFAULT_METRIC,
+    RECIPE_NAME,
+    average_checkpoints,
+    scores_in,
+    select_checkpoints,
+    step_of,
+)
+from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.distributed import check_devices, meet_on_cpu
-from metaphrase.training.finishing import (
-    average_run,
-    fill_decoding,
-    final_share,
-    is_choice_open,
-    save_final,
-)
+from metaphrase.training.distributed import check_devices, load_whole_weights, meet_on_cpu
 from metaphrase.training.model_setup import (
-    check_special_ids,
-    fit_vocabulary,
-    load_base,
+    Data,
     longest_sequences,
-    settle_decoding,
+    make_model,
+    make_tokenizers,
+    remove_ineffective_settings,
 )
-from metaphrase.training.optimizer import FrozenStart, check_optimizer, freeze
-from metaphrase.training.r_drop import check_r_drop
-from metaphrase.training.recipe.checks import check_evaluated
-from metaphrase.training.recipe.recipe import Recipe, saved_recipe
-from metaphrase.training.run_folder import (
+from metaphrase.training.output_dir import (
     DATA_REPORT_NAME,
     checkpoint_to_resume,
     only_writer,
 )
+from metaphrase.training.recipe.fields import DECODING, check_evaluated
+from metaphrase.training.recipe.recipe import Recipe, saved_recipe
+from metaphrase.training.techniques import FrozenStart, check_optimizer, import_peft, is_adapted, merge_lora
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)
 
-
-def _training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
-    # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
-    extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
-    arguments = recipe.training_arguments(**extra)
-    # The arguments are saved with each checkpoint.
-    arguments.hub_token = None
-    if recipe.objective != "pairs":
-        # There are no references to compare decoded text with.
-        arguments.predict_with_generate, arguments.prediction_loss_only = False, True
-    return arguments
+# Folder of a run that holds the mean of checkpoints until it is loaded.
+_AVERAGE_NAME = "_average"
 
 
 class Experiment:
-    """One run of a recipe. `train()` fills `output_dir` with the model and its records.
+    """One run of a recipe. `train()` fills `folder` with the model and its records.
 
     The folder holds the model with its code and tokenizers, `recipe.yaml`, `data_report.json`, `trainer_state.json`, and
     `metrics.json` with the scores on the test pairs (or on the validation pairs, if there are no others).
+
+    Attributes:
+        recipe: The recipe, with length limits that the model can read. `train` adds the search that `choose_decoding` found.
+        arguments: The training arguments.
+        folder: The output directory.
+        corpus: The texts, which `prepare` reads.
+        checkpoint: The checkpoint to resume from, or None.
+        deadline: End of `time_budget`, in seconds of `time.time()`.
     """
 
-    def __init__(self, recipe: Recipe, is_dry_run: bool = False, started: float | None = None):
+    def __init__(
+        self, recipe: Recipe, is_dry_run: bool = False, started: float | None = None, data: Data | None = None
+    ):
         """Check everything that can be checked before any work is done.
 
         Args:
             recipe: The recipe of the run.
             is_dry_run: True if nothing will be written, so that the folder may hold another run.
             started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
+            data: The data, if they were prepared by a recipe with the same data, tokenizers and limits. Then it was checked.
 
         Raises:
             ValueError: If the recipe names no training pairs or an unknown score, or its folder holds another run or model.
         """
-        self._has_alerted = False
-        self._tokenizers: TokenizerPair | None = None
-        self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None
         if recipe.use_cpu or not torch.accelerator.is_available():
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
-        self.arguments = _training_arguments(recipe)
+        self.arguments = make_arguments(recipe)
+        self.folder = Path(self.arguments.output_dir)
         self.deadline = math.inf
         if recipe.time_budget is not None:
             self.deadline = (time.time() if started is None else started) + parse_seconds(recipe.time_budget)
@@ -115,32 +116,41 @@ class Experiment:
                 raise ValueError(
                     "`time_budget` must be left out with several processes, whose clocks differ. Give `max_steps`."
                 )
-        check_optimizer(self.arguments)
-        self.folder = Path(self.arguments.output_dir)
-        for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
-            if getattr(recipe, name) is not None:
-                refuse_missing_folder(getattr(recipe, name), name)
-        if recipe.lora_rank is not None:
-            import_peft()
-        self.corpus = open_corpus(recipe, self.arguments, longest_sequences(recipe))
-        # Its length limits are those that the model can read.
-        self._set_recipe(self.corpus.recipe)
-        self.interrupt = EndOnInterrupt()
-        self.is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
-        self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
-
-    def _set_recipe(self, recipe: Recipe) -> None:
+        if data is None:
+            check_optimizer(self.arguments)
+            for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
+                if getattr(recipe, name) is not None:
+                    refuse_missing_folder(getattr(recipe, name), name)
+            if recipe.lora_rank is not None:
+                import_peft()
+            self.corpus = open_corpus(recipe, self.arguments, longest_sequences(recipe))
+            recipe = self.corpus.recipe
+        else:
+            self.corpus = data.corpus
         check_evaluated(recipe)
-        self.recipe = self.corpus.recipe = recipe
-        metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
-        self.scores = TaskScores(metrics, recipe.bleu_tokenize)
+        if recipe.choose_decoding:
+            needed_plugin("choose_decoding", "choose_decoding")
+        self.recipe, self.scores, self._data = recipe, make_scores(recipe), data
+        self.interrupt = EndOnInterrupt()
+        self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
+        self.checkpoint = None if self._is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
-    def with_recipe(self, recipe: Recipe) -> "Experiment":
-        """Return an experiment with other choices on the same data. What is read and encoded is not read again."""
-        other = copy.copy(self)
-        other.arguments, other.corpus = _training_arguments(recipe), copy.copy(self.corpus)
-        other._set_recipe(recipe)
-        return other
+    def prepare(self) -> Data:
+        """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
+        if self._data is None:
+            with self.arguments.main_process_first(desc="reading the corpus"):
+                load(self.corpus)
+                tokenizers = make_tokenizers(self.recipe, self.corpus, self.checkpoint)
+                self._data = Data(self.corpus, tokenizers, self.corpus.encode(tokenizers))
+        return self._data
+
+    def make_model(self) -> PreTrainedModel:
+        """Return the model to train."""
+        return make_model(self.recipe, self.prepare())
+
+    def make_trainer(self, model: PreTrainedModel) -> MetaphraseTrainer:
+        """Return the trainer of a model."""
+        return make_trainer(self.recipe, self.arguments, self.prepare(), model, self.deadline)
 
     def train(self) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`.
@@ -151,25 +161,24 @@ class Experiment:
         """
         lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
         with lock, without_weight_bars():
+            # A dry run skips these checks.
+            check_devices(self.arguments.n_gpu)
+            if self._is_unchecked:
+                checkpoint_to_resume(self.recipe, self.folder)
             return self._train()
 
     def _train(self) -> dict:
-        recipe = self.recipe
-        # A dry run skips these checks.
-        check_devices(self.arguments.n_gpu)
-        if self.is_unchecked:
-            checkpoint_to_resume(recipe, self.folder)
-        set_seed(self.arguments.seed)
-        with self.arguments.main_process_first(desc="reading the corpus"):
-            tokenizers, encoded = self.prepare()
-        self.check_scored(tokenizers)
-        model = self.make_model(tokenizers)
+        recipe, arguments = self.recipe, self.arguments
+        set_seed(arguments.seed)
+        data = self.prepare()
+        check_references(data, self.scores)
+        model = self.make_model()
         if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
-        trainer = self.make_trainer(model, tokenizers, encoded)
+        trainer = self.make_trainer(model)
         if trainer.is_world_process_zero():
-            warn(run_alerts(recipe, self.arguments, encoded, model))
-            if self.arguments.bf16 and self.arguments.device.type == "cpu":
+            warn(run_alerts(recipe, arguments, data.encoded, model))
+            if arguments.bf16 and arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
             # When a checkpoint to resume from was loaded, not refused.
             beginning = TrainerCallback()
@@ -177,172 +186,39 @@ class Experiment:
             trainer.add_callback(beginning)
         listening = contextlib.nullcontext()
         # Several processes would each end after another update. Workers end at once.
-        if self.arguments.world_size == 1 and not self.arguments.dataloader_num_workers:
+        if arguments.world_size == 1 and not arguments.dataloader_num_workers:
             trainer.add_callback(self.interrupt)
             listening = self.interrupt.listening()
         with listening:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         average_run(recipe, trainer, self.folder)
-        model = save_final(trainer, tokenizers, self.folder)
+        model = save_final(trainer, data.tokenizers, self.folder)
         trainer.save_state()
         result = {}
         if trainer.is_world_process_zero():
-            if is_choice_open(recipe) and trainer.score is not None:
-                generator = self._generator(model, tokenizers)
-                pairs = len(self.corpus.splits[self.corpus.scored_split()])
-                self.recipe = fill_decoding(recipe, generator, trainer.score, self.deadline, pairs, self.folder)
+            sizes = {"batch_size": arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest[0]}
+            if recipe.choose_decoding and recipe.is_open(*DECODING) and trainer.score is not None:
+                self._choose_decoding(Generator(model.eval(), data.tokenizers, **sizes), trainer.score)
             # Again, since the counts of a stream are final now.
             self._write_provenance()
-            result = self.evaluate(self._generator(model, tokenizers))
+            result = self.evaluate(Generator(model.eval(), data.tokenizers, **sizes))
         trainer.accelerator.wait_for_everyone()
         return result
 
-    def load(self) -> None:
-        """Read the corpus, and log alerts of its pairs. A second call has no effect."""
-        self.corpus.load()
-        if not self._has_alerted and self.arguments.process_index == 0:
-            warn(data_alerts(self.corpus))
-        self._has_alerted = True
+    def _choose_decoding(self, generator: Generator, sample: ValidationSample) -> None:
+        """Set the search that the recipe leaves open, and save it with the model and in the recipe."""
+        choose = needed_plugin("choose_decoding", "choose_decoding")
+        values, reason = choose(generator, sample, self.deadline, len(self._scored_texts()))
+        logger.info("%s: %s", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
+        config = generator.model.generation_config
+        for name, value in values.items():
+            setattr(config, name, value)
+        remove_ineffective_settings(config)
+        config.save_pretrained(self.folder)
+        self.recipe = self.recipe.replace(**values, reasons={**self.recipe.reasons, "num_beams": reason})
 
-    def prepare(self) -> tuple[TokenizerPair, dict[str, datasets.Dataset]]:
-        """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
-        if self._prepared is None:
-            self.load()
-            tokenizers = self.make_tokenizers()
-            self._prepared = tokenizers, self.corpus.encode(tokenizers)
-        return self._prepared
-
-    def check_scored(self, tokenizers: TokenizerPair) -> None:
-        """Refuse references that the metrics cannot score."""
-        split = self.corpus.scored_split()
-        if split is not None:
-            texts = self.corpus.splits[split]
-            tasks = texts[TASK_COLUMN][:] if self.recipe.tasks else []
-            self.scores.check(tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
-
-    @property
-    def pad_to_multiple_of(self) -> int:
-        """Multiple that widths of padded batches are rounded up to, for tensor cores."""
-        return 8 if torch.accelerator.is_available() and not self.arguments.use_cpu else 1
-
-    def make_tokenizers(self) -> TokenizerPair:
-        """Load or train the tokenizers. A second call returns the same."""
-        if self._tokenizers is None:
-            self._tokenizers = self._make_tokenizers()
-        return self._tokenizers
-
-    def _make_tokenizers(self) -> TokenizerPair:
-        recipe = self.recipe
-        if self.checkpoint is not None:
-            return TokenizerPair.from_pretrained(self.checkpoint)
-        existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
-        if existing is not None:
-            field = "tokenizer_name_or_path" if recipe.tokenizer_name_or_path is not None else "model_name_or_path"
-            with naming(existing, field):
-                tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
-            # A T5 has the tokens of its objective, an adapted model has not.
-            is_new = not {*self.corpus.special_tokens} & tokenizers.source.get_vocab().keys()
-            if special := [*(self.corpus.special_tokens if is_new else ()), *recipe.special_tokens]:
-                tokenizers.add_special_tokens(special)
-            set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
-            return tokenizers
-        names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
-        options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
-        joint = recipe.joint_vocabulary
-        if joint is None:
-            joint = recipe.target_tokenizer_kind is None and recipe.target_vocab_size is None
-        if special := [*self.corpus.special_tokens, *recipe.special_tokens]:
-            options["additional_special_tokens"] = special
-        tokenizers = TokenizerPair.train(
-            *self.corpus.sides(),
-            joint=joint,
-            kind=recipe.tokenizer_kind or "byte_bpe",
-            target_kind=recipe.target_tokenizer_kind,
-            # In a notebook, the bar of this library is a few empty lines.
-            show_progress=not self.arguments.disable_tqdm and has_bar() and sys.stderr.isatty(),
-            **options,
-        )
-        sizes = len(tokenizers.source), len(tokenizers.target)
-        text = (
-            "Trained a joint tokenizer of %d entries." if joint else "Trained separate tokenizers of %d and %d entries."
-        )
-        logger.info(text, *sizes[: 1 if joint else 2])
-        return tokenizers
-
-    def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:
-        """Return the model to train, with frozen parts or an adapter. Without weights, a base model has its shape alone."""
-        recipe = self.recipe
-        languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
-        if recipe.model_name_or_path is not None:
-            model = load_base(recipe, with_weights)
-            fit_vocabulary(model, recipe, tokenizers, with_weights)
-            if recipe.tokenizer_name_or_path is not None:
-                check_special_ids(model, tokenizers)
-        else:
-            separate = {} if tokenizers.is_joint else {"share_embeddings": False}
-            fields = {**tokenizers.config_fields(), **separate, **recipe.model}
-            config = MetaphraseConfig.from_preset(recipe.preset, **fields)
-            model = MetaphraseForConditionalGeneration(config)
-        if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
-            tokenizers.declare_max_length(positions)
-        # By default, generate() stops at 20 tokens.
-        limit = recipe.generation_max_length or self.corpus.limits[1] + 1
-        settle_decoding(model, recipe, limit, languages)
-        if recipe.r_drop_alpha:
-            check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
-        if recipe.freeze and recipe.freeze_steps is None:
-            freeze(model, recipe.freeze)
-        if recipe.lora_rank is not None:
-            targets = recipe.lora_target_modules or ALL_LINEAR
-            model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
-        return model
-
-    def make_trainer(
-        self, model: PreTrainedModel, tokenizers: TokenizerPair, encoded: dict[str, datasets.Dataset]
-    ) -> MetaphraseTrainer:
-        """Return the trainer of a model on what `prepare` returns."""
-        recipe, arguments = self.recipe, self.arguments
-        callbacks = []
-        if recipe.early_stopping_patience is not None:
-            callbacks.append(EarlyStopping(recipe.early_stopping_patience))
-        if recipe.time_budget is not None:
-            splits = self.corpus.splits
-            sizes = [len(splits.get(split) or ()) for split in (self.corpus.scored_split(), "validation")]
-            share = final_share(recipe, self.scores.metrics, *sizes)
-            callbacks.append(TimeBudget(self.deadline, share, parse_seconds(recipe.time_budget)))
-        validation, sample = encoded.get("validation"), None
-        if self.scores.metrics and validation is not None:
-            most = recipe.max_decoded_samples
-            sample = ValidationSample(validation, most, bool(recipe.tasks), tokenizers, self.scores)
-            is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
-            if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
-                sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
-        if recipe.freeze and recipe.freeze_steps is not None:
-            callbacks.append(FrozenStart(recipe.freeze, recipe.freeze_steps))
-        callbacks.append(TrainingAlerts(self.scores.metrics))
-        trainer = MetaphraseTrainer(
-            model=model,
-            args=arguments,
-            tokenizers=tokenizers,
-            train_dataset=encoded["train"],
-            eval_dataset=validation,
-            data_collator=PairCollator(tokenizers.source.pad_token_id, self.pad_to_multiple_of),
-            callbacks=callbacks,
-            score=sample,
-            max_tokens_per_batch=recipe.max_tokens_per_batch,
-            decoded_rows=sample.rows if sample is not None else [],
-            r_drop_alpha=recipe.r_drop_alpha,
-            r_drop_start_step=recipe.r_drop_start_step,
-            num_best_kept=recipe.average_best or 0,
-            num_last_kept=recipe.average_last or 0,
-            best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
-            generation_options={"num_beams": arguments.generation_num_beams or 1},
-        )
-        return with_plain_lines(trainer, self.deadline)
-
-    def _generator(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> Generator:
-        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest[0]}
-        return Generator(model.eval(), tokenizers, **sizes)
+    def _scored_texts(self) -> Any:
+        return self.corpus.splits[self.corpus.scored_split()]
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -370,11 +246,12 @@ class Experiment:
                 renamed = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
                 logger.warning("Scores of an earlier run were moved to %s.", renamed)
             return {}
-        targets = corpus.splits[split]["target"][:]
+        texts = self._scored_texts()
+        targets = texts["target"][:]
         references = generator.tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
             generator,
-            corpus.splits[split]["source"][:],
+            texts["source"][:],
             targets,
             references=references,
             metrics=self.scores.metrics,
@@ -385,10 +262,167 @@ class Experiment:
         warn(unfinished_alerts(result["num_unfinished"], len(predictions), length_limit(generator.model)))
         result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
-            tasks = corpus.splits[split][TASK_COLUMN][:]
-            result["tasks"] = self.scores.compute_by_task(predictions, references, tasks)
+            result["tasks"] = self.scores.compute_by_task(predictions, references, texts[TASK_COLUMN][:])
             for task, part in result["tasks"].items():
                 values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
                 logger.info("%s: %s", task, values)
         write_metrics(folder, result)
         return result
+
+
+def make_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
+    """Return the training arguments of a recipe on this machine."""
+    # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
+    extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
+    arguments = recipe.training_arguments(**extra)
+    # The arguments are saved with each checkpoint.
+    arguments.hub_token = None
+    if recipe.objective != "pairs":
+        # There are no references to compare decoded text with.
+        arguments.predict_with_generate, arguments.prediction_loss_only = False, True
+    return arguments
+
+
+def make_scores(recipe: Recipe) -> TaskScores:
+    """Return the scores of a recipe. Plain text has none."""
+    return TaskScores([] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS, recipe.bleu_tokenize)
+
+
+def load(corpus: PairCorpus) -> None:
+    """Read a corpus, and log alerts of its pairs."""
+    corpus.load()
+    if corpus.arguments.process_index == 0:
+        warn(data_alerts(corpus))
+
+
+def check_references(data: Data, scores: TaskScores) -> None:
+    """Refuse references that the metrics cannot score."""
+    corpus, split = data.corpus, data.corpus.scored_split()
+    if split is not None:
+        texts = corpus.splits[split]
+        tasks = texts[TASK_COLUMN][:] if corpus.recipe.tasks else []
+        scores.check(data.tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
+
+
+def pad_to_multiple_of(arguments: Seq2SeqTrainingArguments) -> int:
+    """Return the multiple that widths of padded batches are rounded up to, for tensor cores."""
+    return 8 if torch.accelerator.is_available() and not arguments.use_cpu else 1
+
+
+def make_trainer(
+    recipe: Recipe,
+    arguments: Seq2SeqTrainingArguments,
+    data: Data,
+    model: PreTrainedModel,
+    deadline: float = math.inf,
+) -> MetaphraseTrainer:
+    """Return the trainer of a model on the data of a run, which ends at a deadline in seconds of `time.time()`."""
+    scores, callbacks = make_scores(recipe), []
+    if recipe.early_stopping_patience is not None:
+        callbacks.append(EarlyStopping(recipe.early_stopping_patience))
+    if recipe.time_budget is not None:
+        splits = data.corpus.splits
+        sizes = [len(splits.get(split) or ()) for split in (data.corpus.scored_split(), "validation")]
+        share = final_share(recipe, scores.metrics, *sizes)
+        callbacks.append(TimeBudget(deadline, share, parse_seconds(recipe.time_budget)))
+    validation, sample = data.encoded.get("validation"), None
+    if scores.metrics and validation is not None:
+        most = recipe.max_decoded_samples
+        sample = ValidationSample(validation, most, bool(recipe.tasks), data.tokenizers, scores)
+        is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
+        if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
+            sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
+    if recipe.freeze and recipe.freeze_steps is not None:
+        callbacks.append(FrozenStart(recipe.freeze, recipe.freeze_steps))
+    callbacks.append(TrainingAlerts(scores.metrics))
+    trainer = MetaphraseTrainer(
+        model=model,
+        args=arguments,
+        tokenizers=data.tokenizers,
+        train_dataset=data.encoded["train"],
+        eval_dataset=validation,
+        data_collator=PairCollator(data.tokenizers.source.pad_token_id, pad_to_multiple_of(arguments)),
+        callbacks=callbacks,
+        score=sample,
+        max_tokens_per_batch=recipe.max_tokens_per_batch,
+        decoded_rows=sample.rows if sample is not None else [],
+        r_drop_alpha=recipe.r_drop_alpha,
+        r_drop_start_step=recipe.r_drop_start_step,
+        num_best_kept=recipe.average_best or 0,
+        num_last_kept=recipe.average_last or 0,
+        best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
+        generation_options={"num_beams": arguments.generation_num_beams or 1},
+    )
+    return with_plain_lines(trainer, deadline)
+
+
+def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
+    """Load the mean of the checkpoints that the recipe selects into the model. All processes must call it.
+
+    Where the mean of the best scores worse than the best of them, because they are too different, the best is loaded.
+    """
+    if recipe.average_last is None and recipe.average_best is None:
+        return
+    metric = None if recipe.average_best is None else recipe.metric_for_best_model or DEFAULT_METRIC
+    # Not `average`, which may be a mean that its owner has made.
+    average, is_written = run / _AVERAGE_NAME, False
+    folders: list[Path | None] = [average]
+    if trainer.is_world_process_zero():
+        numbers = {"last": recipe.average_last, "best": recipe.average_best}
+        # A log file in the folder may belong to another run.
+        log = trainer.state.log_history
+        try:
+            # A run that ended early may have fewer checkpoints. A single one is its own mean.
+            folders = select_checkpoints(run, **numbers, metric=metric, log_history=log, or_fewer=True)
+            if len(folders) > 1:
+                # The best is the last one.
+                best = [folders[-1]] if metric is not None else []
+                folders, is_written = [average_checkpoints(folders, average, overwrite=True), *best], True
+        except Exception as error:
+            # On any error: the trained weights are in no file yet, and the other processes wait for the broadcast.
+            folders = [None]
+            logger.warning(
+                "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
+                *(error, trainer.state.global_step),
+            )
+    folders = [*folders, None][:2]
+    broadcast_object_list(folders)
+    if folders[0] is not None:
+        load_whole_weights(trainer.model, folders[0])
+    if folders[1] is not None and _is_worse(trainer, metric, step_of(folders[1])):
+        load_whole_weights(trainer.model, folders[1])
+    trainer.accelerator.wait_for_everyone()
+    if is_written:
+        # `save_model` writes the mean to the folder of the run.
+        shutil.rmtree(average)
+
+
+def _is_worse(trainer: MetaphraseTrainer, metric: str, step: int) -> bool:
+    """Return True if the model scores worse on the validation pairs than it did at a step. All processes must call it."""
+    arguments = trainer.args
+    is_loss_alone, arguments.prediction_loss_only = arguments.prediction_loss_only, not trainer.decodes
+    # Unlike `evaluate`, it leaves the log of the run alone.
+    metrics = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval").metrics
+    arguments.prediction_loss_only = is_loss_alone
+    now = scores_in([{**metrics, "step": step}], metric).get(step, -math.inf)
+    before = scores_in(trainer.state.log_history, metric)[step]
+    if now < before:
+        logger.info(
+            "The mean of the best checkpoints scores %.2f in %s, and the best of them %.2f: the best is the finished model.",
+            *(abs(now), metric, abs(before)),
+        )
+    return now < before
+
+
+def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:
+    """Save the model, with its adapter merged, and return it. All processes must call it."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not is_adapted(model):
+        trainer.save_model()
+        return trainer.whole_model()
+    trainer.save_model(str(run / "adapter"))
+    model = trainer.whole_model()
+    if trainer.is_world_process_zero():
+        model = merge_lora(model, run)
+        tokenizers.save_pretrained(run)
+    return model

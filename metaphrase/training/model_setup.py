@@ -1,24 +1,108 @@
-"""Setup of the model of a run: load a base model, fit it to its tokenizers, and set how it decodes."""
+"""Setup of a run: its tokenizers, and its model, which may be a base model that is fitted to them, and how it decodes."""
 
 import logging
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from metaphrase.modeling import MetaphraseConfig
+from metaphrase.inference.progress import has_bar
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.loading import load_pretrained, naming
-from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.checkpointing.sharding import whole_shape
+from metaphrase.tokenization import TokenizerPair, set_languages
+from metaphrase.training.corpora import PairCorpus
+from metaphrase.training.distributed import whole_shape
 from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.techniques import ALL_LINEAR, add_lora, check_r_drop, freeze
 
 logger = logging.getLogger(__name__)
 
 # Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
 _TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart")
 _TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data of a run: texts, tokenizers, and token ids.
+
+    Attributes:
+        corpus: The texts by split, with the reports on them.
+        tokenizers: The tokenizers of both sides.
+        encoded: The token ids by split.
+    """
+
+    corpus: PairCorpus
+    tokenizers: TokenizerPair
+    encoded: dict[str, Any]
+
+
+def make_tokenizers(recipe: Recipe, corpus: PairCorpus, checkpoint: str | None = None) -> TokenizerPair:
+    """Load the tokenizers of a checkpoint or those that the recipe names, or train new ones on a corpus that was read."""
+    if checkpoint is not None:
+        return TokenizerPair.from_pretrained(checkpoint)
+    existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
+    if existing is not None:
+        field = "tokenizer_name_or_path" if recipe.tokenizer_name_or_path is not None else "model_name_or_path"
+        with naming(existing, field):
+            tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
+        # A T5 has the tokens of its objective, an adapted model has not.
+        is_new = not {*corpus.special_tokens} & tokenizers.source.get_vocab().keys()
+        if special := [*(corpus.special_tokens if is_new else ()), *recipe.special_tokens]:
+            tokenizers.add_special_tokens(special)
+        set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
+        return tokenizers
+    names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
+    options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
+    joint = recipe.joint_vocabulary
+    if joint is None:
+        joint = recipe.target_tokenizer_kind is None and recipe.target_vocab_size is None
+    if special := [*corpus.special_tokens, *recipe.special_tokens]:
+        options["additional_special_tokens"] = special
+    tokenizers = TokenizerPair.train(
+        *corpus.sides(),
+        joint=joint,
+        kind=recipe.tokenizer_kind or "byte_bpe",
+        target_kind=recipe.target_tokenizer_kind,
+        # In a notebook, the bar of this library is a few empty lines.
+        show_progress=not corpus.arguments.disable_tqdm and has_bar() and sys.stderr.isatty(),
+        **options,
+    )
+    sizes = len(tokenizers.source), len(tokenizers.target)
+    text = "Trained a joint tokenizer of %d entries." if joint else "Trained separate tokenizers of %d and %d entries."
+    logger.info(text, *sizes[: 1 if joint else 2])
+    return tokenizers
+
+
+def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrainedModel:
+    """Return the model to train, with frozen parts or an adapter. Without weights, a base model has its shape alone."""
+    tokenizers = data.tokenizers
+    languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
+    if recipe.model_name_or_path is not None:
+        model = load_base(recipe, with_weights)
+        fit_vocabulary(model, recipe, tokenizers, with_weights)
+        if recipe.tokenizer_name_or_path is not None:
+            check_special_ids(model, tokenizers)
+    else:
+        separate = {} if tokenizers.is_joint else {"share_embeddings": False}
+        fields = {**tokenizers.config_fields(), **separate, **recipe.model}
+        model = MetaphraseForConditionalGeneration(MetaphraseConfig.from_preset(recipe.preset, **fields))
+    if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
+        tokenizers.declare_max_length(positions)
+    # By default, generate() stops at 20 tokens.
+    set_generation_config(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
+    if recipe.r_drop_alpha:
+        check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
+    if recipe.freeze and recipe.freeze_steps is None:
+        freeze(model, recipe.freeze)
+    if recipe.lora_rank is not None:
+        targets = recipe.lora_target_modules or ALL_LINEAR
+        model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
+    return model
 
 
 def longest_sequences(recipe: Recipe) -> tuple[int | None, int | None]:
@@ -118,7 +202,9 @@ _OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "num_beam_groups": 
 _OF_DETAILED_RESULTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 
-def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]) -> None:
+def set_generation_config(
+    model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]
+) -> None:
     """Set the generation settings of a model such that transformers can save them with each checkpoint.
 
     transformers refuses to save settings that contradict each other. Settings of a base model without effect, such as the

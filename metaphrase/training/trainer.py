@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -44,21 +45,33 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.storage.folders import set_modes_of_weights
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.adapters import is_adapted
+from metaphrase.training import checkpoints
 from metaphrase.training.callbacks import restore_callbacks
-from metaphrase.training.checkpointing import folders
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, scores_in
-from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoint_of_step, checkpoints_in, step_of
-from metaphrase.training.checkpointing.sharding import (
+from metaphrase.training.checkpoints import (
+    ARGUMENTS_NAME,
+    DEFAULT_METRIC,
+    checkpoint_of_step,
+    checkpoints_in,
+    scores_in,
+    step_of,
+)
+from metaphrase.training.distributed import (
+    ProcessSeeds,
     as_plain_class,
     gather_model,
+    ignore_repeated_pairs,
+    is_data_parallel,
     is_sharded,
     keep_embeddings_together,
     saves_whole_weights,
 )
-from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs, is_data_parallel
-from metaphrase.training.optimizer import optimizer_class_and_options
-from metaphrase.training.r_drop import check_r_drop, repeat_batch, smooths_labels
+from metaphrase.training.techniques import (
+    check_r_drop,
+    is_adapted,
+    optimizer_class_and_options,
+    repeat_batch,
+    smooths_labels,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -222,14 +235,39 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # Batches
 
     def get_train_dataloader(self):
+        dataset = self.train_dataset
         if self._trains_by_budget:
-            self._check_budget()
-        if isinstance(self.train_dataset, TokenBudgetStream):
-            self.train_dataset.length_multiple = self._length_multiple
-            return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
-        if self.max_tokens_per_batch is None:
-            return self._loader_by_number()
-        return self._loader_by_budget(self.train_dataset, is_training=True)
+            check_beside_budget(self.args, self.max_tokens_per_batch)
+            is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
+            if self.packs_pairs and not is_plain:
+                raise ValueError(
+                    "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed "
+                    f"rows, got a {type(self.data_collator).__name__}, which packing does not call. Set the model's "
+                    "`supports_packing` to false."
+                )
+        if isinstance(dataset, TokenBudgetStream):
+            dataset.length_multiple = self._length_multiple
+            return self._prepare_loader(dataset, is_training=True, batch_size=None)
+        if self.max_tokens_per_batch is not None:
+            if not _has_lengths(dataset):
+                raise ValueError(
+                    f"`train_dataset` must have the columns {' and '.join(LENGTH_COLUMNS)}, in tokens, and an end with "
+                    f"`max_tokens_per_batch`, got a {type(dataset).__name__} with {getattr(dataset, 'column_names', None)}. "
+                    "Wrap a stream without end in a `TokenBudgetStream`."
+                )
+            return self._loader_by_budget(dataset, is_training=True)
+        column = self.args.length_column_name
+        is_grouped = self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__")
+        # accelerate takes the seed of torch's generator for the order of the pairs, which must be one for all processes.
+        is_shared = is_data_parallel(self.args, self.accelerator)
+        with torch.random.fork_rng(devices=(), enabled=is_shared):
+            if is_shared:
+                torch.default_generator.manual_seed(self.args.seed)
+            if not is_grouped or column not in (getattr(dataset, "column_names", None) or ()):
+                return super().get_train_dataloader()
+            sampler = LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, data_seed(self.args))
+            options = {"sampler_fn": lambda _: sampler, "is_training": True}
+            return self._get_dataloader(dataset, "Training", self._train_batch_size, **options)
 
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -246,7 +284,15 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             return super().get_test_dataloader(test_dataset)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        if self._repeats_pairs:
+        # The last batches of an epoch may hold repeated pairs.
+        if (
+            is_data_parallel(self.args, self.accelerator)
+            and self.max_tokens_per_batch is None
+            and hasattr(self.train_dataset, "__len__")
+            and not self.args.dataloader_drop_last
+            and self.accelerator.even_batches
+            and not self.accelerator.dispatch_batches
+        ):
             epoch_iterator = self._each_pair_once(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -254,22 +300,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def packs_pairs(self) -> bool:
         """True if the model reads packed rows."""
         return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
-
-    # Batches by a number of pairs
-
-    def _loader_by_number(self) -> DataLoader:
-        dataset, column = self.train_dataset, self.args.length_column_name
-        is_grouped = self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__")
-        # accelerate takes the seed of torch's generator for the order of the pairs, which must be one for all processes.
-        is_shared = is_data_parallel(self.args, self.accelerator)
-        with torch.random.fork_rng(devices=(), enabled=is_shared):
-            if is_shared:
-                torch.default_generator.manual_seed(self.args.seed)
-            if not is_grouped or column not in (getattr(dataset, "column_names", None) or ()):
-                return super().get_train_dataloader()
-            sampler = LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, data_seed(self.args))
-            options = {"sampler_fn": lambda _: sampler, "is_training": True}
-            return self._get_dataloader(dataset, "Training", self._train_batch_size, **options)
 
     @contextlib.contextmanager
     def _keeping_last_batch(self) -> Iterator[None]:
@@ -279,18 +309,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             yield
         finally:
             self.args.dataloader_drop_last = drops_last
-
-    @property
-    def _repeats_pairs(self) -> bool:
-        """True if the last batches of an epoch may hold repeated pairs."""
-        return (
-            is_data_parallel(self.args, self.accelerator)
-            and self.max_tokens_per_batch is None
-            and hasattr(self.train_dataset, "__len__")
-            and not self.args.dataloader_drop_last
-            and self.accelerator.even_batches
-            and not self.accelerator.dispatch_batches
-        )
 
     def _each_pair_once(self, batches: Iterable[Mapping]) -> Iterator[Mapping]:
         for batch in batches:
@@ -308,24 +326,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     @property
     def _trains_by_budget(self) -> bool:
         return self.max_tokens_per_batch is not None or isinstance(self.train_dataset, TokenBudgetStream)
-
-    def _check_budget(self) -> None:
-        """Refuse a data set, a collator or arguments that a token budget would ignore."""
-        check_beside_budget(self.args, self.max_tokens_per_batch)
-        if not isinstance(self.train_dataset, TokenBudgetStream) and not _has_lengths(self.train_dataset):
-            columns = getattr(self.train_dataset, "column_names", None)
-            raise ValueError(
-                f"`train_dataset` must have the columns {' and '.join(LENGTH_COLUMNS)}, in tokens, and an end with "
-                f"`max_tokens_per_batch`, got a {type(self.train_dataset).__name__} with {columns}. Wrap a stream without end in "
-                "a `TokenBudgetStream`."
-            )
-        is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
-        if self.packs_pairs and not is_plain:
-            raise ValueError(
-                "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed rows, "
-                f"got a {type(self.data_collator).__name__}, which packing does not call. Set the model's `supports_packing` to "
-                "false."
-            )
 
     @property
     def _length_multiple(self) -> int:
@@ -357,9 +357,13 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         arguments = self.args
         workers = arguments.dataloader_num_workers
         seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
+        collate = self.data_collator
+        if self.packs_pairs:
+            pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
+            collate = PackedCollator(pad_token_id, TOKENS_MULTIPLE if arguments.bf16 or arguments.fp16 else 1)
         loader = DataLoader(
             dataset,
-            collate_fn=self._packed_collator() if self.packs_pairs else self.data_collator,
+            collate_fn=collate,
             num_workers=workers,
             pin_memory=arguments.dataloader_pin_memory,
             persistent_workers=arguments.dataloader_persistent_workers,
@@ -373,10 +377,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
         return prepare_data_loader(loader, device=arguments.device, put_on_device=True, **alone)
 
-    def _packed_collator(self) -> PackedCollator:
-        pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
-        return PackedCollator(pad_token_id, TOKENS_MULTIPLE if self.args.bf16 or self.args.fp16 else 1)
-
     # Training steps
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -389,7 +389,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # There is a report after each step, and one more at the end of an epoch.
         is_epoch_end = self.state.global_step == self._reported_step
         if not is_epoch_end:
-            self._count(grad_norm)
+            # With sharded weights, the norm has a part on each device.
+            norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+            is_finite_norm = torch.as_tensor(0.0 if norm is None else norm).isfinite().to(self.args.device)
+            self._num_not_finite = (self._num_not_finite + 1) * ~(is_finite_norm & self._has_finite_losses)
+            self._has_finite_losses = True
         self._reported_step = self.state.global_step
         self._report = {
             "is_epoch_end_reported": is_epoch_end,
@@ -399,23 +403,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         control, is_alone = self.control, self.args.world_size == 1
         is_waiting = control.should_log or control.should_evaluate or control.should_save
         if is_waiting or (is_alone and self.args.device.type == "cpu"):
-            self._check_updates()
+            number = torch.as_tensor(self._num_not_finite, device=self.args.device).reshape(1)
+            number = int(self.accelerator.gather(number).max())
+            if number > (_MOST_UPDATES_IN_FLOAT16 if self.args.fp16 else _MOST_UPDATES):
+                first = self.state.global_step - number + 1
+                self._refuse(f"The loss and the gradients must be finite, got NaN or infinity since update {first}")
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
-
-    def _count(self, grad_norm: torch.Tensor | float | None) -> None:
-        # With sharded weights, the norm has a part on each device.
-        norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        norm = torch.as_tensor(0.0 if norm is None else norm)
-        is_finite_update = norm.isfinite().to(self.args.device) & self._has_finite_losses
-        self._num_not_finite = (self._num_not_finite + 1) * ~is_finite_update
-        self._has_finite_losses = True
-
-    def _check_updates(self) -> None:
-        number = torch.as_tensor(self._num_not_finite, device=self.args.device).reshape(1)
-        number = int(self.accelerator.gather(number).max())
-        if number > (_MOST_UPDATES_IN_FLOAT16 if self.args.fp16 else _MOST_UPDATES):
-            first = self.state.global_step - number + 1
-            self._refuse(f"The loss and the gradients must be finite, got NaN or infinity since update {first}")
 
     def _check_weights(self) -> None:
         trained = (weight for weight in self.model.parameters() if weight.requires_grad)
@@ -438,15 +431,16 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """Train as the parent does. A checkpoint to resume from must be whole; `True` is the last whole one."""
         run, checkpoint = self._get_output_dir(trial), resume_from_checkpoint or None
         if checkpoint is True:
-            checkpoint = folders.last_whole_checkpoint(run)
+            checkpoint = checkpoints.last_whole_checkpoint(run)
             if checkpoint is None:
                 raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
         elif checkpoint is not None:
-            folders.check_whole(checkpoint)
-            folders.check_last(checkpoint, run)
+            checkpoints.check_whole(checkpoint)
+            checkpoints.check_last(checkpoint, run)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            folders.remove_unfinished(run)
+            # A killed run has left it.
+            shutil.rmtree(Path(run) / checkpoints.UNFINISHED_NAME, ignore_errors=True)
         hook = self.model.register_load_state_dict_post_hook(_ignore_tied_weights)
         try:
             return super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -475,11 +469,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
         self._set_best_folder(Path(resume_from_checkpoint).parent)
-        progress = folders.read_progress(resume_from_checkpoint)
+        progress = checkpoints.read_progress(resume_from_checkpoint)
         if progress is None:
             return epoch, batches
         settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
-        folders.check_progress(progress, settings, self._data_layout())
+        checkpoints.check_progress(progress, settings, self._data_layout())
         self._resumed = progress
         is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
@@ -544,7 +538,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             num_train_samples = num_epochs * len(self.train_dataset) if num_epochs else 0
         best = self.state.best_model_checkpoint
         if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
-            folders.discard_surplus(self._get_output_dir(trial), 1, [best])
+            checkpoints.discard_surplus(self._get_output_dir(trial), 1, [best])
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
 
     def _data_layout(self) -> dict[str, int | str | None]:
@@ -682,7 +676,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # transformers 5.24.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
     def _get_output_dir(self, trial):
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, folders.UNFINISHED_NAME) if self._is_saving else folder
+        return os.path.join(folder, checkpoints.UNFINISHED_NAME) if self._is_saving else folder
 
     # transformers 5.24.0: writes a checkpoint file by file under its name.
     def _save_checkpoint(self, model, trial):
@@ -714,23 +708,23 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             # The parent has stored the folder that it wrote to.
-            self.state.save_to_json(str(run / folders.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
-            folders.publish_checkpoint(checkpoint, progress)
+            self.state.save_to_json(str(run / checkpoints.UNFINISHED_NAME / checkpoint.name / TRAINER_STATE_NAME))
+            checkpoints.publish_checkpoint(checkpoint, progress)
         self.accelerator.wait_for_everyone()
         self._discard_surplus(run, checkpoint)
 
     def _discard_surplus(self, run: Path, checkpoint: Path) -> None:
+        """Delete surplus checkpoints, but neither the best nor the last, nor those of which the mean is saved in the end."""
         if self.args.should_save:
-            protected = [checkpoint, self.state.best_model_checkpoint, *self._protected_checkpoints(run)]
-            folders.discard_surplus(run, self.args.save_total_limit, protected)
-
-    def _protected_checkpoints(self, run: Path) -> list[Path]:
-        """Return the checkpoints that `save_total_limit` keeps because they are the last, or the best by `best_kept_metric`."""
-        checkpoints = checkpoints_in(run)
-        scores = scores_in(self.state.log_history, self.best_kept_metric)
-        scored = [path for path in checkpoints if step_of(path) in scores]
-        scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-        return [*scored[: self.num_best_kept], *(checkpoints[-self.num_last_kept :] if self.num_last_kept else [])]
+            saved, scores = checkpoints_in(run), scores_in(self.state.log_history, self.best_kept_metric)
+            scored = [path for path in saved if step_of(path) in scores]
+            scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
+            best_and_last = [
+                *scored[: self.num_best_kept],
+                *(saved[-self.num_last_kept :] if self.num_last_kept else []),
+            ]
+            protected = [checkpoint, self.state.best_model_checkpoint, *best_and_last]
+            checkpoints.discard_surplus(run, self.args.save_total_limit, protected)
 
     # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
     def _save(self, output_dir=None, state_dict=None):

@@ -9,12 +9,14 @@ from pronunciations import PRONUNCIATIONS
 from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
 
+from metaphrase import plugins
 from metaphrase.choices import completion
 from metaphrase.choices.completion import choose_dataset, find_columns
-from metaphrase.choices.rules import learning_rate
 from metaphrase.inference import Generator
 from metaphrase.scripts import tokenize, train
-from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.model_setup import make_model
+from metaphrase.training.recipe.recipe import Recipe, learning_rate, load_recipe
 
 SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
 
@@ -55,6 +57,27 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     assert before == after != []
 
 
+def test_without_this_ring_a_file_of_pairs_trains_by_plain_defaults(folder, monkeypatch):
+    for place in ("choose", "estimate", "choose_decoding"):
+        monkeypatch.setitem(plugins.PLACES, place, "metaphrase.absent:function")
+    execute(train, ["pairs.tsv", *SMALL, "--disable_tqdm"])
+    recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
+    assert (recipe.max_tokens_per_batch, recipe.learning_rate) == (4096, learning_rate(16))
+    assert recipe.lr_scheduler_type == "cosine" and recipe.is_open("metrics", "num_validation")
+    for words in ("--dry_run", "--choose_decoding --num_validation 20"):
+        with pytest.raises(ValueError, match=words.split()[0].removeprefix("--")):
+            execute(train, ["pairs.tsv", *SMALL, "--output_dir", "other", *words.split()])
+
+
+def test_what_was_prepared_is_what_the_chosen_recipe_says(folder):
+    experiment, _ = completed(*SMALL, "--tokenizer_kind", "byte_bpe", "--joint_vocabulary")
+    again = Experiment(experiment.recipe, is_dry_run=True).prepare()
+    data = experiment.prepare()
+    assert len(data.tokenizers.source) == len(again.tokenizers.source)
+    assert data.encoded["train"].to_dict() == again.encoded["train"].to_dict()
+    assert data.corpus.limits == (experiment.recipe.max_source_length, experiment.recipe.max_target_length)
+
+
 def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
     nouns, verbs = ("cat", "dog", "bird", "fish"), ("sees", "likes", "hears")
     pairs = [
@@ -70,7 +93,9 @@ def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
     experiment, choices = completed(*options)
     assert experiment.recipe.augmentation == {"rare_words": 0.3}
     assert re.search(r"augmentation rare_words 0\.3 \(\d+ words are seen only", "\n".join(choices))
-    texts = [experiment.prepare()[1]["train"].augmenter.change_texts(*pairs[0], Random(seed)) for seed in range(20)]
+    texts = [
+        experiment.prepare().encoded["train"].augmenter.change_texts(*pairs[0], Random(seed)) for seed in range(20)
+    ]
     assert ("a shark sees a shark here", "sees ( shark , shark , here )") in texts
     # Pieces hold parts of words.
     assert completed(*options, "--tokenizer_kind", "byte_bpe")[0].recipe.augmentation == {}
@@ -105,15 +130,15 @@ def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
 
 
 def test_the_speed_is_that_of_the_network_that_is_trained(folder, monkeypatch):
-    configs, measure = [], completion.dry_run
+    configs, measure = [], completion.estimate_recipe
 
-    def record(experiment, **options):
-        configs.append(experiment.make_model(experiment.prepare()[0]).config)
-        return measure(experiment, **options)
+    def record(recipe, data, **options):
+        configs.append(make_model(recipe, data).config)
+        return measure(recipe, data, **options)
 
-    monkeypatch.setattr(completion, "dry_run", record)
+    monkeypatch.setattr(completion, "estimate_recipe", record)
     experiment, _ = completed("--time_budget", "1h", "--model.hidden_size", "16")
-    final = experiment.make_model(experiment.prepare()[0]).config
+    final = experiment.make_model().config
     shapes = {(config.hidden_size, config.encoder_layers) for config in configs}
     # With an open number of layers, two networks are compared.
     assert len(shapes) == 2 and (final.hidden_size, final.encoder_layers) in shapes
@@ -219,9 +244,7 @@ def test_a_name_is_a_recipe_before_it_is_a_folder(tmp_path, monkeypatch):
     assert train.find_data(["demo"]) == (train.RECIPES / "demo.yaml", [])
     assert train.find_data(["corpus"]) == (None, ["--dataset_name", "corpus"])
     assert train.find_data(["me/pairs"]) == (None, ["--dataset_name", "me/pairs"])
-    with pytest.raises(
-        FileNotFoundError, match=r"one of .*demo, .* got 'dmeo'. A data set must be a folder, or OWNER/NAME"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"one of .*demo, .* got 'dmeo'"):
         train.find_data(["dmeo"])
     with pytest.raises(FileNotFoundError, match=r"got 'recipes/mine\.yaml'"):
         train.find_data(["recipes/mine.yaml"])

@@ -148,9 +148,7 @@ def test_parameters_steps_and_time_are_told_and_nothing_is_written(data, tmp_pat
     assert not (tmp_path / "run").exists()
     text = str(estimate)
     assert "unknown" not in text and "time" in text
-    experiment = Experiment(recipe)
-    experiment.corpus.load()
-    assert estimate.parameters == experiment.make_model(experiment.make_tokenizers()).num_parameters()
+    assert estimate.parameters == Experiment(recipe).make_model().num_parameters()
 
 
 @pytest.mark.parametrize("technique", [{"freeze": ["encoder"]}, {"lora_rank": 4}])
@@ -161,8 +159,7 @@ def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique
     whole, part = (
         dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields, **more))) for more in ({}, technique)
     )
-    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields, **technique))
-    model = experiment.make_model(experiment.make_tokenizers())
+    model = Experiment(make_recipe(data, tmp_path / "run", **fields, **technique)).make_model()
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert part.trained_parameters == trained < whole.trained_parameters
 

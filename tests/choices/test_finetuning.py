@@ -108,13 +108,13 @@ def test_texts_beyond_the_positions_are_truncated(folder):
 
 def test_memory_decides_on_batches(folder, monkeypatch, caplog):
     base = save_base("bart", folder / "base")
-    peaks, estimate = [], completion.dry_run
+    peaks, estimate = [], completion.estimate_recipe
 
-    def recorded(experiment, **options):
-        peaks.append(estimate(experiment, devices=1).peak)
-        return estimate(experiment, devices=1)
+    def recorded(recipe, data, **options):
+        peaks.append(estimate(recipe, data, devices=1).peak)
+        return estimate(recipe, data, devices=1)
 
-    monkeypatch.setattr(completion, "dry_run", recorded)
+    monkeypatch.setattr(completion, "estimate_recipe", recorded)
     full, _ = completed(folder, base)
     assert full.max_tokens_per_batch == 1024
     monkeypatch.setattr(completion, "free_memory", lambda: completion._HEAP * (peaks[0] - 1))

@@ -17,14 +17,13 @@ from metaphrase.choices.rules import (
     choose_size,
     describe_choices,
     dropout,
-    learning_rate,
     tokens_per_batch,
     useful_updates,
 )
 from metaphrase.data.pairs import CorpusProfile
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.recipe.recipe import Recipe, learning_rate, load_recipe
 
 COMMANDS = [(f"turn {side} {times}", " ".join([f"TURN_{side.upper()}"] * count)) for side in ("left", "right")
             for count, times in enumerate(("once", "twice", "thrice"), start=1)] * 500  # fmt: skip

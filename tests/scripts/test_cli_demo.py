@@ -9,7 +9,7 @@ from small_runs import SMALL
 
 from metaphrase.scripts import demo
 from metaphrase.scripts.__main__ import run
-from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.checkpoints import checkpoints_in
 
 FIELDS = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps", "eval_strategy": "no", "use_cpu": "true"}
 FIELDS |= {"load_best_model_at_end": "false", "disable_tqdm": "true", "vocab_size": 300, "generation_max_length": 8}

@@ -17,7 +17,7 @@ from metaphrase.texts.plan import PATTERNS
 from metaphrase.texts.whole_texts import FORMATS as TEXT_FORMATS
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_trainer import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
+from metaphrase.training.checkpoints import DEFAULT_METRIC
 
 
 def chosen(*words):

@@ -10,7 +10,7 @@ from killed_runs import CASES, Server
 from small_runs import SMALL, is_whole
 from transformers.trainer_pt_utils import safe_globals
 
-from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.checkpoints import checkpoints_in
 
 # Of two equal runs these differ: times, and what transformers notes when it loads a tokenizer.
 DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")

@@ -244,13 +244,13 @@ def test_a_folder_that_a_training_writes_to_is_left_alone(data, tmp_path):
     refused = []
 
     def begin_another():
-        tokenizers = type(experiment).make_tokenizers(experiment)
+        model = type(experiment).make_model(experiment)
         with pytest.raises(ValueError, match=r"`output_dir` must be written by one run at a time, got .*run, which"):
             second.train()
         refused.append(sorted(path.name for path in run.iterdir()))
-        return tokenizers
+        return model
 
-    experiment.make_tokenizers = begin_another
+    experiment.make_model = begin_another
     experiment.train()
     assert refused == [[]] and (run / "model.safetensors").is_file()
     # A run that fails before it writes leaves no folder.

@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.checkpointing.folders import checkpoints_in, what_is_missing
+from metaphrase.training.checkpoints import checkpoints_in, what_is_missing
 from metaphrase.training.trainer import MetaphraseTrainer
 
 # Arguments of every Trainer in the tests.

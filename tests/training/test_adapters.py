@@ -11,7 +11,7 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.adapters import add_lora, is_adapted, merge_lora
+from metaphrase.training.techniques import add_lora, is_adapted, merge_lora
 
 pytest.importorskip("peft")
 _GENERATOR = torch.Generator().manual_seed(1)

@@ -25,9 +25,8 @@ def alerts_of_data(folder, pairs, caplog, **fields):
         (folder / f"{split}.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in rows), encoding="utf-8")
     caplog.clear()
     experiment = Experiment(make_recipe(folder, folder / "run", **fields), is_dry_run=True)
-    # A run that chooses fields reads the pairs before it encodes them. Each alert comes once.
-    experiment.load()
     experiment.prepare()
+    experiment.make_model()
     return [record.getMessage() for record in caplog.records if record.name == "metaphrase.training.alerts"]
 
 

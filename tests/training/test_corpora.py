@@ -110,7 +110,7 @@ def test_run_scores_each_task(data, tmp_path, caplog):
         ({"tasks": {"a": "b"}}, "`tasks.a` must be a valid dictionary, got 'b'"),
         ({"tasks": tasks(summarize={"weight": 0})}, "`tasks.summarize.weight` must be a number above 0, got 0"),
         ({"tasks": tasks(summarize={"trian_file": "x"})}, "`trian_file` in `tasks.summarize`. Did you mean 'train_"),
-        ({"tasks": tasks(summarize={"learning_rate": 1})}, "fields of data, got `learning_rate`"),
+        ({"tasks": tasks(summarize={"learning_rate": 1})}, "`tasks.summarize.learning_rate` must be"),
         ({"tasks": tasks(summarize={"train_file": None})}, "Task 'summarize': A recipe must name its training pairs"),
         (
             {"tasks": tasks(summarize={"validation_file": None}), "metric_for_best_model": "summarize_bleu"},

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from metaphrase.inference import Generator
 from metaphrase.training.callbacks import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
-from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.checkpoints import checkpoints_in
 from metaphrase.training.experiment import Experiment
 
 

@@ -67,9 +67,8 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
 
 def test_task_prefix_reaches_the_model_but_not_the_vocabulary(data, tmp_path):
     experiment = Experiment(make_recipe(data, tmp_path / "run", source_prefix="zzqzz: ", vocab_size=400))
-    experiment.corpus.load()
+    tokenizers = experiment.prepare().tokenizers
     assert all(source.startswith("zzqzz: ") for source in experiment.corpus.splits["train"]["source"])
-    tokenizers = experiment.make_tokenizers()
     assert not any("zz" in token for token in tokenizers.source.get_vocab())
 
 

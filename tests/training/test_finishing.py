@@ -1,21 +1,18 @@
 """The end of a run: the mean of its checkpoints, its beams and length penalty, and the time that is left for both."""
 
 import logging
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from small_experiments import make_recipe, read_log, train, weights
-from transformers import GenerationConfig
 
-from metaphrase.evaluation.evaluate import TaskScores, ValidationSample
+from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
-from metaphrase.training import finishing
+from metaphrase.training import experiment
+from metaphrase.training.callbacks import final_share
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.finishing import choose_decoding, fill_decoding, final_share
+from metaphrase.training.output_dir import with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
-from metaphrase.training.run_folder import with_fields_of_run
 
 
 def assert_mean(run, steps):
@@ -30,7 +27,7 @@ def assert_mean(run, steps):
 def mean_is_best(request, monkeypatch):
     """The mean of a few steps of training is often worse than the last one."""
     if "worse" not in request.node.name:
-        monkeypatch.setattr(finishing, "_is_worse", lambda *_: False)
+        monkeypatch.setattr(experiment, "_is_worse", lambda *_: False)
 
 
 @pytest.mark.parametrize("score", [5.0, 95.0])
@@ -96,57 +93,15 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
     with caplog.at_level(logging.WARNING):
         train(data, tmp_path / "run", **fields)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-    assert "got none in" in caplog.text and "The finished model has the weights of step 4, the last one." in caplog.text
+    assert "The finished model has the weights of step 4, the last one." in caplog.text
     assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
 
 
-GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
-SHORT, LONG = {**BEAMS, "length_penalty": 0.6}, {**BEAMS, "length_penalty": 1.5}
-EARLY = {"early_stopping": True}
-
-
-class Writer:
-    """A generator that writes `right` wrong-free texts of ten, by setting."""
-
-    def __init__(self, right):
-        self.right, self.asked = right, []
-
-    def generate(self, sources, show_progress, **setting):
-        self.asked.append(setting)
-        right = self.right[len(self.asked) - 1]
-        return [source if row < right else "no" for row, source in enumerate(sources)]
-
-
-SOURCES = [f"the number {row} of ten sentences" for row in range(10)]
-
-
-def sample_of(metric):
-    return SimpleNamespace(sources=SOURCES, references=SOURCES, scores=TaskScores([metric]))
-
-
-@pytest.mark.parametrize(
-    ("metric", "right", "chosen", "tried"),
-    [
-        ("bleu", [5, 6, 8, 7, 8], SHORT | EARLY, 5),
-        ("bleu", [5, 6, 6, 9, 8], LONG, 5),
-        ("bleu", [5, 6, 6, 6, 5], BEAMS, 5),
-        ("bleu", [5, 6, 6, 6, 7], BEAMS | EARLY, 5),
-        # Beams that bring nothing only cost time.
-        ("bleu", [5, 5], GREEDY, 2),
-        ("exact_match", [5, 6, 6], BEAMS | EARLY, 3),
-        ("wer", [6, 5], GREEDY, 2),
-        ("wer", [5, 6, 5], BEAMS, 3),
-    ],
-)
-def test_the_best_setting_is_chosen(metric, right, chosen, tried):
-    writer = Writer(right)
-    values, reason = choose_decoding(writer, sample_of(metric))
-    assert values == chosen and len(writer.asked) == tried
-    assert f"{metric} of 10 validation pairs" in reason and "with greedy search" in reason
+SHORT = {"num_beams": 4, "length_penalty": 0.6}
 
 
 def test_the_finished_model_decodes_as_chosen_and_a_resumed_run_chooses_again(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("metaphrase.training.finishing.choose_decoding", lambda *_: (SHORT, "as the test wants"))
+    monkeypatch.setattr("metaphrase.choices.completion.choose_decoding", lambda *_: (SHORT, "as the test wants"))
     run = tmp_path / "run"
     metrics = train(data, run, choose_decoding=True, max_steps=2, save_strategy="no", eval_strategy="no")
     recipe = load_recipe(run / "recipe.yaml")
@@ -179,21 +134,3 @@ def test_time_of_what_follows_training(fields, share, data, tmp_path):
     assert final_share(recipe, recipe.metrics, num_scored=0, num_validation=20) == 0
     # Some time is kept for scores, also if no evaluation shows how much they take.
     assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=0) > 0
-
-
-def test_time_for_the_final_scores_remains(tmp_path, monkeypatch):
-    clock, writer = [1000.0], Writer([5, 6, 7, 8])
-
-    def generate(*args, num_beams, **options):
-        clock[0] += 5 if num_beams == 1 else 10
-        return writer.generate(*args, num_beams=num_beams, **options)
-
-    monkeypatch.setattr(time, "time", lambda: clock[0])
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    generator = SimpleNamespace(generate=generate, model=SimpleNamespace(generation_config=GenerationConfig()))
-    recipe = Recipe.from_mapping({"choose_decoding": True, "num_validation": 4}, "the test")
-    # The scores of 20 pairs take twice the time of 10: two searches fit, and all would end at 1045 with a third.
-    filled = fill_decoding(recipe, generator, sample_of("bleu"), 1040.0, 20, tmp_path)
-    assert writer.asked == [GREEDY, BEAMS]
-    assert (filled.num_beams, filled.length_penalty) == (4, 1.0) and "with greedy search" in filled.reasons["num_beams"]
-    assert GenerationConfig.from_pretrained(tmp_path).num_beams == 4

@@ -48,7 +48,7 @@ def last_evaluation(make):
 def test_what_the_model_cannot_read_is_refused_before_training(make, split, too_long, monkeypatch):
     strategy = {"eval_strategy": "no"} if split == "test" else {}
     experiment = make(LEARNED, too_long=too_long, **{f"{split}_file": "scored.tsv"}, **strategy)
-    monkeypatch.setattr(experiment, "make_model", lambda _: pytest.fail("The model must not be made."))
+    monkeypatch.setattr(experiment, "make_model", lambda: pytest.fail("The model must not be made."))
     message = f"The {split} pairs must be within the 20 tokens .*, got 1 sources and 1 targets .* `too_long: truncate`"
     with pytest.raises(ValueError, match=message):
         experiment.train()

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from metaphrase.evaluation.evaluate import corpus_loss
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.model_setup import check_special_ids, fit_vocabulary, load_base
+from metaphrase.training.model_setup import check_special_ids, fit_vocabulary, load_base, make_model
 from metaphrase.training.recipe.recipe import Recipe
 
 
@@ -97,8 +97,7 @@ def settled(data, tmp_path):
             setattr(config, name, value)
         config.to_json_file(folder / "generation_config.json")
         experiment = Experiment(make_recipe(data, tmp_path / "run", **FEW, model_name_or_path=folder, **own))
-        experiment.corpus.load()
-        config = experiment.make_model(experiment.make_tokenizers(), with_weights=False).generation_config
+        config = make_model(experiment.recipe, experiment.prepare(), with_weights=False).generation_config
         # transformers saves it.
         config.validate(strict=True)
         return config

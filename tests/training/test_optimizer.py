@@ -8,7 +8,7 @@ from other_families import other_model
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.training.optimizer import check_optimizer, freeze
+from metaphrase.training.techniques import check_optimizer, freeze
 from metaphrase.training.trainer import MetaphraseTrainer
 
 # Source and target have vocabularies of their own, and nothing is tied.

@@ -10,7 +10,7 @@ from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.modeling.loss import divergence_of_halves
 from metaphrase.ops import projected_loss as projected
-from metaphrase.training.r_drop import check_r_drop, repeat_batch
+from metaphrase.training.techniques import check_r_drop, repeat_batch
 
 
 def perturb_second_half(module, arguments, output):

@@ -20,14 +20,14 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.training.adapters import add_lora
-from metaphrase.training.checkpointing.sharding import (
+from metaphrase.training.distributed import (
     gather_model,
     is_sharded,
     load_whole_weights,
     saves_whole_weights,
     whole_shape,
 )
+from metaphrase.training.techniques import add_lora
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
 WAYS = {

@@ -23,8 +23,8 @@ STAGES |= {
 def prepared(data, folder, **fields):
     """Return a recipe's corpus, its encoded splits and its tokenizers."""
     experiment = Experiment(make_recipe(data, folder, **fields))
-    tokenizers, encoded = experiment.prepare()
-    return experiment.corpus, encoded, tokenizers
+    data = experiment.prepare()
+    return data.corpus, data.encoded, data.tokenizers
 
 
 def test_a_run_has_the_steps_of_its_dry_run(data, tmp_path):

@@ -7,10 +7,10 @@ from small_trainers import SIDES, loss_for_each_token, make_trainer, tiny_bart, 
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from transformers import DataCollatorForSeq2Seq
 
-from metaphrase.data.collators import PairCollator
+from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.data.token_budget import WithFillers
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
-from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
+from metaphrase.training.checkpoints import checkpoints_in, step_of
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
 EACH_STEP |= {"generation_max_length": 4}
@@ -20,7 +20,7 @@ EACH_STEP |= {"generation_max_length": 4}
 def test_a_filler_adds_nothing_to_a_step(family, r_drop_alpha, model, pairs, tmp_path):
     model = tiny_bart() if family == "other" else model
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, r_drop_alpha=r_drop_alpha)
-    collate = trainer._packed_collator() if trainer.packs_pairs else PairCollator(0)
+    collate = PackedCollator(0) if trainer.packs_pairs else PairCollator(0)
     batch = collate([WithFillers(pairs)[len(pairs) + 1]])
     loss = trainer.compute_loss(model.train(), batch, num_items_in_batch=torch.tensor(5))
     assert loss.item() == 0

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
+from metaphrase.training.checkpoints import average_checkpoints, select_checkpoints
 
 
 def save_models(folder, count=3, dtype=torch.float32, max_shard_size="1GB", **fields):
@@ -182,9 +182,7 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
     _, folders = save_models(tmp_path / "models", count=2)
     (tmp_path / "key").write_text("private")
     (folders[1] / "LICENSE").symlink_to(tmp_path / "key")
-    with pytest.raises(
-        ValueError, match=r"`folders` must hold no link to a file outside of it, got .*LICENSE -> .*key"
-    ):
+    with pytest.raises(ValueError, match=r"`folders` must hold no link .*LICENSE -> .*key"):
         average_checkpoints(folders, tmp_path / "mean")
 
 
@@ -244,5 +242,5 @@ def test_what_cannot_be_chosen_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"`{field}`"):
             select_checkpoints(run, **options)
-    with pytest.raises(ValueError, match="`run_folder`"):
+    with pytest.raises(ValueError, match="`last` must be at most"):
         select_checkpoints(tmp_path, last=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_runs import is_whole, make_trainer, names, read
 
-from metaphrase.training.checkpointing.folders import (
+from metaphrase.training.checkpoints import (
     checkpoints_in,
     discard_surplus,
     last_whole_checkpoint,

@@ -1,4 +1,4 @@
-"""Run folders: checks before a run starts or resumes in a folder, and the recipe that it resumes with."""
+"""Output directories: checks before a run starts or resumes in one, and the recipe that it resumes with."""
 
 import contextlib
 import logging
@@ -12,14 +12,13 @@ from transformers.utils import CONFIG_NAME
 
 from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.checkpointing.averaging import RECIPE_NAME
-from metaphrase.training.checkpointing.folders import (
+from metaphrase.training.checkpoints import (
+    RECIPE_NAME,
     check_whole,
     checkpoints_in,
     last_whole_checkpoint,
 )
-from metaphrase.training.recipe.checks import check_conflicts
-from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, group_of
+from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, check_conflicts, group_of
 from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, saved_recipe
 
 logger = logging.getLogger(__name__)
