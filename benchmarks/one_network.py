@@ -128,7 +128,7 @@ def make_step(decoder, name, encoder_output, mask, beams):
         return lambda: decoder(tokens.repeat_interleave(beams)[:, None], **arguments)
     state = (STATES if name == "state" else NETWORK_STATES)[beams > 1](decoder, encoder_output, mask)
     state.step(tokens)
-    state.spread(beams)
+    state.expand_beams(beams)
     return lambda: state.step(tokens.repeat_interleave(beams))
 
 

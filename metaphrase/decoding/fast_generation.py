@@ -1,4 +1,4 @@
-"""The entrance to the fast decoder, greedy search and sampling: `generate()`, `Generator` and the searches call `search`.
+"""The entrance to the fast decoder, greedy search and sampling: `generate()`, `Generator` and the searches call `generate`.
 
 transformers' loops define the result. They run where the fast loops do not support a model or an option;
 `model.search_obstacle` says why.
@@ -48,7 +48,7 @@ def is_metaphrase(model: object) -> bool:
     return isinstance(base, MetaphraseForConditionalGeneration)
 
 
-def search(
+def generate(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
@@ -60,7 +60,7 @@ def search(
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
 
-    `generate()` calls it, also as `generate(custom_generate=search, return_scores=True)`. The result is ids
+    `generate()` calls it, also as `generate(custom_generate=generate, return_scores=True)`. The result is ids
     `(sources * copies, length)`, or an output that holds them. The first reason why the fast loop did not run, or None, becomes
     `model.search_obstacle`.
 
@@ -78,7 +78,7 @@ def search(
     model.search_obstacle = reason
     logger.debug("decoding by the %s", f"transformers loop: {reason}" if reason else "fast loop")
     if reason:
-        return _search_by_transformers(
+        return _generate_by_transformers(
             model, input_ids, logits_processor, stopping_criteria, config, return_scores, **model_kwargs
         )
     copies = max(config.num_beams, config.num_return_sequences)
@@ -112,7 +112,7 @@ def encoded_sources(model_kwargs: dict, copies: int) -> tuple[torch.Tensor, torc
     return encoder_output, None if mask is None else mask[::copies]
 
 
-def _search_by_transformers(
+def _generate_by_transformers(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
@@ -289,7 +289,7 @@ def sample(
         if tokens is None:
             logits = project(hidden_states).float()
             if length == prompt_length:
-                state.spread(copies)
+                state.expand_beams(copies)
                 logits = logits.repeat_interleave(copies, dim=0)
             scores = process(processors, ids, logits)
             tokens = _draw(scores) if config.do_sample else scores.argmax(dim=-1)

@@ -97,11 +97,8 @@ class WeightRecord:
         """Return the objects in the module, and the addresses, versions and sampled entries of the weights."""
         objects: list[Any] = []
         for module in self._modules:
-            # A parametrization changes the class of a module.
-            objects.append(type(module))
-            # Reading the dictionaries is many times faster than looking up each name.
-            objects += module._modules.values()
-            objects += module._parameters.values()
+            # A parametrization changes the class. Reading the dictionaries is many times faster than looking up each name.
+            objects += (type(module), *module._modules.values(), *module._parameters.values())
         versions = [(weight.data_ptr(), weight._version) for weight in self._weights]
         return objects, versions, torch.cat(self._views) if self._views else torch.empty(0)
 
@@ -130,17 +127,13 @@ def can_record(layer: nn.Module) -> bool:
 @contextlib.contextmanager
 def prepacked(stack: nn.Module) -> Iterator[None]:
     """Run the layers of a stack with prepacked weights, where they gain by it."""
-    parameter = next(stack.parameters())
-    can_prepack_stack = (
-        # The copies are not made again for a stack that moves to a CPU later.
-        parameter.dtype == torch.float32
-        and parameter.device.type == "cpu"
-        and not (stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-        # A compiled or traced graph must contain the layers themselves.
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-    )
-    replaced = []
-    for layer, packed in prepared_copies(stack, stack.layers, _prepack) if can_prepack_stack else []:
+    parameter, replaced, copies = next(stack.parameters()), [], []
+    # A compiled or traced graph must contain the layers themselves.
+    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_training = stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if parameter.dtype == torch.float32 and parameter.device.type == "cpu" and not (is_graph or is_training):
+        copies = prepared_copies(stack, stack.layers, _prepack)
+    for layer, packed in copies:
         # accelerate, for example, replaces `forward` to load the weights first.
         if isinstance(vars(layer).get("forward"), PrepackedWeight | None):
             # The instance attribute leaves the hooks of `nn.Module.__call__` in place.
@@ -155,14 +148,8 @@ def prepacked(stack: nn.Module) -> Iterator[None]:
 
 def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"]], list[torch.Tensor]]:
     """Return the linear layers that gain by prepacked weights with these weights, and the weights that were packed."""
-    linears = [
-        layer
-        for layer in layers.modules()
-        if is_plain(layer)
-        and can_record(layer)
-        and layer.weight.numel() <= LARGEST_SIZE
-        and can_prepack(*layer.weight.shape)
-    ]
+    linears = [layer for layer in layers.modules() if is_plain(layer) and can_record(layer)]
+    linears = [layer for layer in linears if layer.weight.numel() <= LARGEST_SIZE and can_prepack(*layer.weight.shape)]
     packed = [(layer, PrepackedWeight(layer.weight, layer.bias)) for layer in linears]
     return packed, [weight for layer in linears for weight in layer.parameters()]
 
@@ -247,10 +234,9 @@ def encode_without_padding(
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or encoder.config._attn_implementation != "sdpa":
         return None
-    is_token = torch.ones_like(embeddings[..., 0]) if attention_mask is None else attention_mask
-    if not is_padding_mask(is_token) or is_token.shape != embeddings.shape[:2]:
+    if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
         return None
-    is_token = is_token != 0
+    is_token = attention_mask != 0
     if not _gains_without_padding(encoder, embeddings, is_token):
         return None
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.

@@ -236,7 +236,7 @@ def _make_search(
         options = add_beams(models[0], options)
         options |= {"custom_generate": constrained_beam_search, "return_dict_in_generate": True, "output_scores": False}
     elif joint_search is None and _is_plain(models[0], options):
-        options |= {"custom_generate": fast_generation.search, "return_scores": return_scores}
+        options |= {"custom_generate": fast_generation.generate, "return_scores": return_scores}
     elif joint_search is None:
         options |= dict.fromkeys(("output_scores", "output_logits"), return_scores) | {"return_dict_in_generate": True}
 
@@ -246,7 +246,7 @@ def _make_search(
         if joint_search is not None:
             search = functools.partial(joint_search, partners=list(zip(models[1:], partner_inputs, strict=True)))
             batch_options |= {"custom_generate": search, "return_scores": return_scores}
-        elif vocabulary_map is not None and options.get("custom_generate") is fast_generation.search:
+        elif vocabulary_map is not None and options.get("custom_generate") is fast_generation.generate:
             batch_options["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
         hypotheses = _generate(models[0], inputs, return_scores, batch_options)
         count = len(hypotheses) // len(sources[0])

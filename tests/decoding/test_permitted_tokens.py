@@ -8,7 +8,7 @@ from tiny_models import DESIGNS, random_sources, tiny_model
 from torch import nn
 from transformers import GenerationMixin
 
-from metaphrase.decoding.fast_generation import search
+from metaphrase.decoding.fast_generation import generate
 from metaphrase.decoding.quantization import PackedLinear, has_kernels
 
 PERMITTED = torch.tensor([2, 4, 5, 8, 9, 13, 14, 17, 20, 22, 23, 27, 30])
@@ -36,7 +36,7 @@ def masked(model, permitted):
 
 
 def find(model, inputs, options, permitted=None, return_scores=True):
-    arguments = {"custom_generate": search, "return_scores": return_scores, "permitted": permitted}
+    arguments = {"custom_generate": generate, "return_scores": return_scores, "permitted": permitted}
     output = model.generate(**inputs, **OPTIONS | options, **arguments)
     assert model.search_obstacle is None
     return output
@@ -86,7 +86,7 @@ def test_other_loops_and_heads_select_from_all_tokens():
     model = tiny_model()
     inputs = random_sources(model.config, batch=3)
     expected = model.generate(**inputs, **OPTIONS)
-    arguments = OPTIONS | {"custom_generate": search, "return_scores": False, "permitted": PERMITTED}
+    arguments = OPTIONS | {"custom_generate": generate, "return_scores": False, "permitted": PERMITTED}
     ids = model.generate(**inputs, **arguments, cache_implementation="static").sequences
     assert model.search_obstacle and ids.tolist() == expected.tolist()
     hook = model.lm_head.register_forward_hook(lambda *_: None)
