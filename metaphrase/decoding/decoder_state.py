@@ -447,13 +447,13 @@ class DecoderState:
             # The table raises an error if `length` is more than it has.
             num_positions = max(length, min(num_positions, table.num_embeddings - table.offset))
         positions = torch.arange(num_positions, device=self.device)[None]
+        modules = self.decoder.position_biases()
         # Only the distance counts: the bias of an earlier query is the end of the bias of the last query. (H, positions)
         biases = {
             module: None if module is None else module(positions[:, -1:], positions)[0, :, 0].to(self.dtype)
-            for module in dict.fromkeys(self.decoder.position_biases())
+            for module in dict.fromkeys(modules)
         }
-        per_layer = [biases[module] for module in self.decoder.position_biases()]
-        self._biases = per_layer * (len(self.layers) // len(per_layer))
+        self._biases = [biases[module] for module in modules]
         if table is not None:
             self._positions = table(positions, num_positions)[0]
         if rotary is not None:

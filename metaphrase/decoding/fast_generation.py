@@ -81,25 +81,24 @@ def generate(
         return _generate_by_transformers(
             model, input_ids, logits_processor, stopping_criteria, config, return_scores, **model_kwargs
         )
-    copies = max(config.num_beams, config.num_return_sequences)
-    encoder_output, mask = encoded_sources(model_kwargs, copies)
-    decoder, prompt, (project, shorten) = model.get_decoder(), input_ids[::copies], prepared_projections(model)
+    copies, head = max(config.num_beams, config.num_return_sequences), None
+    sources, prompt = encoded_sources(model_kwargs, copies), input_ids[::copies]
+    project, shorten = prepared_projections(model)
     if permitted is not None:
-        vocab_size = model.config.decoder_vocab_size
-        permitted = _complete(permitted, prompt, config, vocab_size)
+        permitted = _complete(permitted, prompt, config, model.config.decoder_vocab_size)
         head = prepared_rows(model.get_output_embeddings(), permitted)
-        permitted = None if head is None else permitted
-    if permitted is not None:
+    if head is None:
+        permitted = None
+    else:
         project, shorten = functools.partial(model.project, head=head), None
         if logits_processor:
-            logits_processor = [process_permitted(logits_processor, permitted, vocab_size)]
+            logits_processor = [process_permitted(logits_processor, permitted, model.config.decoder_vocab_size)]
     if config.num_beams > 1:
-        state, selection = BeamState(decoder, encoder_output, mask), Selection(config, permitted)
+        state, selection = BeamState(model.get_decoder(), *sources), Selection(config, permitted)
         ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
     else:
-        state = DecoderState(decoder, encoder_output, mask)
-        arguments = (config, bool(return_scores), shorten, permitted)
-        ids, scores = sample(project, state, prompt, copies, logits_processor, *arguments)
+        state, rest = DecoderState(model.get_decoder(), *sources), (config, bool(return_scores), shorten, permitted)
+        ids, scores = sample(project, state, prompt, copies, logits_processor, *rest)
     if return_scores is None:
         return ids
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
@@ -141,13 +140,9 @@ def _generate_by_transformers(
 
 def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationConfig, vocab_size: int) -> torch.Tensor:
     """Return the permitted tokens, those of the prompt, the ends and the forced tokens, ascending."""
-    forced = [config.forced_bos_token_id, config.forced_eos_token_id]
-    values = [
-        torch.as_tensor(value).flatten().to(prompt)
-        for value in (*forced, config._eos_token_tensor)
-        if value is not None
-    ]
-    tokens = torch.cat([permitted.to(prompt), prompt.flatten(), *values]).unique()
+    others = permitted, prompt, config.forced_bos_token_id, config.forced_eos_token_id, config._eos_token_tensor
+    tokens = [torch.as_tensor(value).flatten().to(prompt) for value in others if value is not None]
+    tokens = torch.cat(tokens).unique()
     # An end of -1 means that no token ends a target.
     return tokens[(tokens >= 0) & (tokens < vocab_size)]
 
@@ -199,8 +194,7 @@ def find_obstacle(
         # The attention kernel decides what a row without a token attends to.
         "source without a token": mask is not None and not bool(mask.any(dim=1).all()),
     }
-    reason = next((name for name, is_met in conditions.items() if is_met), None)
-    return reason or find_obstacle_of_model(model, config)
+    return next((name for name, is_met in conditions.items() if is_met), find_obstacle_of_model(model, config))
 
 
 def find_obstacle_of_model(
@@ -319,7 +313,7 @@ def sample(
     if not done:
         # The prompt has the maximum length.
         return ids, totals
-    result = ids.new_full((sum(len(rows) for rows, _ in done), done[-1][1].shape[1]), padding)
+    result = ids.new_full((len(prompt) * copies, done[-1][1].shape[1]), padding)
     for rows, ended_ids in done:
         result[rows, : ended_ids.shape[1]] = ended_ids
     return result, totals
@@ -330,13 +324,13 @@ def _draw(scores: torch.Tensor) -> torch.Tensor:
     try:
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
     except RuntimeError as error:
-        if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
-            # The rows are not the reason, but for example too little memory.
-            raise
-        raise ValueError(
-            "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "
-            "the model, and whether the options suppress all tokens."
-        ) from error
+        # Another reason may be too little memory.
+        if bool(scores.isnan().any()) or not bool(scores.isfinite().any(dim=-1).all()):
+            raise ValueError(
+                "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the "
+                "weights of the model, and whether the options suppress all tokens."
+            ) from error
+        raise
 
 
 def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:

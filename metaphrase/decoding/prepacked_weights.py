@@ -161,11 +161,9 @@ class PrepackedWeight:
         """Pack a weight (out_features, in_features) in float32 on a CPU, of a shape for which `can_prepack` is true."""
         weight, self._bias = weight.detach().contiguous(), bias
         self._is_onednn = prefers_onednn()
-        if self._is_onednn:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-            return
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACKED_ROWS)
-        # The kernel reads only the shape of the original weight.
+        pack = torch.ops.mkldnn._reorder_linear_weight if self._is_onednn else torch.ops.mkl._mkl_reorder_linear_weight
+        self._packed = pack(weight, _PACKED_ROWS)
+        # MKL's kernel reads only the shape of the original weight.
         self._shape = weight.new_empty(1).expand(weight.shape)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -206,22 +204,18 @@ def can_prepack(out_features: int, in_features: int) -> bool:
     """
     if out_features * in_features < _LEAST_SIZE or in_features < _LEAST_WIDTH:
         return False
-    has_mkl = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
-    if not (has_mkl or prefers_onednn()):
-        return False
     # A long weight has many equal blocks. One of them and the remainder are checked.
     outputs = out_features % _CHECKED_OUTPUTS + (_CHECKED_OUTPUTS if out_features >= _CHECKED_OUTPUTS else 0)
-    generator = torch.Generator().manual_seed(0)
-    make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-    weight, states = make(outputs, in_features), make(max(_CHECKED_ROWS), in_features)
+    options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+    weight, states = (torch.randn(rows, in_features, **options) for rows in (outputs, max(_CHECKED_ROWS)))
     try:
         packed = PrepackedWeight(weight, None)
         return all(
             torch.allclose(packed(states[:rows]), nn.functional.linear(states[:rows], weight), atol=1e-3, rtol=1e-4)
             for rows in _CHECKED_ROWS
         )
-    except RuntimeError:
-        # torch was built without the library behind the operators.
+    except (RuntimeError, AttributeError):
+        # torch was built without the library behind the operators, or has none of these operators.
         return False
 
 
@@ -239,19 +233,17 @@ def encode_without_padding(
     is_token = attention_mask != 0
     if not _gains_without_padding(encoder, embeddings, is_token):
         return None
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in walk(encoder.layers))
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
     starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
-    if not bool((starts.sum(dim=1) == 1).all()) or any(
-        module._forward_hooks or module._forward_pre_hooks for module in encoder.layers.modules()
-    ):
+    if has_hooks or not bool((starts.sum(dim=1) == 1).all()):
         return None
-    rows, length, _ = embeddings.shape
-    indices = is_token.flatten().nonzero()[:, 0]
-    segments = Segments(is_token.sum(dim=1), len(indices))
-    packed = encoder.encode_packed(embeddings.flatten(0, 1).index_select(0, indices)[None], segments, **kwargs)
-    tokens = packed.last_hidden_state[0]
-    output = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, indices, tokens)
-    return BaseModelOutput(last_hidden_state=output.view(rows, length, -1))
+    tokens = embeddings[is_token]
+    segments = Segments(is_token.sum(dim=1), len(tokens))
+    tokens = encoder.encode_packed(tokens[None], segments, **kwargs).last_hidden_state[0]
+    output = tokens.new_zeros(*is_token.shape, tokens.shape[-1])
+    output[is_token] = tokens
+    return BaseModelOutput(last_hidden_state=output)
 
 
 def _gains_without_padding(encoder: MetaphraseEncoder, embeddings: torch.Tensor, is_token: torch.Tensor) -> bool:
