@@ -64,16 +64,15 @@ class PreparedLinear:
         self._reads_weights = all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
         if not self._reads_weights:
             return
-        self._weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        is_single, are_plain = len(layers) == 1, all(map(is_plain, layers))
+        self.copied = [parameter for layer in layers for parameter in layer.parameters()]
+        self._weights = [layer.weight for layer in layers]
+        are_plain, is_small = (
+            all(map(is_plain, layers)),
+            len(layers) > 1 or layers[0].weight.numel() <= largest_transposed,
+        )
         self._is_packed = are_plain and can_prepack(sum(map(len, self._weights)), self._weights[0].shape[1])
-        self._is_transposed = are_plain and not (is_single and self._weights[0].numel() > largest_transposed)
-        self._bias = biases[0]
-        if not is_single and biases[0] is not None:
-            self._bias = torch.cat([bias.detach() for bias in biases])
-            self.copied += biases
-        if not is_single or self._is_packed or self._is_transposed:
-            self.copied += self._weights
+        self._is_transposed = are_plain and is_small
+        self._bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
         if self._is_transposed:
             self._max_transposed_rows = 1 if self._is_packed else _FEW_TRANSPOSED_ROWS
 
@@ -92,20 +91,19 @@ class PreparedLinear:
     @functools.cached_property
     def _weight(self) -> torch.Tensor:
         """All weights side by side, (out_features, in_features). A view, if there is a transposed copy."""
-        return self._transposed.t() if self._is_transposed and len(self._weights) > 1 else self._join()
+        return self._transposed.t() if self._is_transposed else _join(self._weights)
 
     @functools.cached_property
     def _transposed(self) -> torch.Tensor:
-        return self._join().detach().t().contiguous()
+        return _join(self._weights).t().contiguous()
 
     @functools.cached_property
     def _packed(self) -> PrepackedWeight:
-        return PrepackedWeight(self._join(), self._bias)
+        return PrepackedWeight(_join(self._weights), self._bias)
 
-    def _join(self) -> torch.Tensor:
-        weights = self._weights
-        # A single weight stays the parameter, so that `_weight` follows a cast or a move of the model.
-        return weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+
+def _join(parameters: list[torch.Tensor]) -> torch.Tensor:
+    return parameters[0].detach() if len(parameters) == 1 else torch.cat([weight.detach() for weight in parameters])
 
 
 class PreparedLayer:

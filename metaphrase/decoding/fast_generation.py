@@ -27,7 +27,6 @@ from metaphrase.decoding.options import (
     process_permitted,
 )
 from metaphrase.decoding.prepacked_weights import walk
-from metaphrase.decoding.quantization import Shortlist
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
@@ -83,21 +82,21 @@ def generate(
         )
     copies, head = max(config.num_beams, config.num_return_sequences), None
     sources, prompt = encoded_sources(model_kwargs, copies), input_ids[::copies]
-    project, shorten = prepared_projections(model)
+    project, best_tokens = prepared_projections(model)
     if permitted is not None:
         permitted = _complete(permitted, prompt, config, model.config.decoder_vocab_size)
         head = prepared_rows(model.get_output_embeddings(), permitted)
     if head is None:
         permitted = None
     else:
-        project, shorten = functools.partial(model.project, head=head), None
+        project, best_tokens = functools.partial(model.project, head=head), None
         if logits_processor:
             logits_processor = [process_permitted(logits_processor, permitted, model.config.decoder_vocab_size)]
     if config.num_beams > 1:
         state, selection = BeamState(model.get_decoder(), *sources), Selection(config, permitted)
         ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
     else:
-        state, rest = DecoderState(model.get_decoder(), *sources), (config, bool(return_scores), shorten, permitted)
+        state, rest = DecoderState(model.get_decoder(), *sources), (config, bool(return_scores), best_tokens, permitted)
         ids, scores = sample(project, state, prompt, copies, logits_processor, *rest)
     if return_scores is None:
         return ids
@@ -149,14 +148,15 @@ def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationC
 
 def prepared_projections(
     model: MetaphraseForConditionalGeneration,
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Shortlist | None] | None]:
-    """Return `model.project` for decoding steps with the weights as they are now, and a projection to shortlists or None."""
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[..., torch.Tensor | None] | None]:
+    """Return `model.project` for decoding steps with the current weights, and a `ShortlistProjection` of its input or None."""
     head, shortlist = prepared_head(model.get_decoder(), model.get_output_embeddings())
-    project = functools.partial(model.project, head=head)
     is_plain = _is_of_package(type(model).project) and model.config.final_logit_softcapping is None
-    if shortlist is None or not is_plain:
-        return project, None
-    return project, lambda hidden_states: shortlist(model.transform(hidden_states))
+
+    def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
+        return shortlist(model.transform(hidden_states), *arguments)
+
+    return functools.partial(model.project, head=head), best_tokens if is_plain and shortlist is not None else None
 
 
 def find_obstacle(
@@ -245,7 +245,7 @@ def sample(
     processors: LogitsProcessorList,
     config: GenerationConfig,
     with_scores: bool = False,
-    shorten: Callable[[torch.Tensor], Shortlist | None] | None = None,
+    best_tokens: Callable[..., torch.Tensor | None] | None = None,
     permitted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Extend targets by the most probable tokens, or by tokens drawn at random.
@@ -256,7 +256,7 @@ def sample(
         copies: Targets of each source.
         config: As `generate()` prepares it, with all special ids and limits.
         with_scores: True returns log-probabilities: of samples under the model itself, of greedy search after the processors.
-        shorten: Returns shortlists from the decoder's output. Only greedy search of one target without scores uses them.
+        best_tokens: The second function of `prepared_projections`. Only greedy search of one target without scores calls it.
         permitted: The token of each logit, (V,). None means all tokens of the vocabulary.
 
     Returns:
@@ -273,13 +273,12 @@ def sample(
     is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     # Scores and sampling need the logits of all tokens.
     if config.do_sample or with_scores or copies > 1 or not only_lower(processors):
-        shorten = None
+        best_tokens = None
     unread: Sequence[torch.Tensor] = prompt.unbind(1)
     for length in range(prompt_length, config.max_length):
         for token in unread:
             hidden_states = state.step(token)
-        shortlist = None if shorten is None else shorten(hidden_states)
-        tokens = None if shortlist is None else _best_of(shortlist, processors, ids)
+        tokens = None if best_tokens is None else best_tokens(hidden_states, processors, ids)
         if tokens is None:
             logits = project(hidden_states).float()
             if length == prompt_length:
@@ -331,19 +330,6 @@ def _draw(scores: torch.Tensor) -> torch.Tensor:
                 "weights of the model, and whether the options suppress all tokens."
             ) from error
         raise
-
-
-def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
-    """Return the most probable tokens, (rows,), or None if a token outside the shortlist may be more probable.
-
-    The processors only lower logits. `ids` of the rows so far have shape (rows, length).
-    """
-    if not processors:
-        return shortlist.tokens[shortlist.logits.argmax(dim=-1)]
-    scores = shortlist.logits.new_full((len(ids), shortlist.vocab_size), -torch.inf)
-    scores[:, shortlist.tokens] = shortlist.logits
-    highest, tokens = process(processors, ids, scores).max(dim=-1)
-    return tokens if bool((highest >= shortlist.floor).all()) else None
 
 
 class SequenceScores(StoppingCriteria):

@@ -1,15 +1,16 @@
 """Products in int8 on a CPU, by the kernels of FBGEMM: quantized linear layers, and shortlists of tokens."""
 
 import copy
-import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
+
+from metaphrase.decoding.options import process
 
 logger = logging.getLogger(__name__)
 
@@ -179,29 +180,24 @@ def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.T
     return _multiply_operator()(states, 1.0, activation_levels() + 1, packed)
 
 
-@dataclasses.dataclass
-class Shortlist:
-    """Tokens for all rows together (count,), ascending, their logits (rows, count), and a bound of other logits, (rows,)."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-    floor: torch.Tensor
-    vocab_size: int
-
-
 class ShortlistProjection:
-    """A projection from decoder output to shortlists, for a plain head in float32 on a CPU that has int8 kernels.
+    """A projection from decoder output to the best tokens, for a plain head in float32 on a CPU that has int8 kernels.
 
     A shortlist holds the few tokens of a large vocabulary that may have the largest logit. A state h is rounded to h', the
     weights w of a token to w'. By the Cauchy-Schwarz inequality, the logit w h differs from w' h' by at most
-    |w| |h - h'| + |w - w'| |h'|. Only tokens that may be the best within this bound are computed in float32.
+    |w| |h - h'| + |w - w'| |h'|. Only logits of tokens that may be the best within this bound are computed in float32.
     """
 
     def __init__(self, head: nn.Linear):
         self._head = head
 
-    def __call__(self, states: torch.Tensor) -> Shortlist | None:
-        """Return the shortlist of states (rows, H), or None if all logits are computed as fast."""
+    def __call__(
+        self, states: torch.Tensor, processors: Sequence[LogitsProcessor], ids: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the most probable tokens of states (rows, H), (rows,), or None if all logits are needed or computed as fast.
+
+        The processors only lower logits. `ids` of the rows so far have shape (rows, length).
+        """
         if len(states) > _MOST_ROWS:
             return None
         packed, weight_norms = self._rounded
@@ -222,7 +218,13 @@ class ShortlistProjection:
         if not 0 < len(tokens) <= highest.shape[1] // 8:
             return None
         exact = nn.functional.linear(states, self._head.weight[tokens], None if bias is None else bias[tokens])
-        return Shortlist(tokens, exact, (floor * scale)[:, 0], highest.shape[1])
+        if not processors:
+            return tokens[exact.argmax(dim=1)]
+        logits = torch.full_like(highest, -torch.inf)
+        logits[:, tokens] = exact
+        best, tokens = process(processors, ids, logits).max(dim=1)
+        # A token outside the shortlist may be more probable.
+        return tokens if bool((best >= (floor * scale)[:, 0]).all()) else None
 
     @functools.cached_property
     def _rounded(self) -> tuple[torch.ScriptObject, torch.Tensor]:
