@@ -127,8 +127,10 @@ class PreparedLayer:
         self.mlp_input = PreparedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj])
         self.mlp_output = PreparedLinear([mlp.down_proj])
         self.activation, self.is_gated = mlp.activation, mlp.is_gated
+        # Norms of queries and keys, which most models have not.
         self.self_head_norms, self.cross_head_norms = (
-            (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None for module in (attention, cross)
+            [prepared_norm(getattr(module, name, nn.Identity())) for name in ("q_norm", "k_norm")]
+            for module in (attention, cross)
         )
         # Both attentions have the same heads.
         self.scaling, self.is_pre_norm = cross.scaling, layer.is_pre_norm
@@ -323,7 +325,7 @@ class DecoderState:
             # (sources, S, D) -> (sources, key_value_heads, S, head_dim) for both
             states = layer.cross_key_value(encoder_output).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             key, value = states.chunk(2, dim=1)
-            keys.append((key if layer.cross_head_norms is None else layer.cross_head_norms[1](key)).transpose(2, 3))
+            keys.append(layer.cross_head_norms[1](key).transpose(2, 3))
             values.append(value)
         self._source_cache = KeyValueCache(torch.stack(keys), torch.stack(values))
         # Under autocast, projections have another dtype than the encoder output.
@@ -436,11 +438,8 @@ class DecoderState:
 
     def _make_tables(self, length: int) -> None:
         """Compute the position biases, position embeddings and rotations of at least `length` positions."""
-        table, rotary, num_positions = (
-            self.decoder.embed_positions,
-            self.decoder.rotary_emb,
-            with_reserve(self.length, length),
-        )
+        num_positions = with_reserve(self.length, length)
+        table, rotary = self.decoder.embed_positions, self.decoder.rotary_emb
         if isinstance(table, LearnedPositionEmbedding):
             # The table raises an error if `length` is more than it has.
             num_positions = max(length, min(num_positions, table.num_embeddings - table.offset))
@@ -499,10 +498,8 @@ class DecoderState:
         states = states.view(*states.shape[:-1], -1, self.head_dim)
         sizes = (self.key_value_heads * self.groups, self.key_value_heads, self.key_value_heads)
         query, key, value = states.split_with_sizes(sizes, dim=-2)
-        if layer.self_head_norms is not None:
-            query_norm, key_norm = layer.self_head_norms
-            query, key = query_norm(query), key_norm(key)
-        return query, key, value
+        query_norm, key_norm = layer.self_head_norms
+        return query_norm(query), key_norm(key), value
 
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
@@ -536,9 +533,7 @@ class DecoderState:
             flat = residual.flatten(0, -2), hidden_states.flatten(0, -2)
             return self._absorbed[index].add_to(*flat).view(residual.shape)
         query, views = layer.cross_query(hidden_states), self._source_views[index]
-        query = query.view(*query.shape[:-1], -1, self.head_dim)
-        if layer.cross_head_norms is not None:
-            query = layer.cross_head_norms[0](query)
+        query = layer.cross_head_norms[0](query.view(*query.shape[:-1], -1, self.head_dim))
         output = self._attend(query, views, self._source_bias, layer.scaling, self.copies)
         return residual + layer.output_norms[1](layer.cross_output(output))
 
