@@ -288,8 +288,7 @@ def sample(
             tokens = _draw(scores) if config.do_sample else scores.argmax(dim=-1)
             if totals is not None:
                 # The distribution that samples are drawn from may be cut to a single token, with a score of 0.
-                scored = logits if config.do_sample else scores
-                log_probs = nn.functional.log_softmax(scored, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
+                log_probs = _log_probs(logits if config.do_sample else scores, tokens)
                 totals[rows] += log_probs.masked_fill(is_ended, 0.0)
             tokens = tokens if permitted is None else permitted[tokens]
         if ends is not None:
