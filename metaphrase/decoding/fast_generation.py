@@ -139,8 +139,8 @@ def _generate_by_transformers(
 
 def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationConfig, vocab_size: int) -> torch.Tensor:
     """Return the permitted tokens, those of the prompt, the ends and the forced tokens, ascending."""
-    others = permitted, prompt, config.forced_bos_token_id, config.forced_eos_token_id, config._eos_token_tensor
-    tokens = [torch.as_tensor(value).flatten().to(prompt) for value in others if value is not None]
+    values = permitted, prompt, config.forced_bos_token_id, config.forced_eos_token_id, config._eos_token_tensor
+    tokens = [torch.as_tensor(value).flatten().to(prompt) for value in values if value is not None]
     tokens = torch.cat(tokens).unique()
     # An end of -1 means that no token ends a target.
     return tokens[(tokens >= 0) & (tokens < vocab_size)]
