@@ -21,7 +21,7 @@ PLACES: dict[str, str] = {
     # Texts to texts: other engines than torch, int8 and processes; searches of the fast decoder; whole texts.
     "engine": "metaphrase.engines.engine_choice:load_engine",
     "generator_pool": "metaphrase.engines.generator_pool:GeneratorPool",
-    "generate_loop": "metaphrase.decoding.fast_generation:search",
+    "generate_loop": "metaphrase.decoding.fast_generation:generate",
     "joint_generate": "metaphrase.decoding.searches.joint_search:join_generators",
     "phrases": "metaphrase.decoding.searches.constrained_beam_search:require_phrases",
     "minimum_bayes_risk": "metaphrase.decoding.searches.minimum_bayes_risk:generate_mbr",

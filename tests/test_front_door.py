@@ -40,7 +40,7 @@ def test_fast_code_is_plugged_into_the_network():
     assert acceleration.linear is linear_and_dropout.linear
     assert acceleration.grid is grid_attention.grid_attention
     assert acceleration.encoding.__module__ == prepacked_weights.__name__
-    assert MetaphraseForConditionalGeneration._beam_search is fast_generation.search
+    assert MetaphraseForConditionalGeneration._beam_search is fast_generation.generate
 
 
 def test_transformers_loads_the_models_when_it_looks_them_up():

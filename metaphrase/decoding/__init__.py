@@ -7,5 +7,5 @@ from metaphrase.modeling.operators import acceleration
 acceleration.encoding = prepacked_weights.prepacked
 acceleration.encode_without_padding = prepacked_weights.encode_without_padding
 acceleration.on_train = prepacked_weights.free_copies
-# `generate()` of all Metaphrase models calls `search`.
-MetaphraseForConditionalGeneration._sample = MetaphraseForConditionalGeneration._beam_search = fast_generation.search
+# `generate()` of all Metaphrase models calls this function.
+MetaphraseForConditionalGeneration._sample = MetaphraseForConditionalGeneration._beam_search = fast_generation.generate

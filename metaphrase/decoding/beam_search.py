@@ -5,13 +5,13 @@ transformers' `_beam_search` defines which hypotheses are found; the tests compa
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from metaphrase.decoding.decoder_state import DecoderState, with_reserve
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.modeling.stacks import MetaphraseDecoder
 
@@ -43,15 +43,8 @@ class BeamState(DecoderState):
         # With more tokens, `_drop_unused` looks for tokens to drop.
         self._most_tokens = 0
 
-    def spread(self, copies: int) -> None:
-        self._mask = self._mask.repeat_interleave(copies, dim=1)
-        self._select_states(torch.arange(self.rows, device=self.device).repeat_interleave(copies))
-        self._multiply_copies(copies)
-        self._rows_per_cache_row = self.copies
-
     def reorder(self, rows: torch.Tensor) -> None:
-        """Let each row continue the row of the same source with this index, (rows,)."""
-        self._mask = self._mask.flatten(0, 1).index_select(0, rows).view(self._mask.shape)
+        self._mask = self._mask.flatten(0, 1).index_select(0, rows).unflatten(0, (len(self._mask), -1))
         self._select_states(rows)
 
     def select_sources(self, sources: torch.Tensor) -> None:
@@ -59,9 +52,7 @@ class BeamState(DecoderState):
         self._token_positions = self._token_positions.index_select(0, sources)
         self._mask = self._mask.index_select(0, sources)
 
-    def _make_room(self, length: int) -> None:
-        if length > self.num_positions:
-            self._make_tables(with_reserve(self.length, length))
+    def _grow_cache(self, length: int) -> None:
         if self._token_positions.shape[1] + self.copies > self._most_tokens:
             self._drop_unused()
         num_tokens = self._token_positions.shape[1]
@@ -108,8 +99,7 @@ class BeamState(DecoderState):
         return (mask + token_bias.unflatten(1, (-1, 1, self.groups))).flatten(2, 3)
 
 
-@dataclass
-class Candidates:
+class Candidates(NamedTuple):
     """Hypotheses with one more token, (sources, candidates) each. Some end, and some continue, (sources, beams)."""
 
     # Sums of log-probabilities, indices of the beams that the candidates continue, and their last tokens.
@@ -258,18 +248,18 @@ def beam_search(
             hidden_states = state.step(token)
         logits = project(hidden_states).float()
         if is_first:
-            state.spread(num_beams)
+            state.expand_beams(num_beams)
             logits = logits.repeat_interleave(num_beams, dim=0)
         # In place: a new tensor of this size costs more than the additions.
         log_probs = torch.log_softmax(logits, dim=-1, out=logits)
         log_probs = process(processors, beams.ids.flatten(0, 1), log_probs)
-        candidates = selection.choose(log_probs.unflatten(0, (-1, num_beams)), beams, num_left)
-        parents, tokens, chosen = candidates.parents, candidates.tokens, candidates.chosen
+        scores, parents, tokens, is_end, chosen, beams.scores = selection.choose(
+            log_probs.unflatten(0, (-1, num_beams)), beams, num_left
+        )
         ids = torch.cat((beams.ids.take_along_dim(parents[:, :, None], dim=1), tokens[:, :, None]), dim=2)
-        beams.scores = candidates.chosen_scores
         beams.ids = ids.take_along_dim(chosen[:, :, None], dim=1)
-        if bool(candidates.is_end.any()):
-            beams.end(ids, candidates.scores, candidates.is_end, length + 1 - prompt_length, config)
+        if bool(is_end.any()):
+            beams.end(ids, scores, is_end, length + 1 - prompt_length, config)
         parents = parents.take_along_dim(chosen, dim=1)
         is_done = beams.are_done(length + 1 - prompt_length, max_length - prompt_length, config) | (num_left == 0)
         if bool(is_done.any()):

@@ -30,8 +30,6 @@ from metaphrase.ops.linear_and_dropout import is_hooked
 
 # A model has one head, which takes a large part of a step: a copy pays up to a larger size than in a layer.
 _LARGEST_COPY = 2**26
-# Every decoder layer would hold a transposed copy of a larger single weight, which gains too little for the memory.
-_LARGEST_TRANSPOSED = 2**20
 # A CPU multiplies up to so many rows by a transposed weight, which it reads in order of memory, up to twice as fast.
 _FEW_TRANSPOSED_ROWS = 64
 # A cache grows by so many tokens, or by one for so many tokens in it. Smaller steps would copy it more often.
@@ -52,15 +50,11 @@ class PreparedLinear:
         copied: Weights and biases whose copies depend on them.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        largest: int = LARGEST_SIZE,
-        largest_transposed: int = _LARGEST_TRANSPOSED,
-    ):
+    def __init__(self, layers: Sequence[nn.Module], largest: int = LARGEST_SIZE, largest_transposed: int = 2**20):
         """Choose which copies to make of layers, all with a bias or none. A copy is made when it is first needed.
 
-        Weights of more entries than `largest` are not copied, single ones of more than `largest_transposed` not transposed.
+        Weights of more entries than `largest` are not copied, single ones of more than `largest_transposed` not transposed:
+        the transposed copy of a large weight gains too little for the memory, once for each layer.
         """
         self.copied: list[torch.Tensor] = []
         self._calls, self._max_transposed_rows, kind = list(layers), 0, type(layers[0])
@@ -70,16 +64,15 @@ class PreparedLinear:
         self._reads_weights = all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
         if not self._reads_weights:
             return
-        self._weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        is_single, are_plain = len(layers) == 1, all(map(is_plain, layers))
+        self.copied = [parameter for layer in layers for parameter in layer.parameters()]
+        self._weights = [layer.weight for layer in layers]
+        are_plain, is_small = (
+            all(map(is_plain, layers)),
+            len(layers) > 1 or layers[0].weight.numel() <= largest_transposed,
+        )
         self._is_packed = are_plain and can_prepack(sum(map(len, self._weights)), self._weights[0].shape[1])
-        self._is_transposed = are_plain and not (is_single and self._weights[0].numel() > largest_transposed)
-        self._bias = biases[0]
-        if not is_single and biases[0] is not None:
-            self._bias = torch.cat([bias.detach() for bias in biases])
-            self.copied += biases
-        if not is_single or self._is_packed or self._is_transposed:
-            self.copied += self._weights
+        self._is_transposed = are_plain and is_small
+        self._bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
         if self._is_transposed:
             self._max_transposed_rows = 1 if self._is_packed else _FEW_TRANSPOSED_ROWS
 
@@ -91,28 +84,26 @@ class PreparedLinear:
         if not self._reads_weights:
             outputs = [call(states) for call in self._calls]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        has_several_rows = states.numel() > states.shape[-1]
-        if self._is_packed and has_several_rows:
+        if self._is_packed and states.numel() > states.shape[-1]:
             return self._packed(states)
         return nn.functional.linear(states, self._weight, self._bias)
 
     @functools.cached_property
     def _weight(self) -> torch.Tensor:
         """All weights side by side, (out_features, in_features). A view, if there is a transposed copy."""
-        return self._transposed.t() if self._is_transposed and len(self._weights) > 1 else self._join()
+        return self._transposed.t() if self._is_transposed else _join(self._weights)
 
     @functools.cached_property
     def _transposed(self) -> torch.Tensor:
-        return self._join().detach().t().contiguous()
+        return _join(self._weights).t().contiguous()
 
     @functools.cached_property
     def _packed(self) -> PrepackedWeight:
-        return PrepackedWeight(self._join(), self._bias)
+        return PrepackedWeight(_join(self._weights), self._bias)
 
-    def _join(self) -> torch.Tensor:
-        weights = self._weights
-        # A single weight stays the parameter, so that `_weight` follows a cast or a move of the model.
-        return weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+
+def _join(parameters: list[torch.Tensor]) -> torch.Tensor:
+    return parameters[0].detach() if len(parameters) == 1 else torch.cat([weight.detach() for weight in parameters])
 
 
 class PreparedLayer:
@@ -125,9 +116,8 @@ class PreparedLayer:
         attention, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
         self.is_recurrent = isinstance(attention, MetaphraseSSRU)
         if self.is_recurrent:
-            self.ssru_input, self.ssru_forget = (
-                PreparedLinear([linear]) for linear in (attention.input_proj, attention.forget_proj)
-            )
+            self.ssru_input = PreparedLinear([attention.input_proj])
+            self.ssru_forget = PreparedLinear([attention.forget_proj])
         else:
             self.self_qkv = PreparedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
             self.self_output = PreparedLinear([attention.o_proj])
@@ -137,16 +127,17 @@ class PreparedLayer:
         self.mlp_input = PreparedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj])
         self.mlp_output = PreparedLinear([mlp.down_proj])
         self.activation, self.is_gated = mlp.activation, mlp.is_gated
+        # Norms of queries and keys, which most models have not.
         self.self_head_norms, self.cross_head_norms = (
-            (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None for module in (attention, cross)
+            [prepared_norm(getattr(module, name, nn.Identity())) for name in ("q_norm", "k_norm")]
+            for module in (attention, cross)
         )
         # Both attentions have the same heads.
-        self.scaling = cross.scaling
-        self.norms = tuple(map(prepared_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
-        self.is_pre_norm, norms = layer.is_pre_norm, (nn.Identity(),) * 3
-        if layer.has_output_norms:
-            norms = layer.self_attn_output_norm, layer.cross_attn_output_norm, layer.mlp_output_norm
-        self.output_norms = tuple(map(prepared_norm, norms))
+        self.scaling, self.is_pre_norm = cross.scaling, layer.is_pre_norm
+        self.norms, self.output_norms = (
+            [prepared_norm(getattr(layer, name + kind, nn.Identity())) for name in ("self_attn", "cross_attn", "mlp")]
+            for kind in ("_norm", "_output_norm")
+        )
 
     def feed_forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., D)"""
@@ -282,22 +273,16 @@ class _AbsorbedAttention:
         """Read keys (key_value_heads, head_dim, S), values (key_value_heads, S, head_dim) and a bias of the scores, (S,)."""
         query, output, groups = attention.q_proj, attention.o_proj, attention.num_key_value_groups
         # (H, S, head_dim)
-        keys, values = (states.repeat_interleave(groups, dim=0) for states in (keys.mT, values))
+        keys, values = (states.repeat_interleave(groups, dim=0) for states in (keys.mT * attention.scaling, values))
         heads, self._length, head_dim = keys.shape
-        keys = keys * attention.scaling
-        # (H, head_dim, D)
-        weight = query.weight.detach().view(heads, head_dim, -1)
-        # (D, H * S)
-        self._keys = torch.bmm(keys, weight).flatten(0, 1).t()
-        # (H, S)
-        bias = None if bias is None else bias.expand(heads, -1)
+        # (H, S, head_dim) x (H, head_dim, D) -> (D, H * S)
+        self._keys = torch.bmm(keys, query.weight.detach().view(heads, head_dim, -1)).flatten(0, 1).t()
+        self._bias = keys.new_zeros(heads, self._length) if bias is None else bias.expand(heads, -1)
         if query.bias is not None:
-            query_bias = torch.bmm(keys, query.bias.detach().view(heads, head_dim, 1))[..., 0]
-            bias = query_bias if bias is None else query_bias + bias
-        self._bias = None if bias is None else bias.flatten()
-        # (D, H * head_dim) -> (H, head_dim, D)
-        weight = output.weight.detach().view(-1, heads, head_dim).permute(1, 2, 0)
-        values = torch.bmm(values, weight)
+            self._bias = self._bias + torch.bmm(keys, query.bias.detach().view(heads, head_dim, 1))[..., 0]
+        self._bias = self._bias.flatten()
+        # (H, S, head_dim) x (H, head_dim, D)
+        values = torch.bmm(values, output.weight.detach().view(-1, heads, head_dim).permute(1, 2, 0))
         if output.bias is not None:
             # The attention weights of the first head sum up to 1.
             values[0] += output.bias.detach()
@@ -306,8 +291,7 @@ class _AbsorbedAttention:
 
     def add_to(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the residual plus the attention of the states, both (rows, D)."""
-        bias, keys = self._bias, self._keys
-        scores = torch.mm(states, keys) if bias is None else torch.addmm(bias, states, keys)
+        scores = torch.addmm(self._bias, states, self._keys)
         weights = scores.view(-1, self._length).softmax(dim=-1).view(scores.shape)
         return torch.addmm(residual, weights, self._values)
 
@@ -315,8 +299,8 @@ class _AbsorbedAttention:
 class DecoderState:
     """The kv cache of all layers, for sources and for targets that do not depend on each other.
 
-    A source has one target at first; `spread` makes several, which stay side by side. A row is a target. `BeamState` holds
-    targets that continue one another.
+    A source has one target at first; `expand_beams` makes several, which stay side by side. A row is a target. `BeamState`
+    holds targets that continue one another.
 
     Attributes:
         length: Tokens of each target so far.
@@ -341,7 +325,7 @@ class DecoderState:
             # (sources, S, D) -> (sources, key_value_heads, S, head_dim) for both
             states = layer.cross_key_value(encoder_output).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             key, value = states.chunk(2, dim=1)
-            keys.append((key if layer.cross_head_norms is None else layer.cross_head_norms[1](key)).transpose(2, 3))
+            keys.append(layer.cross_head_norms[1](key).transpose(2, 3))
             values.append(value)
         self._source_cache = KeyValueCache(torch.stack(keys), torch.stack(values))
         # Under autocast, projections have another dtype than the encoder output.
@@ -378,44 +362,42 @@ class DecoderState:
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read one token of each row, (rows,), and return the decoder's output (rows, D)."""
+        self._make_room(self.length + 1)
         if not self._states:
-            self._make_room(self.length + 1)
             self._prepare_step()
-        elif self.length >= self.num_positions:
-            self._make_tables(with_reserve(self.length, self.length + 1))
-        embeddings, position, rotation = self.decoder.embed_tokens(input_ids), self.length, None
+        embeddings, rotation = self.decoder.embed_tokens(input_ids), None
         if self.decoder.norms_first:
             embeddings = self._embedding_norm(embeddings)
         if self._positions is not None:
-            if position >= len(self._positions):
-                # Raises the decoder's error for a missing position.
-                positions = torch.tensor([[position]], device=embeddings.device)
-                self.decoder.enter(embeddings[:, None], positions, position + 1)
-            embeddings = embeddings + self._positions[position].to(embeddings.dtype)
+            embeddings = embeddings + self._positions[self.length].to(embeddings.dtype)
         if self._rotations is not None:
             # (1, rotated)
-            rotation = tuple(angles[position, None].to(embeddings.dtype) for angles in self._rotations)
+            rotation = tuple(angles[self.length, None].to(embeddings.dtype) for angles in self._rotations)
         hidden_states = embeddings if self.decoder.norms_first else self._embedding_norm(embeddings)
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.length += 1
         return self._norm(hidden_states)
 
-    def spread(self, copies: int) -> None:
+    def expand_beams(self, copies: int) -> None:
         """Repeat the target of each source `copies` times."""
         if copies > 1:
-            rows = torch.arange(self.rows, device=self.device).repeat_interleave(copies)
-            self._target_cache.select_rows(rows)
-            self._select_states(rows)
-            self._multiply_copies(copies)
+            self.reorder(torch.arange(self.rows, device=self.device).repeat_interleave(copies))
+            self.copies *= copies
+            self._rows_per_cache_row = self.rows // self._target_cache.rows
+            if self._absorbed is not None and not self._gains_by_absorbing():
+                self._absorbed = None
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Let each row continue the row of the same source with this index, (rows,)."""
+        self._target_cache.select_rows(rows)
+        self._select_states(rows)
 
     def select_sources(self, sources: torch.Tensor) -> None:
         """Select the sources with these indices, (sources,), and their targets."""
-        count = self._target_cache.rows // self._source_cache.rows
-        self._target_cache.select_rows(
-            (sources[:, None] * count + torch.arange(count, device=sources.device)).flatten()
-        )
-        self._select_states((sources[:, None] * self.copies + torch.arange(self.copies, device=self.device)).flatten())
+        rows = (sources[:, None] * self.copies + torch.arange(self.copies, device=self.device)).flatten()
+        self._target_cache.select_rows(rows if self._rows_per_cache_row == 1 else sources)
+        self._select_states(rows)
         self._source_cache.select_rows(sources)
         self._source_views = self._source_cache.views(self._source_cache.capacity)
         if self._source_bias is not None:
@@ -426,15 +408,13 @@ class DecoderState:
 
     def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
-        config = self.decoder.config
-        if config.qk_norm or config.norm_position == "both" or self.soft_cap is not None:
-            # Norms and soft caps come between the products.
-            return None
-        attentions = [layer.cross_attn for layer in self.decoder.layers]
+        config, attentions = self.decoder.config, [layer.cross_attn for layer in self.decoder.layers]
+        # Norms and soft caps would come between the products.
+        has_operations_between = config.qk_norm or config.norm_position == "both" or self.soft_cap is not None
         are_plain = self.dtype == torch.float32 and all(
             is_plain(attention.q_proj) and is_plain(attention.o_proj) for attention in attentions
         )
-        if self._source_cache.rows != 1 or not are_plain or not self._gains_by_absorbing():
+        if has_operations_between or self._source_cache.rows != 1 or not are_plain or not self._gains_by_absorbing():
             return None
         bias = None if self._source_bias is None else self._source_bias.flatten()
         views = zip(attentions, self._source_views, strict=True)
@@ -445,36 +425,38 @@ class DecoderState:
         entries = self._source_cache.capacity * size // self.head_dim
         return entries <= size // 2 or (entries <= _FEW_ENTRIES and self.copies <= _FEW_ROWS)
 
-    def _multiply_copies(self, copies: int) -> None:
-        self.copies *= copies
-        if self._absorbed is not None and not self._gains_by_absorbing():
-            self._absorbed = None
-
     def _make_room(self, length: int) -> None:
-        """Grow the target cache to at least `length` tokens in each row."""
+        """Make room for `length` tokens of each row in the tables and in the target cache."""
+        if length > self.num_positions:
+            self._make_tables(length)
+        if not self._states:
+            self._grow_cache(length)
+
+    def _grow_cache(self, length: int) -> None:
         if length > self._target_cache.capacity:
             self._target_cache.grow(self.length, length)
-            self._make_tables(self._target_cache.capacity)
 
-    def _make_tables(self, num_positions: int) -> None:
-        """Compute the position biases, position embeddings and rotations of so many positions."""
-        self.num_positions = num_positions
+    def _make_tables(self, length: int) -> None:
+        """Compute the position biases, position embeddings and rotations of at least `length` positions."""
+        num_positions = with_reserve(self.length, length)
+        table, rotary = self.decoder.embed_positions, self.decoder.rotary_emb
+        if isinstance(table, LearnedPositionEmbedding):
+            # The table raises an error if `length` is more than it has.
+            num_positions = max(length, min(num_positions, table.num_embeddings - table.offset))
         positions = torch.arange(num_positions, device=self.device)[None]
+        modules = self.decoder.position_biases()
         # Only the distance counts: the bias of an earlier query is the end of the bias of the last query. (H, positions)
         biases = {
             module: None if module is None else module(positions[:, -1:], positions)[0, :, 0].to(self.dtype)
-            for module in dict.fromkeys(self.decoder.position_biases())
+            for module in dict.fromkeys(modules)
         }
-        per_layer = [biases[module] for module in self.decoder.position_biases()]
-        self._biases = per_layer * (len(self.layers) // len(per_layer))
-        table, rotary = self.decoder.embed_positions, self.decoder.rotary_emb
+        self._biases = [biases[module] for module in modules]
         if table is not None:
-            if isinstance(table, LearnedPositionEmbedding):
-                positions = positions[:, : table.num_embeddings - table.offset]
-            self._positions = table(positions, positions.shape[1])[0]
+            self._positions = table(positions, num_positions)[0]
         if rotary is not None:
             # (1, positions, rotated) -> (positions, rotated)
             self._rotations = tuple(angles[0] for angles in rotary(self._source_cache.values, positions))
+        self.num_positions = num_positions
 
     def _prepare_step(self) -> None:
         """Find where each layer writes the new keys and values, its views of the cache, and the bias of its scores."""
@@ -516,10 +498,8 @@ class DecoderState:
         states = states.view(*states.shape[:-1], -1, self.head_dim)
         sizes = (self.key_value_heads * self.groups, self.key_value_heads, self.key_value_heads)
         query, key, value = states.split_with_sizes(sizes, dim=-2)
-        if layer.self_head_norms is not None:
-            query_norm, key_norm = layer.self_head_norms
-            query, key = query_norm(query), key_norm(key)
-        return query, key, value
+        query_norm, key_norm = layer.self_head_norms
+        return query_norm(query), key_norm(key), value
 
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
@@ -553,9 +533,7 @@ class DecoderState:
             flat = residual.flatten(0, -2), hidden_states.flatten(0, -2)
             return self._absorbed[index].add_to(*flat).view(residual.shape)
         query, views = layer.cross_query(hidden_states), self._source_views[index]
-        query = query.view(*query.shape[:-1], -1, self.head_dim)
-        if layer.cross_head_norms is not None:
-            query = layer.cross_head_norms[0](query)
+        query = layer.cross_head_norms[0](query.view(*query.shape[:-1], -1, self.head_dim))
         output = self._attend(query, views, self._source_bias, layer.scaling, self.copies)
         return residual + layer.output_norms[1](layer.cross_output(output))
 

@@ -1,4 +1,4 @@
-"""The entrance to the fast decoder, greedy search and sampling: `generate()`, `Generator` and the searches call `search`.
+"""The entrance to the fast decoder, greedy search and sampling: `generate()`, `Generator` and the searches call `generate`.
 
 transformers' loops define the result. They run where the fast loops do not support a model or an option;
 `model.search_obstacle` says why.
@@ -27,7 +27,6 @@ from metaphrase.decoding.options import (
     process_permitted,
 )
 from metaphrase.decoding.prepacked_weights import walk
-from metaphrase.decoding.quantization import Shortlist
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
@@ -48,7 +47,7 @@ def is_metaphrase(model: object) -> bool:
     return isinstance(base, MetaphraseForConditionalGeneration)
 
 
-def search(
+def generate(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
@@ -60,7 +59,7 @@ def search(
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
 
-    `generate()` calls it, also as `generate(custom_generate=search, return_scores=True)`. The result is ids
+    `generate()` calls it, also as `generate(custom_generate=generate, return_scores=True)`. The result is ids
     `(sources * copies, length)`, or an output that holds them. The first reason why the fast loop did not run, or None, becomes
     `model.search_obstacle`.
 
@@ -78,28 +77,27 @@ def search(
     model.search_obstacle = reason
     logger.debug("decoding by the %s", f"transformers loop: {reason}" if reason else "fast loop")
     if reason:
-        return _search_by_transformers(
+        return _generate_by_transformers(
             model, input_ids, logits_processor, stopping_criteria, config, return_scores, **model_kwargs
         )
-    copies = max(config.num_beams, config.num_return_sequences)
-    encoder_output, mask = encoded_sources(model_kwargs, copies)
-    decoder, prompt, (project, shorten) = model.get_decoder(), input_ids[::copies], prepared_projections(model)
+    copies, head = max(config.num_beams, config.num_return_sequences), None
+    sources, prompt = encoded_sources(model_kwargs, copies), input_ids[::copies]
+    project, best_tokens = prepared_projections(model)
     if permitted is not None:
-        vocab_size = model.config.decoder_vocab_size
-        permitted = _complete(permitted, prompt, config, vocab_size)
+        permitted = _complete(permitted, prompt, config, model.config.decoder_vocab_size)
         head = prepared_rows(model.get_output_embeddings(), permitted)
-        permitted = None if head is None else permitted
-    if permitted is not None:
-        project, shorten = functools.partial(model.project, head=head), None
+    if head is None:
+        permitted = None
+    else:
+        project, best_tokens = functools.partial(model.project, head=head), None
         if logits_processor:
-            logits_processor = [process_permitted(logits_processor, permitted, vocab_size)]
+            logits_processor = [process_permitted(logits_processor, permitted, model.config.decoder_vocab_size)]
     if config.num_beams > 1:
-        state, selection = BeamState(decoder, encoder_output, mask), Selection(config, permitted)
+        state, selection = BeamState(model.get_decoder(), *sources), Selection(config, permitted)
         ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
     else:
-        state = DecoderState(decoder, encoder_output, mask)
-        arguments = (config, bool(return_scores), shorten, permitted)
-        ids, scores = sample(project, state, prompt, copies, logits_processor, *arguments)
+        state, rest = DecoderState(model.get_decoder(), *sources), (config, bool(return_scores), best_tokens, permitted)
+        ids, scores = sample(project, state, prompt, copies, logits_processor, *rest)
     if return_scores is None:
         return ids
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
@@ -112,7 +110,7 @@ def encoded_sources(model_kwargs: dict, copies: int) -> tuple[torch.Tensor, torc
     return encoder_output, None if mask is None else mask[::copies]
 
 
-def _search_by_transformers(
+def _generate_by_transformers(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
@@ -141,27 +139,24 @@ def _search_by_transformers(
 
 def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationConfig, vocab_size: int) -> torch.Tensor:
     """Return the permitted tokens, those of the prompt, the ends and the forced tokens, ascending."""
-    forced = [config.forced_bos_token_id, config.forced_eos_token_id]
-    values = [
-        torch.as_tensor(value).flatten().to(prompt)
-        for value in (*forced, config._eos_token_tensor)
-        if value is not None
-    ]
-    tokens = torch.cat([permitted.to(prompt), prompt.flatten(), *values]).unique()
+    values = permitted, prompt, config.forced_bos_token_id, config.forced_eos_token_id, config._eos_token_tensor
+    tokens = [torch.as_tensor(value).flatten().to(prompt) for value in values if value is not None]
+    tokens = torch.cat(tokens).unique()
     # An end of -1 means that no token ends a target.
     return tokens[(tokens >= 0) & (tokens < vocab_size)]
 
 
 def prepared_projections(
     model: MetaphraseForConditionalGeneration,
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Shortlist | None] | None]:
-    """Return `model.project` for decoding steps with the weights as they are now, and a projection to shortlists or None."""
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[..., torch.Tensor | None] | None]:
+    """Return `model.project` for decoding steps with the current weights, and a `ShortlistProjection` of its input or None."""
     head, shortlist = prepared_head(model.get_decoder(), model.get_output_embeddings())
-    project = functools.partial(model.project, head=head)
     is_plain = _is_of_package(type(model).project) and model.config.final_logit_softcapping is None
-    if shortlist is None or not is_plain:
-        return project, None
-    return project, lambda hidden_states: shortlist(model.transform(hidden_states))
+
+    def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
+        return shortlist(model.transform(hidden_states), *arguments)
+
+    return functools.partial(model.project, head=head), best_tokens if is_plain and shortlist is not None else None
 
 
 def find_obstacle(
@@ -199,8 +194,7 @@ def find_obstacle(
         # The attention kernel decides what a row without a token attends to.
         "source without a token": mask is not None and not bool(mask.any(dim=1).all()),
     }
-    reason = next((name for name, is_met in conditions.items() if is_met), None)
-    return reason or find_obstacle_of_model(model, config)
+    return next((name for name, is_met in conditions.items() if is_met), find_obstacle_of_model(model, config))
 
 
 def find_obstacle_of_model(
@@ -251,7 +245,7 @@ def sample(
     processors: LogitsProcessorList,
     config: GenerationConfig,
     with_scores: bool = False,
-    shorten: Callable[[torch.Tensor], Shortlist | None] | None = None,
+    best_tokens: Callable[..., torch.Tensor | None] | None = None,
     permitted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Extend targets by the most probable tokens, or by tokens drawn at random.
@@ -262,7 +256,7 @@ def sample(
         copies: Targets of each source.
         config: As `generate()` prepares it, with all special ids and limits.
         with_scores: True returns log-probabilities: of samples under the model itself, of greedy search after the processors.
-        shorten: Returns shortlists from the decoder's output. Only greedy search of one target without scores uses them.
+        best_tokens: The second function of `prepared_projections`. Only greedy search of one target without scores calls it.
         permitted: The token of each logit, (V,). None means all tokens of the vocabulary.
 
     Returns:
@@ -279,24 +273,22 @@ def sample(
     is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     # Scores and sampling need the logits of all tokens.
     if config.do_sample or with_scores or copies > 1 or not only_lower(processors):
-        shorten = None
+        best_tokens = None
     unread: Sequence[torch.Tensor] = prompt.unbind(1)
     for length in range(prompt_length, config.max_length):
         for token in unread:
             hidden_states = state.step(token)
-        shortlist = None if shorten is None else shorten(hidden_states)
-        tokens = None if shortlist is None else _best_of(shortlist, processors, ids)
+        tokens = None if best_tokens is None else best_tokens(hidden_states, processors, ids)
         if tokens is None:
             logits = project(hidden_states).float()
             if length == prompt_length:
-                state.spread(copies)
+                state.expand_beams(copies)
                 logits = logits.repeat_interleave(copies, dim=0)
             scores = process(processors, ids, logits)
             tokens = _draw(scores) if config.do_sample else scores.argmax(dim=-1)
             if totals is not None:
                 # The distribution that samples are drawn from may be cut to a single token, with a score of 0.
-                scored = logits if config.do_sample else scores
-                log_probs = nn.functional.log_softmax(scored, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
+                log_probs = _log_probs(logits if config.do_sample else scores, tokens)
                 totals[rows] += log_probs.masked_fill(is_ended, 0.0)
             tokens = tokens if permitted is None else permitted[tokens]
         if ends is not None:
@@ -319,7 +311,7 @@ def sample(
     if not done:
         # The prompt has the maximum length.
         return ids, totals
-    result = ids.new_full((sum(len(rows) for rows, _ in done), done[-1][1].shape[1]), padding)
+    result = ids.new_full((len(prompt) * copies, done[-1][1].shape[1]), padding)
     for rows, ended_ids in done:
         result[rows, : ended_ids.shape[1]] = ended_ids
     return result, totals
@@ -330,26 +322,13 @@ def _draw(scores: torch.Tensor) -> torch.Tensor:
     try:
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
     except RuntimeError as error:
-        if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
-            # The rows are not the reason, but for example too little memory.
-            raise
-        raise ValueError(
-            "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "
-            "the model, and whether the options suppress all tokens."
-        ) from error
-
-
-def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
-    """Return the most probable tokens, (rows,), or None if a token outside the shortlist may be more probable.
-
-    The processors only lower logits. `ids` of the rows so far have shape (rows, length).
-    """
-    if not processors:
-        return shortlist.tokens[shortlist.logits.argmax(dim=-1)]
-    scores = shortlist.logits.new_full((len(ids), shortlist.vocab_size), -torch.inf)
-    scores[:, shortlist.tokens] = shortlist.logits
-    highest, tokens = process(processors, ids, scores).max(dim=-1)
-    return tokens if bool((highest >= shortlist.floor).all()) else None
+        # Another reason may be too little memory.
+        if bool(scores.isnan().any()) or not bool(scores.isfinite().any(dim=-1).all()):
+            raise ValueError(
+                "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the "
+                "weights of the model, and whether the options suppress all tokens."
+            ) from error
+        raise
 
 
 class SequenceScores(StoppingCriteria):

@@ -97,11 +97,8 @@ class WeightRecord:
         """Return the objects in the module, and the addresses, versions and sampled entries of the weights."""
         objects: list[Any] = []
         for module in self._modules:
-            # A parametrization changes the class of a module.
-            objects.append(type(module))
-            # Reading the dictionaries is many times faster than looking up each name.
-            objects += module._modules.values()
-            objects += module._parameters.values()
+            # A parametrization changes the class. Reading the dictionaries is many times faster than looking up each name.
+            objects += (type(module), *module._modules.values(), *module._parameters.values())
         versions = [(weight.data_ptr(), weight._version) for weight in self._weights]
         return objects, versions, torch.cat(self._views) if self._views else torch.empty(0)
 
@@ -130,17 +127,13 @@ def can_record(layer: nn.Module) -> bool:
 @contextlib.contextmanager
 def prepacked(stack: nn.Module) -> Iterator[None]:
     """Run the layers of a stack with prepacked weights, where they gain by it."""
-    parameter = next(stack.parameters())
-    can_prepack_stack = (
-        # The copies are not made again for a stack that moves to a CPU later.
-        parameter.dtype == torch.float32
-        and parameter.device.type == "cpu"
-        and not (stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-        # A compiled or traced graph must contain the layers themselves.
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-    )
-    replaced = []
-    for layer, packed in prepared_copies(stack, stack.layers, _prepack) if can_prepack_stack else []:
+    parameter, replaced, copies = next(stack.parameters()), [], []
+    # A compiled or traced graph must contain the layers themselves.
+    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_training = stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if parameter.dtype == torch.float32 and parameter.device.type == "cpu" and not (is_graph or is_training):
+        copies = prepared_copies(stack, stack.layers, _prepack)
+    for layer, packed in copies:
         # accelerate, for example, replaces `forward` to load the weights first.
         if isinstance(vars(layer).get("forward"), PrepackedWeight | None):
             # The instance attribute leaves the hooks of `nn.Module.__call__` in place.
@@ -155,14 +148,8 @@ def prepacked(stack: nn.Module) -> Iterator[None]:
 
 def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"]], list[torch.Tensor]]:
     """Return the linear layers that gain by prepacked weights with these weights, and the weights that were packed."""
-    linears = [
-        layer
-        for layer in layers.modules()
-        if is_plain(layer)
-        and can_record(layer)
-        and layer.weight.numel() <= LARGEST_SIZE
-        and can_prepack(*layer.weight.shape)
-    ]
+    linears = [layer for layer in layers.modules() if is_plain(layer) and can_record(layer)]
+    linears = [layer for layer in linears if layer.weight.numel() <= LARGEST_SIZE and can_prepack(*layer.weight.shape)]
     packed = [(layer, PrepackedWeight(layer.weight, layer.bias)) for layer in linears]
     return packed, [weight for layer in linears for weight in layer.parameters()]
 
@@ -174,11 +161,9 @@ class PrepackedWeight:
         """Pack a weight (out_features, in_features) in float32 on a CPU, of a shape for which `can_prepack` is true."""
         weight, self._bias = weight.detach().contiguous(), bias
         self._is_onednn = prefers_onednn()
-        if self._is_onednn:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-            return
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACKED_ROWS)
-        # The kernel reads only the shape of the original weight.
+        pack = torch.ops.mkldnn._reorder_linear_weight if self._is_onednn else torch.ops.mkl._mkl_reorder_linear_weight
+        self._packed = pack(weight, _PACKED_ROWS)
+        # MKL's kernel reads only the shape of the original weight.
         self._shape = weight.new_empty(1).expand(weight.shape)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -219,22 +204,18 @@ def can_prepack(out_features: int, in_features: int) -> bool:
     """
     if out_features * in_features < _LEAST_SIZE or in_features < _LEAST_WIDTH:
         return False
-    has_mkl = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
-    if not (has_mkl or prefers_onednn()):
-        return False
     # A long weight has many equal blocks. One of them and the remainder are checked.
     outputs = out_features % _CHECKED_OUTPUTS + (_CHECKED_OUTPUTS if out_features >= _CHECKED_OUTPUTS else 0)
-    generator = torch.Generator().manual_seed(0)
-    make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-    weight, states = make(outputs, in_features), make(max(_CHECKED_ROWS), in_features)
+    options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+    weight, states = (torch.randn(rows, in_features, **options) for rows in (outputs, max(_CHECKED_ROWS)))
     try:
         packed = PrepackedWeight(weight, None)
         return all(
             torch.allclose(packed(states[:rows]), nn.functional.linear(states[:rows], weight), atol=1e-3, rtol=1e-4)
             for rows in _CHECKED_ROWS
         )
-    except RuntimeError:
-        # torch was built without the library behind the operators.
+    except (RuntimeError, AttributeError):
+        # torch was built without the library behind the operators, or has none of these operators.
         return False
 
 
@@ -247,25 +228,22 @@ def encode_without_padding(
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or encoder.config._attn_implementation != "sdpa":
         return None
-    is_token = torch.ones_like(embeddings[..., 0]) if attention_mask is None else attention_mask
-    if not is_padding_mask(is_token) or is_token.shape != embeddings.shape[:2]:
+    if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
         return None
-    is_token = is_token != 0
+    is_token = attention_mask != 0
     if not _gains_without_padding(encoder, embeddings, is_token):
         return None
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in walk(encoder.layers))
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
     starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
-    if not bool((starts.sum(dim=1) == 1).all()) or any(
-        module._forward_hooks or module._forward_pre_hooks for module in encoder.layers.modules()
-    ):
+    if has_hooks or not bool((starts.sum(dim=1) == 1).all()):
         return None
-    rows, length, _ = embeddings.shape
-    indices = is_token.flatten().nonzero()[:, 0]
-    segments = Segments(is_token.sum(dim=1), len(indices))
-    packed = encoder.encode_packed(embeddings.flatten(0, 1).index_select(0, indices)[None], segments, **kwargs)
-    tokens = packed.last_hidden_state[0]
-    output = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, indices, tokens)
-    return BaseModelOutput(last_hidden_state=output.view(rows, length, -1))
+    tokens = embeddings[is_token]
+    segments = Segments(is_token.sum(dim=1), len(tokens))
+    tokens = encoder.encode_packed(tokens[None], segments, **kwargs).last_hidden_state[0]
+    output = tokens.new_zeros(*is_token.shape, tokens.shape[-1])
+    output[is_token] = tokens
+    return BaseModelOutput(last_hidden_state=output)
 
 
 def _gains_without_padding(encoder: MetaphraseEncoder, embeddings: torch.Tensor, is_token: torch.Tensor) -> bool:

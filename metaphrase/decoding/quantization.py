@@ -1,21 +1,16 @@
-"""Products in int8 on a CPU, by the kernels of FBGEMM: quantized linear layers, and shortlists of tokens.
-
-A shortlist holds the few tokens of a large vocabulary that may have the largest logit. A projection in 8 bits reads a quarter
-of the bytes of float32, and its errors have a bound. A state h is rounded to h', the weights w of a token to w'. By the
-Cauchy-Schwarz inequality, the logit w h differs from w' h' by at most |w| |h - h'| + |w - w'| |h'|. Few tokens, often one, may
-be the best within this bound. Only their logits are computed in float32, and the token that is selected is the same.
-"""
+"""Products in int8 on a CPU, by the kernels of FBGEMM: quantized linear layers, and shortlists of tokens."""
 
 import copy
-import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
+
+from metaphrase.decoding.options import process
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +54,13 @@ class PackedLinear(nn.Module):
 
     def select_outputs(self, outputs: torch.Tensor) -> "PackedLinear":
         """Return the layer with only these outputs, (count,)."""
-        weights, layer = self._unpacked, copy.copy(self)
-        del vars(layer)["_unpacked"]
+        if not hasattr(self, "_unpacked"):
+            # Unpacking takes many times as long as packing a few outputs.
+            self._unpacked = self._unpack()
+        layer = copy.copy(self)
         layer.out_features, layer.bias = len(outputs), None if self.bias is None else self.bias[outputs]
-        layer._packed = pack_int8(*(part.index_select(0, outputs) for part in weights), layer.bias)
+        layer._packed = pack_int8(*(part.index_select(0, outputs) for part in self._unpacked), layer.bias)
         return layer
-
-    @functools.cached_property
-    def _unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        # Unpacking takes many times as long as packing a few outputs.
-        return self._unpack()
 
     def _unpack(self) -> tuple[torch.Tensor, torch.Tensor]:
         weight, _ = torch.ops.quantized.linear_unpack(self._packed)
@@ -76,12 +68,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
-        if states.dim() == 2:
-            return self._multiply(states)
-        return self._multiply(states.reshape(-1, self.in_features)).view(*states.shape[:-1], self.out_features)
-
-    def _multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """(rows, in_features) -> (rows, out_features)"""
+        if states.dim() != 2:
+            return self.forward(states.reshape(-1, self.in_features)).view(*states.shape[:-1], self.out_features)
         if states.shape[0] == 1:
             # With one row, the kernel can also round and scale back.
             low, high = torch.aminmax(states)
@@ -124,13 +112,11 @@ def quantize(model: PreTrainedModel) -> int:
     if not has_kernels():
         logger.warning("int8 weights need a torch with FBGEMM, which this one lacks: they stay in float32.")
         return 0
-    packed: dict[nn.Linear, PackedLinear] = {}
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.weight.numel() >= _LEAST_SIZE]
+    packed = {layer: PackedLinear(layer) for layer in layers}
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and child.weight.numel() >= _LEAST_SIZE:
-                # A shared layer stays shared.
-                if child not in packed:
-                    packed[child] = PackedLinear(child)
+            if child in packed:
                 setattr(module, name, packed[child])
     return len(packed)
 
@@ -194,24 +180,24 @@ def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.T
     return _multiply_operator()(states, 1.0, activation_levels() + 1, packed)
 
 
-@dataclasses.dataclass
-class Shortlist:
-    """Tokens for all rows together (count,), ascending, their logits (rows, count), and a bound of other logits, (rows,)."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-    floor: torch.Tensor
-    vocab_size: int
-
-
 class ShortlistProjection:
-    """A projection from decoder output to shortlists, for a plain head in float32 on a CPU that has int8 kernels."""
+    """A projection from decoder output to the best tokens, for a plain head in float32 on a CPU that has int8 kernels.
+
+    A shortlist holds the few tokens of a large vocabulary that may have the largest logit. A state h is rounded to h', the
+    weights w of a token to w'. By the Cauchy-Schwarz inequality, the logit w h differs from w' h' by at most
+    |w| |h - h'| + |w - w'| |h'|. Only logits of tokens that may be the best within this bound are computed in float32.
+    """
 
     def __init__(self, head: nn.Linear):
         self._head = head
 
-    def __call__(self, states: torch.Tensor) -> Shortlist | None:
-        """Return the shortlist of states (rows, H), or None if all logits are computed as fast."""
+    def __call__(
+        self, states: torch.Tensor, processors: Sequence[LogitsProcessor], ids: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the most probable tokens of states (rows, H), (rows,), or None if all logits are needed or computed as fast.
+
+        The processors only lower logits. `ids` of the rows so far have shape (rows, length).
+        """
         if len(states) > _MOST_ROWS:
             return None
         packed, weight_norms = self._rounded
@@ -231,9 +217,14 @@ class ShortlistProjection:
         # With NaN in the states, no token reaches the floor.
         if not 0 < len(tokens) <= highest.shape[1] // 8:
             return None
-        weight, bias = self._head.weight[tokens], None if bias is None else bias[tokens]
-        exact = nn.functional.linear(states, weight, bias)
-        return Shortlist(tokens, exact, (floor * scale)[:, 0], highest.shape[1])
+        exact = nn.functional.linear(states, self._head.weight[tokens], None if bias is None else bias[tokens])
+        if not processors:
+            return tokens[exact.argmax(dim=1)]
+        logits = torch.full_like(highest, -torch.inf)
+        logits[:, tokens] = exact
+        best, tokens = process(processors, ids, logits).max(dim=1)
+        # A token outside the shortlist may be more probable.
+        return tokens if bool((best >= (floor * scale)[:, 0]).all()) else None
 
     @functools.cached_property
     def _rounded(self) -> tuple[torch.ScriptObject, torch.Tensor]:

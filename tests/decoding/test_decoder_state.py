@@ -71,7 +71,7 @@ def walk(setup, turns, seed=3, leaving=None):
         state = make_state(BeamState, model, encoder_output, mask)
         paths, sources, kept = draw(model.config.decoder_vocab_size, 3, 2, low=3), torch.arange(3), []
         step_through(state, paths)
-        state.spread(COPIES)
+        state.expand_beams(COPIES)
         paths, sources = paths.repeat_interleave(COPIES, dim=0), sources.repeat_interleave(COPIES)
         for turn in range(turns):
             tokens = draw(model.config.decoder_vocab_size, len(paths), 1, low=3)

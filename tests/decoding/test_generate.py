@@ -10,7 +10,7 @@ from transformers.generation import BaseStreamer
 
 from metaphrase.decoding import decoder_state, prepacked_weights, quantization
 from metaphrase.decoding.beam_search import top_of_rows
-from metaphrase.decoding.fast_generation import search as fast_search
+from metaphrase.decoding.fast_generation import generate as fast_generate
 
 ENDS = [5, 11, 17, 23]
 BEAMS = {"num_beams": 3}
@@ -202,7 +202,7 @@ def test_draws_follow_the_distribution_of_the_model_where_rows_leave():
 def test_scores_are_log_probabilities_of_the_model(options, design):
     model = tiny_model(**DESIGNS[design])
     inputs, copies = sources(model), options.get("num_return_sequences", 1)
-    output = generate(model, inputs, **options, custom_generate=fast_search, return_scores=True)
+    output = generate(model, inputs, **options, custom_generate=fast_generate, return_scores=True)
     repeated = {name: tensor.repeat_interleave(copies, dim=0) for name, tensor in inputs.items()}
     with torch.inference_mode():
         logits = model(**repeated, decoder_input_ids=output.sequences[:, :-1]).logits

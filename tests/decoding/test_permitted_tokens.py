@@ -8,9 +8,10 @@ from tiny_models import DESIGNS, random_sources, tiny_model
 from torch import nn
 from transformers import GenerationMixin
 
-from metaphrase.decoding.fast_generation import search
-from metaphrase.decoding.quantization import PackedLinear, has_kernels
+from metaphrase.decoding import quantization
+from metaphrase.decoding.fast_generation import generate
 
+NEEDS_KERNELS = pytest.mark.skipif(not quantization.has_kernels(), reason="this build of torch lacks FBGEMM")
 PERMITTED = torch.tensor([2, 4, 5, 8, 9, 13, 14, 17, 20, 22, 23, 27, 30])
 SEARCHES = {
     "greedy": {"num_beams": 1},
@@ -36,7 +37,7 @@ def masked(model, permitted):
 
 
 def find(model, inputs, options, permitted=None, return_scores=True):
-    arguments = {"custom_generate": search, "return_scores": return_scores, "permitted": permitted}
+    arguments = {"custom_generate": generate, "return_scores": return_scores, "permitted": permitted}
     output = model.generate(**inputs, **OPTIONS | options, **arguments)
     assert model.search_obstacle is None
     return output
@@ -64,21 +65,16 @@ def test_tokens_are_those_of_masked_logits(design, name, monkeypatch):
 
 
 @torch.inference_mode()
-def test_samples_are_permitted():
+@pytest.mark.parametrize("int8", [pytest.param(True, marks=NEEDS_KERNELS), False])
+@pytest.mark.parametrize("options", [{"do_sample": True, "num_return_sequences": 2, "top_k": 5}, {}])
+def test_samples_and_targets_without_an_end_are_permitted(options, int8, monkeypatch):
     model = tiny_model(**DESIGNS["rotary"])
-    inputs, options = random_sources(model.config, batch=4), {"do_sample": True, "num_return_sequences": 2, "top_k": 5}
-    output = find(model, inputs, options, PERMITTED)
+    if int8:
+        monkeypatch.setattr(quantization, "_LEAST_SIZE", 1)
+        quantization.quantize(model)
+    ids = find(model, random_sources(model.config, batch=3), options | {"eos_token_id": -1}, PERMITTED).sequences
     start = model.generation_config.decoder_start_token_id
-    assert set(output.sequences.flatten().tolist()) <= {*PERMITTED.tolist(), 0, 5, 11, start}
-
-
-@torch.inference_mode()
-def test_no_token_may_end_a_target():
-    model = tiny_model()
-    output = find(model, random_sources(model.config, batch=3), {"eos_token_id": -1}, PERMITTED)
-    assert output.sequences.shape == (3, 10) and set(output.sequences[:, 1:].flatten().tolist()) <= set(
-        PERMITTED.tolist()
-    )
+    assert ids.shape[1] == 10 and set(ids.flatten().tolist()) <= {*PERMITTED.tolist(), start}
 
 
 @torch.inference_mode()
@@ -86,20 +82,9 @@ def test_other_loops_and_heads_select_from_all_tokens():
     model = tiny_model()
     inputs = random_sources(model.config, batch=3)
     expected = model.generate(**inputs, **OPTIONS)
-    arguments = OPTIONS | {"custom_generate": search, "return_scores": False, "permitted": PERMITTED}
+    arguments = OPTIONS | {"custom_generate": generate, "return_scores": False, "permitted": PERMITTED}
     ids = model.generate(**inputs, **arguments, cache_implementation="static").sequences
     assert model.search_obstacle and ids.tolist() == expected.tolist()
     hook = model.lm_head.register_forward_hook(lambda *_: None)
     assert model.generate(**inputs, **arguments).sequences.tolist() == expected.tolist()
     hook.remove()
-
-
-@torch.inference_mode()
-@pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
-@pytest.mark.parametrize("bias", [True, False])
-def test_outputs_of_a_quantized_layer_are_selected(bias):
-    layer, outputs = PackedLinear(nn.Linear(64, 90, bias=bias)), torch.tensor([3, 4, 40, 41, 77, 89])
-    states = torch.randn(5, 64)
-    selected = layer.select_outputs(outputs)
-    assert selected.out_features == len(outputs) and layer.out_features == 90
-    torch.testing.assert_close(selected(states), layer(states)[:, outputs], atol=1e-6, rtol=1e-5)

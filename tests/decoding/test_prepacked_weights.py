@@ -1,7 +1,5 @@
 """Tests of `metaphrase.decoding.prepacked_weights`: the encoder computes the same with them, and without padding."""
 
-import copy
-
 import pytest
 import torch
 from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
@@ -46,12 +44,9 @@ def products(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_is_that_of_the_layer(bias, shape, rows, library):
     layer = nn.Linear(shape[1], shape[0], bias=bias)
-    states = torch.randn(*rows, shape[1])
-    torch.testing.assert_close(PrepackedWeight(layer.weight, layer.bias)(states), layer(states), atol=1e-5, rtol=1e-5)
-    every_other = torch.randn(*rows, 2 * shape[1])[..., ::2]
-    torch.testing.assert_close(
-        PrepackedWeight(layer.weight, layer.bias)(every_other), layer(every_other), atol=1e-5, rtol=1e-5
-    )
+    packed, every_other = PrepackedWeight(layer.weight, layer.bias), torch.randn(*rows, 2 * shape[1])[..., ::2]
+    for states in (every_other.contiguous(), every_other):
+        torch.testing.assert_close(packed(states), layer(states), atol=1e-5, rtol=1e-5)
 
 
 class _Quantized(torch.Tensor):
@@ -74,23 +69,18 @@ def test_nothing_is_packed_if_products_are_wrong(wrong_rows, library, monkeypatc
     assert not can_prepack(512, 512)
 
 
-def encode(model, **options):
+def encode(model):
     batch = random_batch(model.config)
     with torch.no_grad():
-        return model.get_encoder()(batch["input_ids"], batch["attention_mask"], **options).last_hidden_state
-
-
-def encode_plainly(model):
-    """Encode by a copy of the model without prepacked weights."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepacked_weights, "can_prepack", lambda *shape: False)
-        return encode(copy.deepcopy(model))
+        return model.get_encoder()(batch["input_ids"], batch["attention_mask"]).last_hidden_state
 
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_encoder_computes_the_same(design, library, products):
     model = tiny_model(**DESIGNS[design])
-    expected = encode_plainly(model)
+    with torch.inference_mode():
+        # Weights without versions are not packed.
+        expected = encode(tiny_model(**DESIGNS[design]))
     assert not products
     torch.testing.assert_close(encode(model), expected, atol=1e-5, rtol=1e-5)
     layers = [module for module in model.get_encoder().layers.modules() if type(module) is nn.Linear]
@@ -119,9 +109,7 @@ def test_hooks_and_replaced_forwards_are_called_and_layers_are_restored(products
     torch.testing.assert_close(encode(model), before)
 
 
-def test_other_dtypes_training_and_weights_without_versions_are_not_packed(products):
-    with torch.inference_mode():
-        encode(tiny_model())
+def test_other_dtypes_and_training_are_not_packed(products):
     encode(tiny_model().train())
     model = tiny_model()
     model.get_encoder()(random_batch(model.config)["input_ids"]).last_hidden_state.sum().backward()
@@ -189,6 +177,8 @@ OBSTACLES = {
     "another kernel": lambda encoder, mask: encoder.set_attn_implementation("eager"),
     "hook": lambda encoder, mask: encoder.layers[1].mlp.register_forward_hook(lambda *_: None),
     "small model": lambda encoder, mask: setattr(prepacked_weights, "LEAST_HIDDEN_SIZE", 256),
+    "positions": lambda encoder, mask: {"position_ids": torch.arange(mask.shape[1])[None]},
+    "recorded outputs": lambda encoder, mask: {"output_hidden_states": True},
 }
 
 
@@ -197,16 +187,7 @@ OBSTACLES = {
 def test_padding_is_computed(obstacle, skipped):
     encoder = tiny_model().get_encoder()
     ids, mask = make_batch(encoder.config)
-    obstacle(encoder, mask)
-    assert encoder(ids, mask).last_hidden_state.shape == (*ids.shape, encoder.config.hidden_size)
-    assert skipped == []
-
-
-@torch.no_grad()
-def test_padding_is_computed_where_positions_are_given_or_outputs_recorded(skipped):
-    encoder = tiny_model().get_encoder()
-    ids, mask = make_batch(encoder.config)
-    encoder(ids, mask, position_ids=torch.arange(ids.shape[1])[None])
-    recorded = encoder(ids, mask, output_hidden_states=True).hidden_states
-    assert [states.shape for states in recorded] == [(*ids.shape, encoder.config.hidden_size)] * 3
-    assert skipped == []
+    arguments = obstacle(encoder, mask)
+    output = encoder(ids, mask, **arguments if type(arguments) is dict else {})
+    shapes = {states.shape for states in (output.last_hidden_state, *(output.hidden_states or ()))}
+    assert shapes == {(*ids.shape, encoder.config.hidden_size)} and skipped == []

@@ -95,7 +95,8 @@ def naming_damaged_file(path: Path) -> Iterator[None]:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as archive:
+    # numpy leaves a damaged file open.
+    with open(path, "rb") as file, np.load(file) as archive:
         return dict(archive)
 
 

@@ -121,9 +121,9 @@ class EnsembleState:
         """Return each decoder's output (rows, H) for one token of each row, (rows,)."""
         return [state.step(input_ids) for state in self.states]
 
-    def spread(self, copies: int) -> None:
+    def expand_beams(self, copies: int) -> None:
         for state in self.states:
-            state.spread(copies)
+            state.expand_beams(copies)
 
     def reorder(self, rows: torch.Tensor) -> None:
         for state in self.states:
@@ -147,7 +147,7 @@ class EnsembleSearch:
         return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput:
-        """Search with the model and its partners as `fast_generation.search` does."""
+        """Search with the model and its partners as `fast_generation.generate` does."""
         config, processors = generation_config, logits_processor
         kwargs["logits_processor"] = processors
         state_class = BeamState if config.num_beams > 1 else DecoderState
