@@ -3,9 +3,10 @@
 import pytest
 import torch
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from transformers import GenerationMixin
 
 from metaphrase.evaluation.evaluate import evaluate_generator
-from metaphrase.inference import Generator, ScoredText
+from metaphrase.inference import Generator, ScoredText, batches
 from metaphrase.inference import generator as module
 from metaphrase.texts import loops
 from metaphrase.texts.loops import find_loop
@@ -66,6 +67,22 @@ def test_options_of_sampling_sample_as_on_the_command_line(members):
     assert any(len({sample.text for sample in row}) == 3 for row in samples)
     greedy = generator.generate_n_best(SOURCES, top_p=0.8, do_sample=False)
     assert greedy == generator.generate_n_best(SOURCES, top_p=None)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True, "num_return_sequences": 2}]
+)
+def test_targets_and_scores_are_the_same_without_rings(generator, options, monkeypatch):
+    rows = []
+    for has_rings in (True, False):
+        if not has_rings:
+            monkeypatch.setattr(batches, "plugin", lambda place: None)
+            for name in ("_sample", "_beam_search"):
+                monkeypatch.setattr(type(generator.model), name, getattr(GenerationMixin, name))
+        torch.manual_seed(3)
+        rows.append([candidate for row in generator.generate_n_best(SOURCES, **options) for candidate in row])
+    assert [candidate.text for candidate in rows[1]] == [candidate.text for candidate in rows[0]]
+    assert [candidate.score for candidate in rows[1]] == pytest.approx([c.score for c in rows[0]], abs=1e-4)
 
 
 def test_scores_of_samples_are_log_probabilities_under_the_model(generator, sources):
