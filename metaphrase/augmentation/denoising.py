@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -53,6 +53,8 @@ class SpanCorruption:
     eos_token_id: int
     noise_density: float = 0.15
     mean_span_length: float = 3.0
+    # If false, `lengths` are upper bounds.
+    lengths_are_exact: ClassVar[bool] = True
 
     def count_noise(self, block_length: int) -> tuple[int, int]:
         """Return the numbers of hidden tokens and of spans of a block."""
@@ -117,6 +119,7 @@ class TextInfilling:
     full_stop_ids: Sequence[int] = ()
     noise_density: float = 0.3
     mean_span_length: float = 3.0
+    lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         return block_length + 1, block_length + 1
@@ -191,6 +194,8 @@ class MixtureOfDenoisers:
     Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
     """
 
+    lengths_are_exact = False
+
     def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int] | None = None):
         """Take the token before the source by mode; None for no token. The first sentinel also replaces the rest of a block."""
         self.sentinel_ids, self.eos_token_id, self.mode_token_ids = sentinel_ids, eos_token_id, mode_token_ids
@@ -238,6 +243,7 @@ class PrefixLM:
     """
 
     eos_token_id: int
+    lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         return block_length, block_length
