@@ -58,3 +58,4 @@ class JobServer:
     def close(self):
         self._process.stdin.close()
         assert self._process.wait(LIMIT_SECONDS) == 0
+        self._process.stdout.close()
