@@ -9,7 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 # Module and name, by the place. A ring is imported when its place is used for the first time.
-PLACES: dict[str, str] = {}
+PLACES: dict[str, str] = {
+    "training_operators": "metaphrase.ops.packed_stacks:plug_in",
+    "projected_loss": "metaphrase.ops.projected_loss:loss_of_head",
+    "fast_decoder": "metaphrase.decoding.fast_generation:plug_in",
+}
 
 # Public names of a core package that rings hold: the module by the name.
 PUBLIC_NAMES = {

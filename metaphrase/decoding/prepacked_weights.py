@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from metaphrase.modeling.packing import Segments
-from metaphrase.modeling.stacks import MetaphraseEncoder, is_padding_mask
+from metaphrase.modeling.stacks import MetaphraseEncoder, Stack, is_padding_mask
+from metaphrase.ops import packed_stacks
+from metaphrase.ops.packed_rows import PackedSequences
 
 # The product of a larger matrix gains little, and its copy takes much memory.
 LARGEST_SIZE = 2**22
@@ -238,6 +239,27 @@ def can_prepack(out_features: int, in_features: int) -> bool:
         return False
 
 
+def plug_in() -> None:
+    """Let encoders run with prepacked weights and without padding, and free the copies of stacks that start to train."""
+    plain_encode, plain_train = MetaphraseEncoder.encode, Stack.train
+
+    def encode(encoder, embeddings, attention_mask, position_ids, **kwargs):
+        with prepacked(encoder):
+            output = None
+            if position_ids is None and kwargs.get("source_lengths") is None:
+                output = encode_without_padding(encoder, embeddings, attention_mask, **kwargs)
+            return (
+                plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs) if output is None else output
+            )
+
+    def train(stack, mode=True):
+        if mode:
+            free_copies(stack)
+        return plain_train(stack, mode)
+
+    MetaphraseEncoder.encode, Stack.train = encode, train
+
+
 def encode_without_padding(
     encoder: MetaphraseEncoder, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
 ) -> BaseModelOutput | None:
@@ -245,7 +267,7 @@ def encode_without_padding(
 
     None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or encoder.config._attn_implementation != "sdpa":
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or packed_stacks.asks_for_reference(encoder):
         return None
     is_token = torch.ones_like(embeddings[..., 0]) if attention_mask is None else attention_mask
     if not is_padding_mask(is_token) or is_token.shape != embeddings.shape[:2]:
@@ -261,8 +283,9 @@ def encode_without_padding(
         return None
     rows, length, _ = embeddings.shape
     indices = is_token.flatten().nonzero()[:, 0]
-    segments = Segments(is_token.sum(dim=1), len(indices))
-    packed = encoder.encode_packed(embeddings.flatten(0, 1).index_select(0, indices)[None], segments, **kwargs)
+    sequences = PackedSequences(is_token.sum(dim=1), len(indices))
+    row = embeddings.flatten(0, 1).index_select(0, indices)[None]
+    packed = packed_stacks.encode_packed(encoder, row, sequences, **kwargs)
     tokens = packed.last_hidden_state[0]
     output = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy(0, indices, tokens)
     return BaseModelOutput(last_hidden_state=output.view(rows, length, -1))
