@@ -149,17 +149,6 @@ class MetaphraseConfig(PreTrainedConfig):
         "intermediate_size": "encoder_ffn_dim",
         "hidden_act": "activation_function",
     }
-    base_model_tp_plan = {
-        f"{stack}.layers.*.{projection}": style
-        for stack, attentions in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "cross_attn"]))
-        for projection, style in {
-            **{f"{attention}.{name}_proj": "colwise" for attention in attentions for name in "qkv"},
-            **{f"{attention}.o_proj": "rowwise" for attention in attentions},
-            "mlp.gate_proj": "colwise",
-            "mlp.up_proj": "colwise",
-            "mlp.down_proj": "rowwise",
-        }.items()
-    }
 
     vocab_size: int = 32000
     decoder_vocab_size: int | None = None

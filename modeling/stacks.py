@@ -129,6 +129,21 @@ class Stack(MetaphrasePreTrainedModel):
     """Base class of encoder and decoder: embeddings, layers and final norm."""
 
     layers: nn.ModuleList
+    # Not in the configuration, which is that of both stacks.
+    _tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    _pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     def __init__(self, config: MetaphraseConfig, vocab_size: int, is_causal: bool):
         super().__init__(config)
@@ -291,6 +306,12 @@ class MetaphraseDecoder(Stack):
         "hidden_states": MetaphraseDecoderLayer,
         "attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="self_attn"),
         "cross_attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="cross_attn"),
+    }
+    _tp_plan = Stack._tp_plan | {
+        "layers.*.cross_attn.q_proj": "colwise",
+        "layers.*.cross_attn.k_proj": "colwise",
+        "layers.*.cross_attn.v_proj": "colwise",
+        "layers.*.cross_attn.o_proj": "rowwise",
     }
 
     def __init__(self, config: MetaphraseConfig):
