@@ -11,13 +11,14 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 - `grid`: a padded grid with one row per sequence, for all other cases.
 """
 
+import functools
+import inspect
 from functools import cached_property
 
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from metaphrase.modeling.compat import varlen_causal
 from metaphrase.modeling.operators import soft_cap
 
 # In rows of fewer than 16 entries, a CPU's softmax takes ten times as long per entry.
@@ -242,6 +243,13 @@ def additive_mask(
     zeros = torch.zeros(is_seen.shape, dtype=product_dtype(hidden_states), device=hidden_states.device)
     scores = zeros if bias is None else bias(*positions).float()
     return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
+
+
+@functools.cache
+def varlen_causal() -> dict[str, bool | tuple[int, int]]:
+    """Return the argument of `varlen_attn` for causal attention: torch 2.13 replaces `is_causal` by `window_size`."""
+    names = inspect.signature(varlen_attn).parameters
+    return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
 
 
 def varlen_attention(

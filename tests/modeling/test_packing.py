@@ -8,7 +8,7 @@ import torch
 from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.modeling import IGNORED_LABEL, compat
+from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.stacks import MetaphrasePreTrainedModel
 from metaphrase.ops import grid_attention, packed_rows, packed_stacks
 from metaphrase.ops import linear_and_dropout as fused_linear
@@ -82,8 +82,7 @@ def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, mon
 
     count.__signature__ = inspect.signature(varlen_attn)
     monkeypatch.setattr(packed_rows, "varlen_attn", count)
-    monkeypatch.setattr(compat, "varlen_attn", count)
-    compat.varlen_causal.cache_clear()
+    packed_rows.varlen_causal.cache_clear()
     fields = DESIGNS[design] | {"initializer_range": 0.2, "attention_scale": 0.3}
     model = tiny_model(attn_implementation="eager", **fields)
     expected, expected_gradients = gradients(model, packed(model.config))
