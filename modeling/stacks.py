@@ -35,6 +35,17 @@ from .positions import (
     positions_from_mask,
 )
 
+# Tensor parallelism of a stack's layers.
+_TP_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
 
 class ScaledEmbedding(nn.Embedding):
     """Token embeddings times a constant: `(batch, length) -> (batch, length, hidden)`."""
@@ -130,15 +141,7 @@ class Stack(MetaphrasePreTrainedModel):
 
     layers: nn.ModuleList
     # Not in the configuration, which is that of both stacks.
-    _tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
+    _tp_plan = _TP_PLAN
     _pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -307,7 +310,7 @@ class MetaphraseDecoder(Stack):
         "attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="self_attn"),
         "cross_attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="cross_attn"),
     }
-    _tp_plan = Stack._tp_plan | {
+    _tp_plan = _TP_PLAN | {
         "layers.*.cross_attn.q_proj": "colwise",
         "layers.*.cross_attn.k_proj": "colwise",
         "layers.*.cross_attn.v_proj": "colwise",
