@@ -29,7 +29,7 @@ from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import find_obstacles
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.modeling.presets import PRESETS
+from metaphrase.presets import PRESETS
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 
 BEAMS, BATCHES, DTYPES = (1, 4), (1, 32), ("float32", "int8")

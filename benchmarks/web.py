@@ -31,7 +31,7 @@ from selenium import webdriver
 from metaphrase.conversion.onnx.web import LIBRARY_FOLDER, export_web
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.modeling.presets import PRESETS
+from metaphrase.presets import PRESETS
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 
 VOCAB_SIZE, MAX_NEW_TOKENS = 8000, 20

@@ -36,6 +36,9 @@ PLACES: dict[str, str] = {
     "choose_decoding": "metaphrase.choices.completion:choose_decoding",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
+    "training_operators": "metaphrase.ops.packed_stacks:plug_in",
+    "projected_loss": "metaphrase.ops.projected_loss:loss_of_head",
+    "fast_decoder": "metaphrase.decoding.fast_generation:plug_in",
 }
 
 # Public names of a core package that rings hold: the module by the name.

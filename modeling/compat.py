@@ -2,7 +2,6 @@
 
 - transformers renames gradient checkpointing to activation checkpointing after 5.20.
 - transformers 5.24 renames `past_key_values` to `cache`, and calls `prefix_allowed_tokens_fn` with the index of the source.
-- torch 2.13 replaces the argument `is_causal` of `varlen_attn` by `window_size`.
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
@@ -42,13 +40,6 @@ def takes_cache(forward: Callable) -> Callable:
     cache = inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Cache | None)
     forward_with_either_name.__signature__ = signature.replace(parameters=[*parameters, cache, kwargs_parameter])
     return forward_with_either_name
-
-
-@functools.cache
-def varlen_causal() -> dict[str, bool | tuple[int, int]]:
-    """Return the argument of `varlen_attn` for causal attention."""
-    names = inspect.signature(varlen_attn).parameters
-    return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
 
 
 def is_loaded(weight: torch.Tensor) -> bool:

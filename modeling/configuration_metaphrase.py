@@ -8,8 +8,6 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .presets import PRESETS
-
 _POSITIVE = (
     *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
     *("decoder_hidden_size", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads"),
@@ -148,6 +146,8 @@ class MetaphraseConfig(PreTrainedConfig):
         "num_hidden_layers": "encoder_layers",
         "num_attention_heads": "encoder_attention_heads",
         "d_model": "hidden_size",
+        "intermediate_size": "encoder_ffn_dim",
+        "hidden_act": "activation_function",
     }
 
     vocab_size: int = 32000
@@ -435,36 +435,6 @@ class MetaphraseConfig(PreTrainedConfig):
 
     def _position_limit(self, stack: str) -> int | None:
         return None if self.position_embedding_type == "relative" else self.stack_sizes(stack).max_position_embeddings
-
-    @classmethod
-    def presets(cls) -> list[str]:
-        """Return the names of all presets."""
-        return list(PRESETS)
-
-    @classmethod
-    def from_preset(cls, name: str, **overrides: Any) -> "MetaphraseConfig":
-        """Return the configuration of a preset.
-
-        In T5's presets, `logits_scale` follows the final `hidden_size` and `tie_word_embeddings`.
-
-        Args:
-            name: One of `presets()`.
-            **overrides: Fields that replace those of the preset, such as `vocab_size`.
-
-        Raises:
-            ValueError: If the preset or a field is unknown.
-        """
-        if name not in PRESETS:
-            raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.")
-        overrides = {cls.attribute_map.get(field, field): value for field, value in overrides.items()}
-        # A configuration itself takes any name. The types of most fields of the base class are not checked.
-        if unknown := overrides.keys() - {*cls.__annotations__, "dtype"}:
-            raise ValueError(f"`{min(unknown)}` is not a field of MetaphraseConfig.")
-        fields = copy.deepcopy(PRESETS[name]) | overrides
-        if fields.get("logits_scale", 1.0) is None:
-            is_tied = fields.get("tie_word_embeddings", True)
-            fields["logits_scale"] = fields["hidden_size"] ** -0.5 if is_tied else 1.0
-        return cls(**fields)
 
 
 MetaphraseConfig.register_for_auto_class()

@@ -4,6 +4,8 @@ Attention: (batch, length, hidden) -> (batch, heads, length, head_dim) -> kernel
 from transformers' attention interface, so that `attn_implementation=` works as for every model.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -14,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .compat import takes_cache
 from .configuration_metaphrase import SSRU, MetaphraseConfig, StackSizes
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm, soft_cap
-from .packing import Packing, packed_attention
 from .positions import RelativePositionBias, rotate
 from .recurrence import MetaphraseSSRU
+
+# Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
+PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def repeat_key_value(states: torch.Tensor, groups: int) -> torch.Tensor:
@@ -38,7 +42,7 @@ def eager_attention_forward(
     """Compute softmax attention in plain operations, the reference for the fast kernels.
 
     Queries are `(batch, heads, query, head_dim)`, keys and values `(batch, key_value_heads, key, head_dim)`. The mask is added to
-    the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`. `softcap` is the largest score.
+    the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`. `softcap` is that of `soft_cap`.
 
     Source: Vaswani et al. 2017, section 3.2, arXiv 1706.03762.
 
@@ -149,54 +153,58 @@ class MetaphraseAttention(nn.Module):
             heads, is_bidirectional = sizes.attention_heads, not is_causal
             self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional)
 
-    def _split(self, states: torch.Tensor) -> torch.Tensor:
+    def split_heads(self, states: torch.Tensor) -> torch.Tensor:
         """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
         return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
-    def _project_keys_and_values(
-        self, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
+    def project_queries(self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None) -> torch.Tensor:
+        """Return the queries of states, `(batch, heads, length, head_dim)`."""
+        query = self.split_heads(acceleration.linear(self.q_proj, states))
+        if self.config.qk_norm:
+            query = self.q_norm(query)
+        return query if position_embeddings is None else rotate(query, *position_embeddings)
+
+    def project_keys_and_values(
+        self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = self._split(acceleration.linear(self.k_proj, states))
-        value = self._split(acceleration.linear(self.v_proj, states))
+        """Return keys and values of states, each `(batch, key_value_heads, length, head_dim)`."""
+        key = self.split_heads(acceleration.linear(self.k_proj, states))
+        value = self.split_heads(acceleration.linear(self.v_proj, states))
         if self.config.qk_norm:
             key = self.k_norm(key)
-        if rotation is not None:
-            key = rotate(key, *rotation)
-        return key, value
+        return (key if position_embeddings is None else rotate(key, *position_embeddings)), value
 
-    def _get_source_keys_and_values(
-        self, encoder_output: torch.Tensor, past_key_values: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_source(self, encoder_hidden_states: torch.Tensor, past_key_values: Cache | None):
         """Compute keys and values of the source at the first decoding step, and read the cache at later steps."""
         if past_key_values is None:
-            return self._project_keys_and_values(encoder_output, rotation=None)
+            return self.project_keys_and_values(encoder_hidden_states)
         cache = past_key_values.cross_attention_cache
         if past_key_values.is_updated.get(self.layer_idx):
             layer = cache.layers[self.layer_idx]
             return layer.keys, layer.values
-        key, value = cache.update(*self._project_keys_and_values(encoder_output, rotation=None), self.layer_idx)
+        key, value = cache.update(*self.project_keys_and_values(encoder_hidden_states), self.layer_idx)
         past_key_values.is_updated[self.layer_idx] = True
         return key, value
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_output: torch.Tensor | None = None,
+        position_embeddings: PositionEmbeddings = None,
         attention_mask: torch.Tensor | None = None,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
-        packing: Packing | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        packing: Any = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend to the hidden states, or to the encoder output.
 
         Args:
             hidden_states: Input of the queries, `(batch, query, hidden)`.
-            encoder_output: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`, or, beside the
-                hidden states, of a merged attention. Each source serves `copies` consecutive rows of the batch.
-            attention_mask: Mask for the kernel in use, from `masking_utils` or `packed_mask`.
-            rotation: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
-            packing: The sequences of packed rows, with a batch of 1.
+            position_embeddings: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
+            attention_mask: Mask for the kernel in use.
+            encoder_hidden_states: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`, or, beside
+                the hidden states, of a merged attention. Each source serves `copies` consecutive rows of the batch.
+            packing: The sequences of packed rows, which the installed package makes.
 
         Returns:
             Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` or None, by the kernel.
@@ -204,46 +212,30 @@ class MetaphraseAttention(nn.Module):
         if self.training:
             hidden_states = cast_for_autocast(hidden_states)
         dropout = self.attention_dropout if self.training else 0.0
-        if packing is not None and rotation is None and past_key_values is None and not self.is_merged:
-            output = acceleration.fused_attention(self, hidden_states, encoder_output, attention_mask, packing, dropout)
-            if output is not None:
-                return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
-        query = self._split(acceleration.linear(self.q_proj, hidden_states))
-        if self.config.qk_norm:
-            query = self.q_norm(query)
-        if rotation is not None:
-            query = rotate(query, *rotation)
+        if packing is not None:
+            states = hidden_states, encoder_hidden_states
+            output, weights = acceleration.packed_attention(
+                self, *states, attention_mask, position_embeddings, packing, dropout
+            )
+            return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+        query = self.project_queries(hidden_states, position_embeddings)
         if self.is_cross:
-            key, value = self._get_source_keys_and_values(encoder_output, past_key_values)
+            key, value = self._read_source(encoder_hidden_states, past_key_values)
         else:
-            key, value = self._project_keys_and_values(hidden_states, rotation)
+            key, value = self.project_keys_and_values(hidden_states, position_embeddings)
             if past_key_values is not None:
                 key, value = past_key_values.self_attention_cache.update(key, value, self.layer_idx)
-            if self.is_merged:
-                parts = self._get_source_keys_and_values(encoder_output, past_key_values)
-                copies = key.shape[0] // parts[0].shape[0]
-                key, value = (
-                    torch.cat((of_target, of_source.repeat_interleave(copies, dim=0)), dim=2)
-                    for of_target, of_source in zip((key, value), parts, strict=True)
-                )
-                if packing is not None:
-                    key, value = (states.index_select(2, packing.order) for states in (key, value))
+        if self.is_merged:
+            source_key, source_value = self._read_source(encoder_hidden_states, past_key_values)
+            copies = key.shape[0] // source_key.shape[0]
+            key = torch.cat((key, source_key.repeat_interleave(copies, dim=0)), dim=2)
+            value = torch.cat((value, source_value.repeat_interleave(copies, dim=0)), dim=2)
 
-        if packing is not None and packing.kernel != "reference":
-            key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
-            options = packing, self.scaling, dropout, self.options.get("softcap")
-            output = packed_attention(query, key, value, attention_mask, *options)
-            return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
             query = fold_copies(query, copies)
-        implementation = self.config._attn_implementation
-        if (implementation == "sdpa" and "softcap" in self.options) or (
-            packing is not None and "flash" in implementation
-        ):
-            # Torch's kernel has no largest score, and flash attention reads no mask of packed rows.
-            implementation = "eager"
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = kernel(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **self.options, **kwargs
         )
@@ -316,18 +308,21 @@ class _ResidualLayer(GradientCheckpointingLayer):
             if self.has_output_norms:
                 self.add_module(f"{name}_output_norm", make_norm(config, sizes.hidden_size))
 
-    def _enter(self, hidden_states: torch.Tensor, name: str) -> torch.Tensor:
-        return getattr(self, f"{name}_norm")(hidden_states) if self.is_pre_norm else hidden_states
+    def add_residual(self, residual: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the residual plus the output of a sublayer after dropout."""
+        hidden_states = acceleration.add_dropout(residual, hidden_states, p=self.dropout, training=self.training)
+        return clamp_float16(hidden_states)
 
-    def _leave(self, residual: torch.Tensor, output: torch.Tensor, name: str) -> torch.Tensor:
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Apply the feed-forward network, with its norms and the residual connection."""
+        residual = hidden_states
+        if self.is_pre_norm:
+            hidden_states = self.mlp_norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
         if self.has_output_norms:
-            output = getattr(self, f"{name}_output_norm")(output)
-        hidden_states = acceleration.add_dropout(residual, output, p=self.dropout, training=self.training)
-        hidden_states = clamp_float16(hidden_states)
-        return hidden_states if self.is_pre_norm else getattr(self, f"{name}_norm")(hidden_states)
-
-    def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._leave(hidden_states, self.mlp(self._enter(hidden_states, "mlp")), "mlp")
+            hidden_states = self.mlp_output_norm(hidden_states)
+        hidden_states = self.add_residual(residual, hidden_states)
+        return hidden_states if self.is_pre_norm else self.mlp_norm(hidden_states)
 
 
 class MetaphraseEncoderLayer(_ResidualLayer):
@@ -341,15 +336,21 @@ class MetaphraseEncoderLayer(_ResidualLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        position_embeddings: PositionEmbeddings = None,
         attention_mask: torch.Tensor | None = None,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """Apply the layer: `(batch, source, hidden) -> (batch, source, hidden)`."""
-        output, _ = self.self_attn(
-            self._enter(hidden_states, "self_attn"), attention_mask=attention_mask, rotation=rotation, **kwargs
-        )
-        return self._feed_forward(self._leave(hidden_states, output, "self_attn"))
+        residual = hidden_states
+        if self.is_pre_norm:
+            hidden_states = self.self_attn_norm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states, position_embeddings, attention_mask, **kwargs)
+        if self.has_output_norms:
+            hidden_states = self.self_attn_output_norm(hidden_states)
+        hidden_states = self.add_residual(residual, hidden_states)
+        if not self.is_pre_norm:
+            hidden_states = self.self_attn_norm(hidden_states)
+        return self.feed_forward(hidden_states)
 
 
 class MetaphraseDecoderLayer(_ResidualLayer):
@@ -370,34 +371,38 @@ class MetaphraseDecoderLayer(_ResidualLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_output: torch.Tensor,
+        position_embeddings: PositionEmbeddings = None,
         attention_mask: torch.Tensor | None = None,
-        encoder_mask: torch.Tensor | None = None,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        packing: Packing | None = None,
-        cross_packing: Packing | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """Apply the layer: `(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)`."""
-        output, _ = self.self_attn(
-            self._enter(hidden_states, "self_attn"),
-            encoder_output,
-            attention_mask=attention_mask,
-            rotation=rotation,
-            past_key_values=past_key_values,
-            packing=packing,
-            **kwargs,
+        residual = hidden_states
+        if self.is_pre_norm:
+            hidden_states = self.self_attn_norm(hidden_states)
+        source = encoder_hidden_states if self.self_attn.is_merged else None
+        hidden_states, _ = self.self_attn(
+            hidden_states, position_embeddings, attention_mask, past_key_values, source, **kwargs
         )
-        hidden_states = self._leave(hidden_states, output, "self_attn")
+        if self.has_output_norms:
+            hidden_states = self.self_attn_output_norm(hidden_states)
+        hidden_states = self.add_residual(residual, hidden_states)
+        if not self.is_pre_norm:
+            hidden_states = self.self_attn_norm(hidden_states)
         if self.self_attn.is_merged:
-            return self._feed_forward(hidden_states)
-        output, _ = self.cross_attn(
-            self._enter(hidden_states, "cross_attn"),
-            encoder_output,
-            attention_mask=encoder_mask,
-            past_key_values=past_key_values,
-            packing=cross_packing,
-            **kwargs,
+            return self.feed_forward(hidden_states)
+
+        residual = hidden_states
+        if self.is_pre_norm:
+            hidden_states = self.cross_attn_norm(hidden_states)
+        hidden_states, _ = self.cross_attn(
+            hidden_states, None, encoder_attention_mask, past_key_values, encoder_hidden_states, **kwargs
         )
-        return self._feed_forward(self._leave(hidden_states, output, "cross_attn"))
+        if self.has_output_norms:
+            hidden_states = self.cross_attn_output_norm(hidden_states)
+        hidden_states = self.add_residual(residual, hidden_states)
+        if not self.is_pre_norm:
+            hidden_states = self.cross_attn_norm(hidden_states)
+        return self.feed_forward(hidden_states)

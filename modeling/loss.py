@@ -97,29 +97,3 @@ def num_items(
     if isinstance(num_items_in_batch, torch.Tensor):
         return num_items_in_batch.to(device).clamp(min=1)
     return max(num_items_in_batch, 1)
-
-
-def check_halves(labels: torch.Tensor) -> None:
-    """Check that the second half of the labels `(labels,)` equals the first half.
-
-    On an accelerator only the number is checked, since values would have to wait.
-    """
-    half = labels.shape[0] // 2
-    is_even = labels.shape[0] == 2 * half
-    if not is_even or (labels.device.type == "cpu" and not torch.equal(labels[:half], labels[half:])):
-        raise ValueError("With `r_drop_alpha`, the second half of a batch must be the first again, got other labels.")
-
-
-def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
-
-    The predictions are the halves of logits `(labels, vocab)`, with equal halves of labels `(labels,)`. -100 is no label.
-
-    Source: Liang et al. 2021, equation 2, arXiv 2106.14448.
-    """
-    check_halves(labels)
-    is_label = (labels != IGNORED_LABEL).to(logits.device)[:, None]
-    # Ignored rows become zeros, since infinite logits would give NaN even with a weight of 0.
-    first, second = nn.functional.log_softmax(torch.where(is_label, logits, 0.0).float(), dim=-1).chunk(2)
-    # KL(p, q) + KL(q, p) is the sum of (p - q)(log p - log q).
-    return 0.5 * ((first.exp() - second.exp()) * (first - second)).sum()

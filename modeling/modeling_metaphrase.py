@@ -13,8 +13,8 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .layers import MetaphraseHeadTransform
-from .loss import divergence_of_halves, num_items, sequence_loss, shift_right
-from .operators import acceleration, clamp_float16, soft_cap
+from .loss import sequence_loss, shift_right
+from .operators import clamp_float16, soft_cap
 from .positions import positions_from_mask
 from .stacks import MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel
 
@@ -106,10 +106,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         position_ids: torch.LongTensor | None = None,
         decoder_position_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        source_lengths: torch.LongTensor | None = None,
-        target_lengths: torch.LongTensor | None = None,
-        longest_source: int | None = None,
-        longest_target: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Encode the sources, unless `encoder_outputs` is given, and decode the targets.
@@ -126,19 +122,17 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             position_ids: `(batch, source)`. By default tokens are counted from 0 without padding.
             decoder_position_ids: `(batch, target)`. By default tokens are counted from 0 without padding.
             use_cache: True to return keys and values for the next decoding step.
-            source_lengths: Tokens of each source in a packed row of all pairs, `(pairs)`. Excludes masks, positions and a cache.
-            target_lengths: Tokens of each target in a packed row, `(pairs)`.
-            longest_source: The largest of `source_lengths`. If given, no code waits for an accelerator.
-            longest_target: The largest of `target_lengths`. If given, no code waits for an accelerator.
-
+            **kwargs: Also `source_lengths` and `target_lengths` of packed rows, if `supports_packing` is true.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError(
                 "`decoder_input_ids` or `decoder_inputs_embeds` (or `labels`, for a model with a head) must be given, "
                 "got none. If a label smoother took the labels away, give the data collator the model (`model=`)."
             )
+        if kwargs.get("source_lengths") is not None and not self.supports_packing:
+            raise ValueError("`source_lengths` must be None without the package `metaphrase.ops`, got a value.")
         if encoder_outputs is None:
-            inputs = input_ids, attention_mask, inputs_embeds, position_ids, source_lengths, longest_source
+            inputs = input_ids, attention_mask, inputs_embeds, position_ids
             encoder_outputs = self.encoder(*inputs, return_dict=True, **kwargs)
         elif not isinstance(encoder_outputs, BaseModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
@@ -151,10 +145,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             inputs_embeds=decoder_inputs_embeds,
             position_ids=decoder_position_ids,
             use_cache=use_cache,
-            lengths=target_lengths,
-            longest=longest_target,
-            source_lengths=source_lengths,
-            longest_source=longest_source,
             return_dict=True,
             **kwargs,
         )
@@ -175,6 +165,8 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
 
     # All tied weights name the same weight, so that a checkpoint with one of them is complete.
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
@@ -235,10 +227,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
-        smoothing: float = 0.0,
-        target_lengths: torch.LongTensor | None = None,
-        return_logits: bool | None = None,
-        r_drop_alpha: float = 0.0,
+        loss_of_states: Callable[..., torch.Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Return the logits of the next token at each position, and the loss if there are labels.
@@ -250,22 +239,17 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
                 reads the labels shifted to the right.
             logits_to_keep: Number of positions at the end with logits, 0 for all positions, or a tensor of their indices.
             num_items_in_batch: Number of labels in an optimizer step, see `sequence_loss`.
-            smoothing: Probability that the loss spreads over the vocabulary.
-            return_logits: True to return logits. By default false in training with labels: a loss by chunks needs no memory
-                for all logits.
-            r_drop_alpha: Weight of the divergence of R-Drop, for a batch with two equal halves. The loss is
-                (CE(p) + CE(q)) / 2 + alpha / 2 * (KL(p, q) + KL(q, p)) / 2. This is half of equation 4 of Liang et al. 2021,
-                arXiv 2106.14448, to compare with a loss without R-Drop.
+            loss_of_states: Computes the loss of training from this model, the input of `project`, the labels and
+                `num_items_in_batch`. There are no logits then, which may need much memory.
 
         Returns:
             `loss` (a scalar or None), `logits` `(batch, target, vocab)` or None, and the outputs of `MetaphraseModel`.
         """
-        if return_logits is None or labels is None:
-            return_logits = labels is None or not self.training
         if labels is not None:
             use_cache = False if use_cache is None else use_cache
             if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, target_lengths)
+                lengths = kwargs.get("target_lengths")
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, lengths)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -278,26 +262,19 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             position_ids=position_ids,
             decoder_position_ids=decoder_position_ids,
             use_cache=use_cache,
-            target_lengths=target_lengths,
             return_dict=True,
             **kwargs,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, positions, :]
         logits = loss = None
-        if labels is not None and not return_logits and self.config.final_logit_softcapping is None:
-            divisor = num_items(labels, num_items_in_batch, hidden_states.device)
-            states = self.transform(hidden_states)
-            loss = acceleration.projected_loss(self.lm_head, states, labels, smoothing, r_drop_alpha, divisor)
-        if return_logits or loss is None:
+        if labels is not None and loss_of_states is not None:
+            loss = loss_of_states(self, hidden_states, labels, num_items_in_batch)
+        else:
             logits = self.project(hidden_states)
-        if labels is not None and loss is None:
-            loss = sequence_loss(logits, labels, num_items_in_batch, smoothing)
-            if r_drop_alpha:
-                divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
-                loss = loss + r_drop_alpha * divergence / num_items(labels, num_items_in_batch, logits.device)
+            loss = None if labels is None else sequence_loss(logits, labels, num_items_in_batch)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
-        return Seq2SeqLMOutput(loss=loss, logits=logits if return_logits else None, **rest)
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **rest)
 
 
 class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
@@ -315,6 +292,13 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module):
         self.encoder.embed_tokens = value
+
+    def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
+        embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.vocab_size = embeddings.num_embeddings
+        if self.config.share_embeddings:
+            self.config.decoder_vocab_size = embeddings.num_embeddings
+        return embeddings
 
     @can_return_tuple
     def forward(

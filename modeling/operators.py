@@ -4,10 +4,8 @@ A copy of the network on the Hub runs the plain functions of this file. `import 
 compute the same.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,12 +40,12 @@ def make_norm(config: MetaphraseConfig, size: int) -> nn.Module:
     return nn.LayerNorm(size, eps=config.norm_eps)
 
 
-def soft_cap(values: torch.Tensor, largest: float | None) -> torch.Tensor:
-    """Return `c * tanh(values / c)` for the largest value c, or the values themselves for None.
+def soft_cap(values: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Return `softcap * tanh(values / softcap)`, or the values themselves for None.
 
     Source: Gemma Team 2024, section 2, arXiv 2408.00118.
     """
-    return values if largest is None else torch.tanh(values / largest) * largest
+    return values if softcap is None else torch.tanh(values / softcap) * softcap
 
 
 def clamp_float16(states: torch.Tensor) -> torch.Tensor:
@@ -83,8 +81,8 @@ def plain_add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, tr
     return residual + nn.functional.dropout(states, p, training)
 
 
-def _do_nothing(*args, **kwargs) -> None:
-    pass
+def _no_packed_attention(*args) -> None:
+    raise NotImplementedError("Packed rows need the installed package `metaphrase`.")
 
 
 @dataclass
@@ -95,24 +93,13 @@ class Acceleration:
         linear: Like `plain_linear`.
         dropout: Like `torch.nn.functional.dropout` (Srivastava et al. 2014, section 4).
         add_dropout: Like `plain_add_dropout`.
-        grid: The attention kernel `grid` of packed rows, if there is one. Takes query, key, value, mask, packing, scaling and
-            dropout, and returns `(1, query tokens, heads, head_dim)`.
-        fused_attention: Returns the output of all heads of a `MetaphraseAttention` over packed rows, or None. Projects, too.
-        projected_loss: Returns the loss from the decoder's output without storing all logits, or None.
-        encoding: A context in which an encoder runs its layers.
-        encode_without_padding: Returns the encoder output of a padded batch, computed for its tokens only, or None.
-        on_train: Called with each stack that starts to train.
+        packed_attention: Returns output and weights of a `MetaphraseAttention` over packed rows. Projects, too.
     """
 
     linear: Callable[..., torch.Tensor] = plain_linear
     dropout: Callable[..., torch.Tensor] = nn.functional.dropout
     add_dropout: Callable[..., torch.Tensor] = plain_add_dropout
-    grid: Callable[..., torch.Tensor] | None = None
-    fused_attention: Callable[..., torch.Tensor | None] = _do_nothing
-    projected_loss: Callable[..., torch.Tensor | None] = _do_nothing
-    encoding: Callable[[nn.Module], contextlib.AbstractContextManager] = contextlib.nullcontext
-    encode_without_padding: Callable[..., Any] = _do_nothing
-    on_train: Callable[[nn.Module], None] = _do_nothing
+    packed_attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _no_packed_attention
 
 
 acceleration = Acceleration()

@@ -1,6 +1,5 @@
 """Positions: added to the embeddings, applied to queries and keys, or added to the attention scores."""
 
-import copy
 import math
 
 import torch
@@ -105,15 +104,13 @@ class RotaryPositionEmbedding(nn.Module):
     Source: Su et al. 2021, section 3, arXiv 2104.09864. transformers computes the scaled variants.
     """
 
-    def __init__(self, config: MetaphraseConfig, head_dim: int, parameters: dict):
+    def __init__(self, config: MetaphraseConfig, device: torch.device | None = None):
         super().__init__()
-        # transformers reads both from the configuration, but stacks may differ in heads, and layers in parameters.
-        self.config = copy.copy(config)
-        self.config.head_dim, self.config.rope_parameters = head_dim, parameters
-        self.rope_type = parameters["rope_type"]
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
-        inverse_frequencies, self.attention_scaling = self.make_frequencies()
+        inverse_frequencies, self.attention_scaling = self.make_frequencies(device)
         self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
         self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
 
@@ -131,7 +128,8 @@ class RotaryPositionEmbedding(nn.Module):
         if self.rope_type != "default":
             return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
         parameters = self.config.rope_parameters
-        rotated = int(self.config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        head_dim = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
+        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
         return parameters["rope_theta"] ** -exponents, 1.0
 

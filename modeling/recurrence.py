@@ -1,12 +1,13 @@
 """SSRU: a recurrence of constant size in place of the decoder's self-attention."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .configuration_metaphrase import MetaphraseConfig, StackSizes
 from .operators import acceleration, cast_for_autocast
-from .packing import Packing
 
 
 class MetaphraseSSRU(nn.Module):
@@ -29,10 +30,11 @@ class MetaphraseSSRU(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_output: torch.Tensor | None = None,
+        position_embeddings: tuple | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        packing: Packing | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        packing: Any = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         """Return the output `(batch, length, hidden)`, and None in place of attention weights.

@@ -3,7 +3,7 @@
 The encoder returns the encoder output. The decoder reads it, and returns hidden states of the target.
 """
 
-from collections.abc import Callable
+import copy
 
 import torch
 from torch import nn
@@ -17,9 +17,14 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .compat import CACHE_NAME, CACHE_NAMES, is_loaded, takes_cache
 from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig
-from .layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseEncoderLayer, combine_bias
+from .layers import (
+    MetaphraseAttention,
+    MetaphraseDecoderLayer,
+    MetaphraseEncoderLayer,
+    PositionEmbeddings,
+    combine_bias,
+)
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm
-from .packing import MergedPacking, Packing, Segments, choose_kernel, packed_mask, rows_as_segments
 from .positions import (
     AlibiPositionBias,
     LearnedPositionEmbedding,
@@ -30,10 +35,16 @@ from .positions import (
     positions_from_mask,
 )
 
-# Limits of the attention of a layer: the sequences of packed rows, or None, and the mask of the kernel, or None.
-LayerMask = tuple[Packing | None, torch.Tensor | None]
-# Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
-Rotation = tuple[torch.Tensor, torch.Tensor] | None
+# Tensor parallelism of a stack's layers.
+_TP_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -58,16 +69,33 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["MetaphraseEncoderLayer", "MetaphraseDecoderLayer"]
     _skip_keys_device_placement = list(CACHE_NAMES)
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # Packed rows, by `source_lengths` and `target_lengths`.
-    supports_packing = True
+    # True if the model reads packed rows, by `source_lengths` and `target_lengths`: if the package has put its code in place.
+    supports_packing = False
     _is_resizing_head = False
     # Names of tied weights, each with the name of the weight that stays.
     _tied_weights_keys = {}
+
+    @property
+    def _supports_sdpa(self) -> bool:
+        # Torch's kernel has no softcap.
+        return self.config.attn_logit_softcapping is None
+
+    @property
+    def _supports_flash_attn(self) -> bool:
+        # Flash attention has one width for both sides of a window, and no bias.
+        left, right = self.config.encoder_window or (0, 0)
+        return self._has_plain_masks and left == right
+
+    @property
+    def _supports_flex_attn(self) -> bool:
+        return self._has_plain_masks and self.config.encoder_window is None and self.config.decoder_window is None
+
+    @property
+    def _has_plain_masks(self) -> bool:
+        """True if masks are those of transformers' functions, without biases."""
+        return self.config.position_embedding_type not in ("relative", "alibi") and not self.config.merged_attention
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -112,6 +140,13 @@ class Stack(MetaphrasePreTrainedModel):
     """Base class of encoder and decoder: embeddings, layers and final norm."""
 
     layers: nn.ModuleList
+    # Not in the configuration, which is that of both stacks.
+    _tp_plan = _TP_PLAN
+    _pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     def __init__(self, config: MetaphraseConfig, vocab_size: int, is_causal: bool):
         super().__init__(config)
@@ -128,10 +163,14 @@ class Stack(MetaphrasePreTrainedModel):
         elif kind == "learned":
             self.embed_positions = LearnedPositionEmbedding(config, self.sizes)
         elif kind == "rotary":
-            self.rotary_emb = RotaryPositionEmbedding(config, self.sizes.head_dim, config.rope_parameters)
+            # Stacks may differ in the width of their heads.
+            stack_config = copy.copy(config)
+            stack_config.head_dim = self.sizes.head_dim
+            self.rotary_emb = RotaryPositionEmbedding(stack_config)
             if config.sliding_rope_theta is not None and SLIDING in self.sizes.layer_types:
-                parameters = {"rope_type": "default", "rope_theta": config.sliding_rope_theta}
-                self.sliding_rotary_emb = RotaryPositionEmbedding(config, self.sizes.head_dim, parameters)
+                stack_config = copy.copy(stack_config)
+                stack_config.rope_parameters = {"rope_type": "default", "rope_theta": config.sliding_rope_theta}
+                self.sliding_rotary_emb = RotaryPositionEmbedding(stack_config)
         elif kind == "alibi":
             self.position_bias = AlibiPositionBias(heads)
         elif kind == "relative" and config.relative_attention_shared:
@@ -141,11 +180,6 @@ class Stack(MetaphrasePreTrainedModel):
         self.is_causal = is_causal
         self.gradient_checkpointing = False
 
-    def train(self, mode: bool = True) -> "Stack":
-        if mode:
-            acceleration.on_train(self)
-        return super().train(mode)
-
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             number = "both" if input_ids is not None else "neither"
@@ -154,8 +188,8 @@ class Stack(MetaphrasePreTrainedModel):
 
     def enter(
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, length: int | None
-    ) -> tuple[torch.Tensor, list[Rotation]]:
-        """Return the input of the first layer, `(batch, query, hidden)`, and the rotation of each layer.
+    ) -> tuple[torch.Tensor, list[PositionEmbeddings]]:
+        """Return the input of the first layer, `(batch, query, hidden)`, and the position embeddings of each layer.
 
         The positions `(1 or batch, query)` are below `length`, which is None if unknown.
         """
@@ -168,66 +202,41 @@ class Stack(MetaphrasePreTrainedModel):
         hidden_states = acceleration.dropout(hidden_states, p=self.config.dropout, training=self.training)
         if self.rotary_emb is None:
             return hidden_states, [None] * len(self.layers)
-        # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
-        rotation, sliding = (
-            None if module is None else tuple(angles[:, None] for angles in module(hidden_states, position_ids))
-            for module in (self.rotary_emb, self.sliding_rotary_emb)
-        )
-        kinds = self.sizes.layer_types
-        return hidden_states, [sliding if sliding and kind == SLIDING else rotation for kind in kinds]
+        full = sliding = self._rotation(self.rotary_emb, hidden_states, position_ids)
+        if self.sliding_rotary_emb is not None:
+            sliding = self._rotation(self.sliding_rotary_emb, hidden_states, position_ids)
+        return hidden_states, [sliding if kind == SLIDING else full for kind in self.sizes.layer_types]
 
-    def _layer_masks(
+    def _rotation(self, rotary_emb: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor):
+        # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
+        cosine, sine = rotary_emb(hidden_states, position_ids)
+        return cosine[:, None], sine[:, None]
+
+    def layer_masks(
         self,
-        make_mask: Callable[..., torch.Tensor | None],
+        full_mask: torch.Tensor | None,
+        hidden_states: torch.Tensor,
         query_positions: torch.Tensor,
         key_positions: torch.Tensor,
-        query_offset: int | torch.Tensor,
-        like: torch.Tensor,
-        segments: Segments | None = None,
-        **arguments,
-    ) -> list[LayerMask]:
-        """Return what each layer's self-attention sees, by transformers' function for masks and its arguments.
-
-        With `segments`, the rows of a padded batch, windows are computed in blocks.
-        """
-        implementation = self.config._attn_implementation
-        has_bias = self.config.position_embedding_type in ("relative", "alibi")
-        if has_bias and implementation not in ("eager", "sdpa"):
-            raise ValueError(
-                "`attn_implementation` must be eager or sdpa for `position_embedding_type` relative or alibi, "
-                f"got {implementation!r}."
-            )
-        has_windows, is_flash = SLIDING in self.sizes.layer_types, "flash" in implementation
-        is_even = self.is_causal or len({*(self.sizes.window or ())}) == 1
-        if has_windows and ("flex" in implementation or (is_flash and not is_even)):
-            raise ValueError(
-                "`attn_implementation` must be eager or sdpa for windows, or flash attention for windows of one width on both "
-                f"sides, got {implementation!r}."
-            )
-        if self.is_causal and self.config.merged_attention and implementation not in ("eager", "sdpa"):
-            raise ValueError(
-                f"`attn_implementation` must be eager or sdpa for `merged_attention`, got {implementation!r}."
-            )
-        windows = self._windows(key_positions.shape[1])
-        full = None
-        if segments is None or None in windows:
-            full = make_mask(config=self.config, inputs_embeds=like, **arguments)
-
-        def layer_mask_of(bias: nn.Module | None, window: tuple[int, int] | None) -> LayerMask:
-            if window is not None and segments is not None:
-                packing = Packing(segments, segments, False, "window", window)
-                return packing, packed_mask(packing, bias, like)
-            mask = full
+        query_offset: int | torch.Tensor = 0,
+    ) -> list[torch.Tensor | None]:
+        """Return the mask of each layer: a mask of full attention, narrowed to the layer's window, plus its position bias."""
+        is_flash = "flash" in self.config._attn_implementation
+        masks = {}
+        layers = list(zip(self.position_biases(), self.windows(key_positions.shape[1]), strict=True))
+        for bias, window in dict.fromkeys(layers):
+            mask = full_mask
+            # Flash attention reads `sliding_window` of the layer.
             if window is not None and not is_flash:
-                mask = narrow(full, key_positions[:, None, :] - query_positions[:, :, None], *window)
-            if bias is None:
-                return None, mask
-            scores = bias(query_positions, key_positions).to(like.dtype)
-            return None, combine_bias(scores, mask, self.is_causal, query_offset)
+                distances = key_positions[:, None, :] - query_positions[:, :, None]
+                mask = apply_sliding_window(full_mask, distances, *window)
+            if bias is not None:
+                scores = bias(query_positions, key_positions).to(hidden_states.dtype)
+                mask = combine_bias(scores, mask, self.is_causal, query_offset)
+            masks[bias, window] = mask
+        return [masks[layer] for layer in layers]
 
-        return self._for_each_layer(layer_mask_of, windows)
-
-    def _windows(self, longest: int) -> list[tuple[int, int] | None]:
+    def windows(self, longest: int) -> list[tuple[int, int] | None]:
         """Return the window of each layer. A window that all of the `longest` tokens fit into is None."""
         windows = [self.sizes.window_of(index) for index in range(len(self.layers))]
         # A graph that is traced is for all lengths.
@@ -238,46 +247,11 @@ class Stack(MetaphrasePreTrainedModel):
                 return [None] * len(windows)
         return windows
 
-    def _for_each_layer(
-        self,
-        make: Callable[[nn.Module | None, tuple[int, int] | None], LayerMask],
-        windows: list[tuple[int, int] | None],
-    ) -> list[LayerMask]:
-        """Call a function with the position bias and the window of each layer, once for equal ones."""
-        keys = list(zip(self.position_biases(), windows, strict=True))
-        made = {key: make(*key) for key in dict.fromkeys(keys)}
-        return [made[key] for key in keys]
-
     def position_biases(self) -> list[nn.Module | None]:
         """Return the module of each layer's position bias, or None."""
         if self.position_bias is not None:
             return [self.position_bias] * len(self.layers)
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
-
-    def _choose_kernel(self, like: torch.Tensor, is_plain: bool) -> str:
-        config = self.config
-        has_dropout, has_cap = self.training and config.attention_dropout > 0, config.attn_logit_softcapping is not None
-        is_plain = is_plain and not has_dropout and not has_cap
-        return choose_kernel(config._attn_implementation, like, self.sizes.head_dim, is_plain)
-
-    def _packed_layer_masks(
-        self, segments: Segments, like: torch.Tensor, sources: Segments | None = None
-    ) -> list[LayerMask]:
-        """Return what each layer's self-attention sees in packed rows, with the sources that a merged attention sees, too."""
-        packings: dict = {}
-
-        def layer_mask_of(bias: nn.Module | None, window: tuple[int, int] | None) -> LayerMask:
-            if window not in packings:
-                kernel = self._choose_kernel(like, is_plain=bias is None and sources is None)
-                if sources is not None:
-                    packings[window] = MergedPacking(segments, sources, kernel, window)
-                    return packings[window], packed_mask(packings[window], None, like)
-                if window is not None and self.config._attn_implementation != "eager":
-                    kernel = "window"
-                packings[window] = Packing(segments, segments, self.is_causal, kernel, window)
-            return packings[window], packed_mask(packings[window], bias, like)
-
-        return self._for_each_layer(layer_mask_of, self._windows(segments.longest))
 
 
 class MetaphraseEncoder(Stack):
@@ -298,57 +272,33 @@ class MetaphraseEncoder(Stack):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        lengths: torch.LongTensor | None = None,
-        longest: int | None = None,
         **kwargs,
     ) -> BaseModelOutput:
         """Encode sources, with the arguments of `MetaphraseModel.forward`.
 
         Args:
             attention_mask: Also a kernel's mask `(batch, 1, source, source)`.
-            lengths, longest: `source_lengths` and `longest_source`. They exclude a mask and positions.
         """
-        embeddings = self._embed(input_ids, inputs_embeds)
-        with acceleration.encoding(self):
-            if lengths is not None:
-                excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
-                segments = packed_segments(lengths, longest, embeddings, "source_lengths", **excluded)
-                return self.encode_packed(embeddings, segments, **kwargs)
-            if position_ids is None:
-                output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
-                if output is not None:
-                    return output
-            length, segments = embeddings.shape[1], None
-            is_plain = position_ids is None and (attention_mask is None or is_padding_mask(attention_mask))
-            # A graph is for all lengths.
-            is_plain = is_plain and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-            if is_plain and SLIDING in self.sizes.layer_types and self.config._attn_implementation == "sdpa":
-                segments = rows_as_segments(embeddings, attention_mask)
-            # Position biases depend on distances, which padding on the left does not change.
-            bias_positions = indices(length, embeddings) if position_ids is None else position_ids
-            position_ids, bound = locate(position_ids, attention_mask, bias_positions, length)
-            hidden_states, rotations = self.enter(embeddings, position_ids, bound)
-            layer_masks = self._layer_masks(
-                create_bidirectional_mask,
-                bias_positions,
-                bias_positions,
-                0,
-                hidden_states,
-                segments=segments,
-                attention_mask=attention_mask,
-            )
-            return self._encode(hidden_states, layer_masks, rotations, **kwargs)
+        return self.encode(self._embed(input_ids, inputs_embeds), attention_mask, position_ids, **kwargs)
 
-    def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
-        """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
-        hidden_states, rotations = self.enter(embeddings, segments.positions, segments.longest)
-        return self._encode(hidden_states, self._packed_layer_masks(segments, hidden_states), rotations, **kwargs)
-
-    def _encode(
-        self, hidden_states: torch.Tensor, layer_masks: list[LayerMask], rotations: list[Rotation], **kwargs
+    def encode(
+        self,
+        embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        **kwargs,
     ) -> BaseModelOutput:
-        for layer, (packing, mask), rotation in zip(self.layers, layer_masks, rotations, strict=True):
-            hidden_states = layer(hidden_states, mask, rotation, packing=packing, **kwargs)
+        """Encode the embeddings of sources. The package replaces this method by faster ones."""
+        # Position biases depend on distances, which padding on the left does not change.
+        positions = indices(embeddings.shape[1], embeddings) if position_ids is None else position_ids
+        position_ids, bound = make_position_ids(position_ids, attention_mask, positions, embeddings.shape[1])
+        hidden_states, position_embeddings = self.enter(embeddings, position_ids, bound)
+        full_mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+        )
+        masks = self.layer_masks(full_mask, hidden_states, positions, positions)
+        for layer, rotation, mask in zip(self.layers, position_embeddings, masks, strict=True):
+            hidden_states = layer(hidden_states, rotation, mask, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
 
@@ -359,6 +309,12 @@ class MetaphraseDecoder(Stack):
         "hidden_states": MetaphraseDecoderLayer,
         "attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="self_attn"),
         "cross_attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="cross_attn"),
+    }
+    _tp_plan = _TP_PLAN | {
+        "layers.*.cross_attn.q_proj": "colwise",
+        "layers.*.cross_attn.k_proj": "colwise",
+        "layers.*.cross_attn.v_proj": "colwise",
+        "layers.*.cross_attn.o_proj": "rowwise",
     }
 
     def __init__(self, config: MetaphraseConfig):
@@ -379,10 +335,6 @@ class MetaphraseDecoder(Stack):
         inputs_embeds: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        lengths: torch.LongTensor | None = None,
-        longest: int | None = None,
-        source_lengths: torch.LongTensor | None = None,
-        longest_source: int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode all positions of the targets, or the positions after those in the cache.
@@ -397,103 +349,101 @@ class MetaphraseDecoder(Stack):
             past_key_values: Keys and values of earlier positions. If the cache is only for self-attention, one for
                 cross-attention is added.
             use_cache: True to make a cache if `past_key_values` is None.
-            lengths, longest: `target_lengths` and `longest_target`. They exclude masks, positions and a cache.
         """
         if encoder_hidden_states is None:
             raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
         if self.training:
             # Once for all layers.
             encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
-        embeddings, is_recurrent = self._embed(input_ids, inputs_embeds), self.config.decoder_self_attention == SSRU
-        rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
-        if rows % sources:
-            raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
-        if (lengths is None) != (source_lengths is None):
-            raise ValueError("`source_lengths` and `target_lengths` must be given together, got one of them.")
-        if lengths is not None:
-            excluded = {"decoder_attention_mask": attention_mask, "decoder_position_ids": position_ids}
-            excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": past_key_values}
-            segments = packed_segments(lengths, longest, embeddings, "target_lengths", **excluded)
-            source_segments = packed_segments(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
-            hidden_states, rotations = self.enter(embeddings, segments.positions, segments.longest)
-            sources = source_segments if self.config.merged_attention else None
-            if is_recurrent:
-                layer_masks = [(Packing(segments, segments, True, "recurrence"), None)] * len(self.layers)
-            else:
-                layer_masks = self._packed_layer_masks(segments, hidden_states, sources)
-            source_mask: LayerMask = (None, None)
-            if sources is None:
-                cross = Packing(segments, source_segments, False, self._choose_kernel(hidden_states, is_plain=True))
-                source_mask = cross, packed_mask(cross, None, hidden_states)
-            return self._decode(hidden_states, encoder_hidden_states, layer_masks, source_mask, rotations, **kwargs)
-        length = key_length = embeddings.shape[1]
-        offset, cache = 0, None
+        embeddings = self._embed(input_ids, inputs_embeds)
         if use_cache and past_key_values is None:
-            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
-        if past_key_values is not None:
-            if not isinstance(past_key_values, EncoderDecoderCache):
-                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
-            cache = past_key_values.self_attention_cache
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
+            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+        # Gradient checkpointing drops the cache by this name.
+        kwargs[CACHE_NAME] = past_key_values
+        masks = attention_mask, encoder_attention_mask
+        hidden_states = self.decode(embeddings, encoder_hidden_states, *masks, position_ids, **kwargs)
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: past_key_values}
+        )
+
+    def decode(
+        self,
+        embeddings: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        encoder_attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Run the layers over the embeddings of targets, `(batch, query, hidden)`. The package replaces this method."""
+        length, cache = embeddings.shape[1], kwargs[CACHE_NAME]
+        key_length, offset = length, 0
+        if cache is not None:
+            cache = cache.self_attention_cache
             offset = cache.get_seq_length()
             # A static cache changes this tensor in place, in its first layer.
             offset = offset.clone() if isinstance(offset, torch.Tensor) else offset
             key_length, _ = cache.get_mask_sizes(length, 0)
-
         query_positions = indices(length, embeddings, offset)
         key_positions = indices(key_length, embeddings)
         if position_ids is not None and key_length == length:
             query_positions = key_positions = position_ids
-        position_ids, bound = locate(position_ids, attention_mask, query_positions, key_length)
-        is_merged = self.config.merged_attention
-        encoder_mask = create_bidirectional_mask(
+        position_ids, bound = make_position_ids(position_ids, attention_mask, query_positions, key_length)
+        hidden_states, position_embeddings = self.enter(embeddings, position_ids, bound)
+
+        encoder_mask = self._cross_mask(embeddings, encoder_hidden_states, encoder_attention_mask)
+        if self.config.decoder_self_attention == SSRU:
+            masks = [attention_mask] * len(self.layers)
+        else:
+            full_mask = self._causal_mask(hidden_states, attention_mask, cache)
+            masks = self.layer_masks(full_mask, hidden_states, query_positions, key_positions, offset)
+        if self.config.merged_attention:
+            masks = self._merge_masks(masks, encoder_mask, embeddings)
+        for layer, rotation, mask in zip(self.layers, position_embeddings, masks, strict=True):
+            hidden_states = layer(hidden_states, rotation, mask, encoder_hidden_states, encoder_mask, **kwargs)
+        return hidden_states
+
+    def _causal_mask(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None):
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            # Torch's kernel can do without a mask. A merged attention has one mask for both parts.
+            allow_is_causal_skip=self.config.attn_logit_softcapping is None and not self.config.merged_attention,
+            **{CACHE_NAME: cache},
+        )
+
+    def _cross_mask(
+        self, embeddings: torch.Tensor, encoder_hidden_states: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
+        if rows % sources:
+            raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
+        return create_bidirectional_mask(
             config=self.config,
             # Only the shape counts: the queries of a source, as `fold_copies` joins them.
             inputs_embeds=embeddings.reshape(sources, -1, embeddings.shape[-1]),
-            attention_mask=encoder_attention_mask,
+            attention_mask=attention_mask,
             encoder_hidden_states=encoder_hidden_states,
-            allow_is_bidirectional_skip=not is_merged,
-        )
-        hidden_states, rotations = self.enter(embeddings, position_ids, bound)
-        arguments = {"attention_mask": attention_mask, CACHE_NAME: cache}
-        # Torch's kernel can do without a mask. The reference cannot, and a merged attention has one mask for both parts.
-        arguments["allow_is_causal_skip"] = self.config.attn_logit_softcapping is None and not is_merged
-        positions = query_positions, key_positions, offset
-        if is_recurrent:
-            layer_masks = [(None, attention_mask)] * len(self.layers)
-        else:
-            layer_masks = self._layer_masks(create_causal_mask, *positions, hidden_states, **arguments)
-        if is_merged:
-            # (sources, 1, copies * query, source) -> (batch, 1, query, source)
-            of_source = encoder_mask.unflatten(2, (rows // sources, length)).flatten(0, 2)[:, None]
-            merged = {
-                mask: torch.cat((mask.expand(rows, -1, -1, -1), of_source), dim=-1)
-                for _, mask in dict.fromkeys(layer_masks)
-            }
-            layer_masks = [(None, merged[mask]) for _, mask in layer_masks]
-        # Gradient checkpointing drops the cache by this name.
-        kwargs[CACHE_NAME] = past_key_values
-        return self._decode(
-            hidden_states, encoder_hidden_states, layer_masks, (None, encoder_mask), rotations, **kwargs
+            allow_is_bidirectional_skip=not self.config.merged_attention,
         )
 
-    def _decode(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_output: torch.Tensor,
-        layer_masks: list[LayerMask],
-        source_mask: LayerMask,
-        rotations: list[Rotation],
-        **kwargs,
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
-        cross_packing, encoder_mask = source_mask
-        for layer, (packing, mask), rotation in zip(self.layers, layer_masks, rotations, strict=True):
-            packings = {"packing": packing, "cross_packing": cross_packing}
-            hidden_states = layer(hidden_states, encoder_output, mask, encoder_mask, rotation, **packings, **kwargs)
-        cache = {CACHE_NAME: kwargs.get(CACHE_NAME)}
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states), **cache)
+    def _merge_masks(
+        self, masks: list[torch.Tensor], encoder_mask: torch.Tensor, embeddings: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Append the mask of the source to the masks of the target, for one softmax over both."""
+        rows, length, _ = embeddings.shape
+        # (sources, 1, copies * query, source) -> (batch, 1, query, source)
+        encoder_mask = encoder_mask.unflatten(2, (-1, length)).flatten(0, 2)[:, None]
+        merged = {
+            mask: torch.cat((mask.expand(rows, -1, -1, -1), encoder_mask), dim=-1) for mask in dict.fromkeys(masks)
+        }
+        return [merged[mask] for mask in masks]
 
 
-def locate(
+def make_position_ids(
     position_ids: torch.Tensor | None, attention_mask: object, query_positions: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, int | None]:
     """Return the position of each query, `(1 or batch, query)`, and a number above every position, or None if unknown.
@@ -507,36 +457,24 @@ def locate(
     return query_positions, length
 
 
-def packed_segments(
-    lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, name: str, **excluded
-) -> Segments:
-    """Return the sequences of a packed row, and refuse arguments in `excluded` that are not None."""
-    if embeddings.shape[0] != 1:
-        raise ValueError(f"Packed rows must be one, `(1, tokens)`, with `{name}`, got {embeddings.shape[0]} rows.")
-    for argument, value in excluded.items():
-        if value is not None:
-            raise ValueError(
-                f"`{argument}` must be None with `{name}`, got a value: packed rows have neither padding nor cache."
-            )
-    return Segments(lengths, embeddings.shape[1], longest)
-
-
-def narrow(mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int) -> torch.Tensor:
+def apply_sliding_window(
+    attention_mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int
+) -> torch.Tensor:
     """Hide the keys outside of a window from a mask of the kernels `eager` and `sdpa`, `(batch, 1, query, key)`, or None for all.
 
     The distances from queries to keys are `(1 or batch, query, key)`.
     """
     is_near = ((distances >= -left) & (distances <= right))[:, None]
-    if mask is None:
+    if attention_mask is None:
         return is_near
-    if mask.dtype != torch.bool:
-        return torch.where(is_near, mask, torch.finfo(mask.dtype).min)
-    return mask & is_near
+    if attention_mask.dtype != torch.bool:
+        return torch.where(is_near, attention_mask, torch.finfo(attention_mask.dtype).min)
+    return attention_mask & is_near
 
 
-def indices(length: int, like: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:
+def indices(length: int, hidden_states: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:
     """Return offset, offset + 1, ... as `(1, length)`."""
-    return torch.arange(length, device=like.device)[None, :] + offset
+    return torch.arange(length, device=hidden_states.device)[None, :] + offset
 
 
 def is_padding_mask(attention_mask: object) -> bool:

@@ -10,7 +10,8 @@ import metaphrase
 from metaphrase.decoding import fast_generation, prepacked_weights
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.modeling.operators import acceleration
-from metaphrase.ops import grid_attention, linear_and_dropout
+from metaphrase.modeling.stacks import MetaphraseEncoder
+from metaphrase.ops import linear_and_dropout
 from metaphrase.scripts.parsers import RECIPE_SUBCOMMANDS, SUBCOMMANDS
 
 HEAVY = {
@@ -38,8 +39,8 @@ def test_version_is_that_of_the_distribution_and_the_package_runs_as_a_module():
 
 def test_fast_code_is_plugged_into_the_network():
     assert acceleration.linear is linear_and_dropout.linear
-    assert acceleration.grid is grid_attention.grid_attention
-    assert acceleration.encoding.__module__ == prepacked_weights.__name__
+    assert MetaphraseEncoder.encode.__module__ == prepacked_weights.__name__
+    assert MetaphraseForConditionalGeneration.supports_packing
     assert MetaphraseForConditionalGeneration._beam_search is fast_generation.generate
 
 
@@ -63,8 +64,8 @@ print(transformers.AutoConfig.for_model("metaphrase").__class__.__module__)
 @pytest.mark.parametrize("room", ["ops", "modeling", "tokenization", "decoding", "inference"])
 def test_any_room_may_be_imported_first(room):
     code = f"import transformers, metaphrase.{room}; from metaphrase.modeling.operators import acceleration as a; "
-    done = run(code + "print(a.linear.__module__, a.encoding.__module__)")
-    assert done.stdout.split() == [linear_and_dropout.__name__, prepacked_weights.__name__], done.stderr
+    done = run(code + "print(a.linear.__module__)")
+    assert done.stdout.split() == [linear_and_dropout.__name__], done.stderr
 
 
 def test_command_answers_before_anything_heavy_is_loaded(tmp_path):

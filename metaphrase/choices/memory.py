@@ -18,8 +18,8 @@ from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
-from metaphrase.modeling.packing import block_size, grid_width
 from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
+from metaphrase.ops.packed_rows import block_size, grid_width
 from metaphrase.ops.projected_loss import chunk_rows
 
 FLOAT32_BYTES, MASK_BYTES, INDEX_BYTES = 4, 1, 8

@@ -16,6 +16,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
 from transformers.utils.output_capturing import capture_outputs
 
+from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState, Selection, beam_search
 from metaphrase.decoding.decoder_state import DecoderState, prepared_head, prepared_rows
 from metaphrase.decoding.options import (
@@ -370,3 +371,9 @@ def _log_probs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     # The padding id may be outside of the vocabulary.
     tokens = tokens.clamp(0, scores.shape[-1] - 1)
     return scores.float().log_softmax(dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
+
+
+def plug_in() -> None:
+    """Put the fast decoder into `generate()` of all Metaphrase models, and prepacked weights into their encoders."""
+    MetaphraseForConditionalGeneration._sample = MetaphraseForConditionalGeneration._beam_search = generate
+    prepacked_weights.plug_in()

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from metaphrase.modeling.packing import Segments
-from metaphrase.modeling.stacks import MetaphraseEncoder, is_padding_mask
+from metaphrase.modeling.stacks import MetaphraseEncoder, Stack, is_padding_mask
+from metaphrase.ops import packed_stacks
+from metaphrase.ops.packed_rows import PackedSequences
 
 # The product of a larger matrix gains little, and its copy takes much memory.
 LARGEST_SIZE = 2**22
@@ -219,6 +220,27 @@ def can_prepack(out_features: int, in_features: int) -> bool:
         return False
 
 
+def plug_in() -> None:
+    """Let encoders run with prepacked weights and without padding, and free the copies of stacks that start to train."""
+    plain_encode, plain_train = MetaphraseEncoder.encode, Stack.train
+
+    def encode(encoder, embeddings, attention_mask, position_ids, **kwargs):
+        with prepacked(encoder):
+            output = None
+            if position_ids is None and kwargs.get("source_lengths") is None:
+                output = encode_without_padding(encoder, embeddings, attention_mask, **kwargs)
+            return (
+                plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs) if output is None else output
+            )
+
+    def train(stack, mode=True):
+        if mode:
+            free_copies(stack)
+        return plain_train(stack, mode)
+
+    MetaphraseEncoder.encode, Stack.train = encode, train
+
+
 def encode_without_padding(
     encoder: MetaphraseEncoder, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
 ) -> BaseModelOutput | None:
@@ -226,7 +248,7 @@ def encode_without_padding(
 
     None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or encoder.config._attn_implementation != "sdpa":
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or packed_stacks.asks_for_reference(encoder):
         return None
     if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
         return None
@@ -239,8 +261,8 @@ def encode_without_padding(
     if has_hooks or not bool((starts.sum(dim=1) == 1).all()):
         return None
     tokens = embeddings[is_token]
-    segments = Segments(is_token.sum(dim=1), len(tokens))
-    tokens = encoder.encode_packed(tokens[None], segments, **kwargs).last_hidden_state[0]
+    sequences = PackedSequences(is_token.sum(dim=1), len(tokens))
+    tokens = packed_stacks.encode_packed(encoder, tokens[None], sequences, **kwargs).last_hidden_state[0]
     output = tokens.new_zeros(*is_token.shape, tokens.shape[-1])
     output[is_token] = tokens
     return BaseModelOutput(last_hidden_state=output)

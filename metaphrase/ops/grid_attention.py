@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from metaphrase.modeling.layers import MetaphraseAttention
-from metaphrase.modeling.packing import Packing, Segments, attend_in_blocks, grid_width
 from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask, softmax_gradient
+from metaphrase.ops.packed_rows import PackedSequences, Packing, attend_in_blocks, grid_width
 
 # Most scores of a block, so that they stay in the processor's cache.
 BLOCK_ENTRIES = 2**19
@@ -87,16 +87,18 @@ class GridSide:
         from_grid: Cell of each of the flattened (tokens, H).
     """
 
-    def __init__(self, segments: Segments, heads: int, sequences: list[slice], widths: list[int]):
+    def __init__(self, sequences_of_row: PackedSequences, heads: int, sequences: list[slice], widths: list[int]):
         # Each group of sequences has one width.
         self.heads = heads
-        device = segments.lengths.device
+        device = sequences_of_row.lengths.device
         head = torch.arange(heads, device=device)
-        first, columns = torch.empty_like(segments.lengths), torch.empty_like(segments.lengths)
+        first, columns = torch.empty_like(sequences_of_row.lengths), torch.empty_like(sequences_of_row.lengths)
         cells, start = [], 0
         for group, width in zip(sequences, widths, strict=True):
-            lengths = segments.lengths[group, None]
-            tokens = segments.starts[group, None] + torch.minimum(torch.arange(width, device=device), lengths - 1)
+            lengths = sequences_of_row.lengths[group, None]
+            tokens = sequences_of_row.starts[group, None] + torch.minimum(
+                torch.arange(width, device=device), lengths - 1
+            )
             # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
             cells.append((tokens[:, None, :] * heads + head[:, None]).flatten())
             first[group] = start + torch.arange(len(lengths), device=device) * (heads * width)
@@ -104,7 +106,9 @@ class GridSide:
             start += len(lengths) * heads * width
         self.to_grid = torch.cat(cells)
         # (tokens, 1) and (tokens, heads) -> (tokens * heads)
-        cell = (first[segments.ids] + segments.positions[0])[:, None] + columns[segments.ids, None] * head
+        cell = (first[sequences_of_row.ids] + sequences_of_row.positions[0])[:, None] + columns[
+            sequences_of_row.ids, None
+        ] * head
         self.from_grid = cell.flatten()
         self._indices_by_count = {1: (self.to_grid, self.from_grid)}
 
@@ -273,7 +277,7 @@ def _weights(
     scaling: float,
     cap: float | None,
 ) -> torch.Tensor:
-    """Return the attention weights of a block. `cap` is the largest score."""
+    """Return the attention weights of a block. `cap` is the softcap."""
     capped = None if cap is None else _capped(query, key, scaling, cap).mul_(cap * _LOG2_E)
     if mask is None:
         if capped is None:
@@ -319,10 +323,10 @@ def grid_attention(
     dropout: float,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows, with the arguments and the result of `packing.packed_attention`.
+    """Attend within each sequence of packed rows, `(1, heads, tokens, head_dim) -> (1, query tokens, heads, head_dim)`.
 
     The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
-    sequence see each other. `cap` is the largest score.
+    sequence see each other. `cap` is the softcap.
     """
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
@@ -365,7 +369,7 @@ def joined_grid_attention(
 def fused_grid_attention(
     attention: MetaphraseAttention,
     hidden_states: torch.Tensor,
-    encoder_output: torch.Tensor | None,
+    encoder_hidden_states: torch.Tensor | None,
     mask: torch.Tensor | None,
     packing: Packing,
     dropout: float,
@@ -380,7 +384,7 @@ def fused_grid_attention(
     layers, states = [[attention.q_proj, attention.k_proj, attention.v_proj]], [hidden_states]
     if attention.is_cross:
         layers = [[attention.q_proj], [attention.k_proj, attention.v_proj]]
-        states = [hidden_states, encoder_output]
+        states = [hidden_states, encoder_hidden_states]
     if not all(can_join(group, inputs) for group, inputs in zip(layers, states, strict=True)):
         return None
     rows = [joined_linear(group, inputs).flatten(0, 1) for group, inputs in zip(layers, states, strict=True)]

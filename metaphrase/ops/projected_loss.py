@@ -6,7 +6,7 @@ Source: gradients by chunks in the forward pass are from Hsu et al. 2024, sectio
 import torch
 from torch import nn
 
-from metaphrase.modeling.loss import IGNORED_LABEL, check_halves
+from metaphrase.modeling.loss import IGNORED_LABEL
 from metaphrase.ops.linear_and_dropout import is_hooked, softmax_gradient
 
 # A chunk of logits should fit into the processor's caches. It needs enough rows to make up for adding the gradient of the
@@ -27,8 +27,7 @@ def loss_of_head(
 ) -> torch.Tensor | None:
     """Return the `projected_loss` of states `(batch, target, hidden)` before `lm_head`, or None if the head must be called.
 
-    A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be clamped. A
-    compiler fuses the plain loss.
+    A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be clamped.
     """
     # A pruned weight is no parameter.
     if type(head) is not nn.Linear or "weight" not in head._parameters:
@@ -36,7 +35,7 @@ def loss_of_head(
     # DeepSpeed has a hook in each module to gather sharded weights.
     if is_hooked(head) and not hasattr(head.weight, "ds_id"):
         return None
-    if hidden_states.dtype == torch.float16 or torch.compiler.is_compiling():
+    if hidden_states.dtype == torch.float16:
         return None
     states = hidden_states.flatten(0, 1)
     return projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
@@ -228,7 +227,7 @@ def projected_loss(
         hidden_states, weight, bias: `(tokens, hidden)`, `(vocab, hidden)` and `(vocab)`.
         labels: `(tokens)`, -100 for tokens without a label.
         smoothing: Probability to spread over the vocabulary, in [0, 1).
-        r_drop_alpha: Weight of the `divergence_of_halves` of the tokens, which have the same labels.
+        r_drop_alpha: Weight of the divergence of both halves of the tokens, which have the same labels.
         divisor: Divides the sum. Dividing here saves a pass over gradients as large as the projection.
 
     Returns:
@@ -237,7 +236,6 @@ def projected_loss(
     if not 0 <= smoothing < 1:
         raise ValueError(f"`smoothing` must be at least 0 and below 1, got {smoothing}.")
     if r_drop_alpha:
-        check_halves(labels)
         # The rows of a pair become neighbours: (tokens, ...) -> (2, tokens / 2, ...) -> (tokens, ...)
         hidden_states, labels = (t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for t in (hidden_states, labels))
     labels = labels.to(hidden_states.device)

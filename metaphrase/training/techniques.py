@@ -240,9 +240,9 @@ _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 
 
 def smooths_labels(model: PreTrainedModel) -> bool:
-    """True if the model's own loss smooths labels, as the loss of Metaphrase models does."""
+    """Return True if the model lets `TrainingLoss` compute the loss, as Metaphrase models do."""
     base = model.get_base_model() if is_adapted(model) else model
-    return "smoothing" in inspect.signature(base.forward).parameters
+    return "loss_of_states" in inspect.signature(base.forward).parameters
 
 
 def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:

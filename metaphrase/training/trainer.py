@@ -72,6 +72,7 @@ from metaphrase.training.techniques import (
     repeat_batch,
     smooths_labels,
 )
+from metaphrase.training.training_loss import TrainingLoss
 
 logger = logging.getLogger(__name__)
 
@@ -196,11 +197,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not model.training:
             return self._compute_evaluation_loss(model, inputs, return_outputs)
-        if self.r_drop_alpha and self.state.global_step >= self.r_drop_start_step:
-            inputs = {**repeat_batch(inputs), "r_drop_alpha": self.r_drop_alpha}
+        alpha = self.r_drop_alpha if self.state.global_step >= self.r_drop_start_step else 0.0
+        if alpha:
+            inputs = repeat_batch(inputs)
             num_items_in_batch = None if num_items_in_batch is None else 2 * num_items_in_batch
         if self.compute_loss_func is None:
-            inputs = {**inputs, "smoothing": self.label_smoothing}
+            inputs = {**inputs, "loss_of_states": TrainingLoss(self.label_smoothing, alpha)}
         model, inputs = self._with_decoder_inputs(model, inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -212,8 +214,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # All processes must compute, where weights are sharded: a batch of repeated pairs alone runs with its labels, uncounted.
         inputs = {**inputs, "labels": labels} if num_labels else inputs
         model, inputs = self._with_decoder_inputs(model, inputs)
-        if (self.decodes or self._needs_loss_alone) and self.packs_pairs:
-            inputs = {**inputs, "return_logits": False}
+        if (self.decodes or self._needs_loss_alone) and self.compute_loss_func is None:
+            inputs = {**inputs, "loss_of_states": TrainingLoss()}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         if num_labels:
             # Without labels the loss is undefined.

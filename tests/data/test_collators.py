@@ -5,6 +5,7 @@ import torch
 from tiny_models import tiny_model
 
 from metaphrase.data.collators import PackedCollator, PairCollator, filler_lengths
+from metaphrase.training.training_loss import TrainingLoss
 
 PAIRS = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [2], "labels": [8, 9, 4, 2]}]
 
@@ -53,7 +54,7 @@ def test_fillers_change_neither_loss_nor_gradients(dtype):
         torch.manual_seed(0)
         model = tiny_model(max_position_embeddings=12, position_embedding_type="learned").train()
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            loss = model(**batch, smoothing=0.1).loss
+            loss = model(**batch, loss_of_states=TrainingLoss(0.1)).loss
         loss.backward()
         results.append((loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}))
     assert batch["input_ids"].shape == (1, 32) and batch["labels"].shape == (1, 32)

@@ -7,7 +7,7 @@ from torch import nn
 
 from metaphrase.decoding import decoder_state, prepacked_weights
 from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain
-from metaphrase.modeling.stacks import MetaphraseEncoder
+from metaphrase.ops import packed_stacks
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
 
@@ -138,13 +138,13 @@ LENGTHS = [9, 4, 1, 6]
 def skipped(monkeypatch):
     """The lengths of the sources that were encoded without their padding."""
     monkeypatch.setattr(prepacked_weights, "LEAST_HIDDEN_SIZE", 0)
-    calls, original = [], MetaphraseEncoder.encode_packed
+    calls, original = [], packed_stacks.encode_packed
 
-    def recorded(self, embeddings, segments, **kwargs):
-        calls.append(segments.lengths.tolist())
-        return original(self, embeddings, segments, **kwargs)
+    def recorded(encoder, embeddings, sequences, **kwargs):
+        calls.append(sequences.lengths.tolist())
+        return original(encoder, embeddings, sequences, **kwargs)
 
-    monkeypatch.setattr(MetaphraseEncoder, "encode_packed", recorded)
+    monkeypatch.setattr(packed_stacks, "encode_packed", recorded)
     return calls
 
 

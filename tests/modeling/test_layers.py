@@ -133,7 +133,7 @@ def attend_by_loops(attention, states, encoder_output=None, scale=None):
 def test_attention_equals_loops(is_cross, fields):
     attention = make_attention(is_cross=is_cross, **fields)
     states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
-    output, weights = attention(states, encoder_output)
+    output, weights = attention(states, encoder_hidden_states=encoder_output if is_cross else None)
     scale = fields.get("attention_scale")
     expected = attend_by_loops(attention, states, encoder_output if is_cross else None, scale)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
@@ -147,7 +147,7 @@ def test_qk_norm_comes_before_the_rotation():
     attention = make_attention(qk_norm=True, head_dim=4)
     angles = torch.tensor([0.0, 1.0, 2.0])[None, None, :, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
     states = torch.randn(1, 3, 16)
-    _, weights = attention(states, rotation=(angles.cos(), angles.sin()))
+    _, weights = attention(states, position_embeddings=(angles.cos(), angles.sin()))
 
     def turned(projected, norm):
         heads = norm(projected.view(1, 3, 4, 4)).transpose(1, 2)

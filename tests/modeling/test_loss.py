@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
-from metaphrase.modeling.loss import divergence_of_halves
 from metaphrase.ops import projected_loss as module
 from metaphrase.ops.projected_loss import projected_loss
+from metaphrase.training.training_loss import TrainingLoss, divergence_of_halves
 
 ROWS, HIDDEN, VOCAB = 700, 16, 53
 
@@ -122,7 +122,7 @@ def test_eight_accumulated_batches_of_one_equal_one_batch_of_eight():
             attention_mask=attention_mask[rows, : columns + 1],
             labels=labels[rows, :columns],
             num_items_in_batch=num_items_in_batch,
-            smoothing=0.1,
+            loss_of_states=TrainingLoss(smoothing=0.1),
         )
         outputs.loss.backward()
         return outputs.loss.item()
@@ -279,16 +279,16 @@ def test_a_model_in_training_has_the_loss_and_the_gradients_it_has_with_logits(f
     model = tiny_model(**fields).train()
     calls, project = [], type(model).project
     monkeypatch.setattr(type(model), "project", lambda *inputs: calls.append(1) or project(*inputs))
-    inputs = random_batch(model.config, with_labels=True) | {"num_items_in_batch": num_items, "smoothing": 0.1}
+    inputs = random_batch(model.config, with_labels=True) | {"num_items_in_batch": num_items}
 
-    def run(return_logits):
+    def run(loss_of_states):
         model.zero_grad()
-        output = model(**inputs, return_logits=return_logits)
+        output = model(**inputs, loss_of_states=loss_of_states)
         output.loss.backward()
         return output, [parameter.grad.clone() for parameter in model.parameters()]
 
-    expected, expected_gradients = run(True)
-    actual, gradients = run(None)
+    expected, expected_gradients = run(None)
+    actual, gradients = run(TrainingLoss())
     assert expected.logits is not None and actual.logits is None and calls == [1]
     torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
@@ -321,7 +321,7 @@ def test_a_head_that_does_more_than_a_product_is_called(change):
     plain = model(**batch).loss
     change(model)
     for _ in range(2):
-        loss, expected = model(**batch).loss, model(**batch, return_logits=True).loss
+        loss, expected = model(**batch, loss_of_states=TrainingLoss()).loss, model(**batch).loss
         torch.testing.assert_close(loss, expected)
         assert not torch.allclose(loss, plain)
         if model.dtype == torch.float32:
@@ -340,10 +340,10 @@ def test_no_more_than_a_chunk_of_logits_is_there_at_a_time(alpha):
     assert module.chunk_rows(VOCAB) * VOCAB <= largest.elements <= ROWS * HIDDEN < ROWS * VOCAB
 
 
-def test_logits_are_made_in_evaluation_and_without_labels():
-    model = tiny_model()
+@pytest.mark.parametrize("is_training", [False, True])
+def test_logits_come_second_in_training_and_in_evaluation(is_training):
+    model = tiny_model().train(is_training)
     inputs = random_batch(model.config, with_labels=True)
-    assert model(**inputs).logits is not None
-    assert model(**inputs, return_logits=False).logits is None
-    model.train()
-    assert model(**random_batch(model.config)).logits is not None
+    loss, logits = model(**inputs, return_dict=False)[:2]
+    assert loss.ndim == 0 and logits.shape == (*inputs["labels"].shape, model.config.decoder_vocab_size)
+    assert model(**inputs, loss_of_states=TrainingLoss()).logits is None

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from metaphrase.modeling.configuration_metaphrase import STACKS
+from metaphrase.modeling import MetaphraseModel
 from metaphrase.modeling.positions import (
     RotaryPositionEmbedding,
     alibi_slopes,
@@ -58,8 +58,7 @@ def test_sinusoidal_layout_equals_the_formula(layout, position, hidden_size):
 
 
 def rotary(parameters=None, **fields):
-    config = make_config(rope_parameters=parameters, **fields)
-    return RotaryPositionEmbedding(config, config.head_dim or config.hidden_size // 2, config.rope_parameters)
+    return RotaryPositionEmbedding(make_config(rope_parameters=parameters, **fields))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +100,28 @@ def test_rotary_partial_factor_leaves_the_rest_of_a_head_alone():
 
 def test_rotary_width_follows_the_heads_of_its_stack():
     config = make_config(encoder_attention_heads=4, decoder_attention_heads=2)
-    sizes = map(config.stack_sizes, STACKS)
-    rotations = [RotaryPositionEmbedding(config, stack.head_dim, config.rope_parameters) for stack in sizes]
-    assert [rotation.inv_freq.shape[0] for rotation in rotations] == [2, 4]
+    model = MetaphraseModel(config)
+    assert [stack.rotary_emb.inv_freq.shape[0] for stack in (model.encoder, model.decoder)] == [2, 4]
+
+
+def test_scaled_frequencies_are_those_of_the_common_suite():
+    """transformers' test of all models builds the class as `Class(config=config)`, and changes the configuration before."""
+    config = make_config(max_position_embeddings=64)
+    states, short, long = torch.randn(1, 16), torch.arange(10)[None], torch.arange(128)[None]
+
+    def scaled(rope_type):
+        config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 10.0}
+        return RotaryPositionEmbedding(config=config)
+
+    plain, linear, dynamic, yarn = map(scaled, ("default", "linear", "dynamic", "yarn"))
+    torch.testing.assert_close(linear.inv_freq * 10, plain.inv_freq)
+    for ours, theirs in zip(linear(states, long), plain(states, long), strict=True):
+        torch.testing.assert_close(ours[:, ::10], theirs[:, : ours[:, ::10].shape[1]])
+    torch.testing.assert_close(dynamic(states, short), plain(states, short))
+    assert not torch.allclose(dynamic(states, long)[0], plain(states, long)[0])
+    assert (dynamic.inv_freq <= plain.inv_freq).all()
+    assert not torch.allclose(yarn(states, short)[0], plain(states, short)[0])
+    assert (yarn.inv_freq <= plain.inv_freq).all()
 
 
 def test_rotate_keeps_float16_finite():

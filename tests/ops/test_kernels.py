@@ -35,6 +35,9 @@ def run(model, inputs):
 
 # eager and sdpa
 
+# Torch's kernel has no softcap.
+WITH_SDPA = [design for design in DESIGNS if "attn_logit_softcapping" not in DESIGNS[design]]
+
 
 @pytest.mark.parametrize("design", CROSSED)
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -46,7 +49,7 @@ def test_sdpa_equals_eager(design, side):
     torch.testing.assert_close(run(with_kernel(model, "sdpa"), inputs), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("design", WITH_SDPA)
 @pytest.mark.parametrize("side", ["left", None])
 def test_sdpa_equals_eager_backward(design, side):
     model = tiny_model(**DESIGNS[design], attn_implementation="eager").train()
@@ -64,14 +67,6 @@ def test_sdpa_equals_eager_backward(design, side):
         assert gradient.isfinite().all(), name
         difference = (other_gradients[name] - gradient).abs().max()
         assert difference < 1e-3 * max(1.0, gradient.abs().max()), name
-
-
-@pytest.mark.parametrize("design", ["relative", "alibi"])
-def test_kernel_that_has_no_place_for_a_bias_is_refused(design):
-    model = tiny_model(**DESIGNS[design])
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="`attn_implementation` must be eager or sdpa"):
-        model(**random_batch(model.config, padding=None))
 
 
 # flex attention

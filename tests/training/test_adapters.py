@@ -12,6 +12,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.training.techniques import add_lora, is_adapted, merge_lora
+from metaphrase.training.training_loss import TrainingLoss
 
 pytest.importorskip("peft")
 _GENERATOR = torch.Generator().manual_seed(1)
@@ -83,7 +84,10 @@ def test_evaluation_of_an_adapted_model(tmp_path):
     batch = PairCollator(0)(PAIRS)
     assert metrics["eval_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-4)
     trainer.label_smoothing = 0.2
-    loss, expected = trainer.compute_loss(model.train(), dict(batch)), model(**batch, smoothing=0.2).loss
+    loss, expected = (
+        trainer.compute_loss(model.train(), dict(batch)),
+        model(**batch, loss_of_states=TrainingLoss(0.2)).loss,
+    )
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     merged = merge_lora(model, tmp_path / "merged").eval()
     for pair, ids in zip(PAIRS, decoded, strict=True):

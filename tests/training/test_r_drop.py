@@ -6,11 +6,12 @@ from small_trainers import make_sgd_trainer, pairs_of_eight_lengths
 from tiny_models import random_batch, tiny_model
 from torch import nn
 
+from metaphrase import plugins
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
-from metaphrase.modeling.loss import divergence_of_halves
 from metaphrase.ops import projected_loss as projected
 from metaphrase.training.techniques import check_r_drop, repeat_batch
+from metaphrase.training.training_loss import TrainingLoss, divergence_of_halves
 
 
 def perturb_second_half(module, arguments, output):
@@ -64,10 +65,11 @@ def test_rows_without_a_label_have_no_say_whatever_stands_there():
 # The loss
 
 
-def twice(batch, alpha, num_items_in_batch=None, **options):
+def twice(batch, alpha, num_items_in_batch=None, smoothing=0.0):
     """Inputs of a model for R-Drop; labels are counted once by the caller."""
     items = None if num_items_in_batch is None else 2 * num_items_in_batch
-    return {**repeat_batch(batch), "r_drop_alpha": alpha, "num_items_in_batch": items, **options}
+    loss = TrainingLoss(smoothing, alpha)
+    return {**repeat_batch(batch), "loss_of_states": loss, "num_items_in_batch": items}
 
 
 @pytest.mark.parametrize(("smoothing", "num_items_in_batch"), [(0.0, None), (0.2, 40), (0.2, torch.tensor(40))])
@@ -76,16 +78,16 @@ def test_loss_equals_two_passes_by_hand(smoothing, num_items_in_batch):
     batch = random_batch(model.config, with_labels=True)
     labels = batch["labels"]
     torch.manual_seed(5)
-    outputs = model(**twice(batch, 5.0, num_items_in_batch, smoothing=smoothing, return_logits=True))
-    first, second = outputs.logits.chunk(2)
-    assert outputs.logits.shape[0] == 6
+    loss = model(**twice(batch, 5.0, num_items_in_batch, smoothing)).loss
+    torch.manual_seed(5)
+    first, second = model(**repeat_batch(batch)).logits.chunk(2)
     count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else 40
     entropies = [sequence_loss(logits, labels, num_items_in_batch, smoothing) for logits in (first, second)]
     divergence = reference_divergence(first.flatten(0, 1), second.flatten(0, 1), labels.flatten()) / count
     assert divergence > 0.05
     # Half of the paper's equation 4.
     expected = (entropies[0] + entropies[1] + 5.0 * divergence.float()) / 2
-    torch.testing.assert_close(outputs.loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +100,12 @@ def test_without_logits_loss_and_gradients_are_the_same(fields, smoothing, rows,
     model = tiny_model(dropout=0.3, initializer_range=0.2, **fields).train()
     batch = random_batch(model.config, with_labels=True)
     found = []
-    for options in ({"return_logits": True}, {}):
+    for places in ({"projected_loss": "metaphrase.absent.ring:none"}, {}):
         model.zero_grad()
         torch.manual_seed(5)
-        outputs = model(**twice(batch, 5.0, 40, smoothing=smoothing, **options))
+        with monkeypatch.context() as patch:
+            patch.setattr(plugins, "PLACES", plugins.PLACES | places)
+            outputs = model(**twice(batch, 5.0, 40, smoothing))
         outputs.loss.backward()
         found.append((outputs.loss.detach(), {name: value.grad for name, value in model.named_parameters()}))
     assert outputs.logits is None
@@ -118,12 +122,11 @@ def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
     torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("return_logits", [True, False])
-def test_a_batch_that_is_not_repeated_is_refused(return_logits):
+def test_a_batch_that_is_not_repeated_is_refused():
     model = tiny_model().train()
     batch = random_batch(model.config, with_labels=True)
     with pytest.raises(ValueError, match="the second half of a batch must be the first again"):
-        model(**batch, r_drop_alpha=1.0, return_logits=return_logits)
+        model(**batch, loss_of_states=TrainingLoss(r_drop_alpha=1.0))
 
 
 def perturbed_model():

@@ -15,6 +15,12 @@ Source:
 - Metaphrase long: local attention with the radius of LongT5 (Guo et al. 2022, section 3.1, arXiv 2112.07916).
 """
 
+import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from metaphrase.modeling import MetaphraseConfig
+
 _ANY_T5 = {
     "vocab_size": 32128,
     "position_embedding_type": "relative",
@@ -111,3 +117,33 @@ PRESETS: dict[str, dict] = {
     }
     for name, (hidden_size, encoder_layers, decoder_layers, heads, ffn_dim, fields) in _SIZES.items()
 }
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets."""
+    return list(PRESETS)
+
+
+def from_preset(cls: "type[MetaphraseConfig]", name: str, **overrides: Any) -> "MetaphraseConfig":
+    """Return the configuration of a preset.
+
+    In T5's presets, `logits_scale` follows the final `hidden_size` and `tie_word_embeddings`.
+
+    Args:
+        name: One of `presets()`.
+        **overrides: Fields that replace those of the preset, such as `vocab_size`.
+
+    Raises:
+        ValueError: If the preset or a field is unknown.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.")
+    overrides = {cls.attribute_map.get(field, field): value for field, value in overrides.items()}
+    # A configuration itself takes any name. The types of most fields of the base class are not checked.
+    if unknown := overrides.keys() - {*cls.__annotations__, "dtype"}:
+        raise ValueError(f"`{min(unknown)}` is not a field of MetaphraseConfig.")
+    fields = copy.deepcopy(PRESETS[name]) | overrides
+    if fields.get("logits_scale", 1.0) is None:
+        is_tied = fields.get("tie_word_embeddings", True)
+        fields["logits_scale"] = fields["hidden_size"] ** -0.5 if is_tied else 1.0
+    return cls(**fields)

@@ -8,17 +8,18 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 - `varlen`: torch's flash attention, for half precision on an Ampere GPU or newer, without bias and dropout.
 - `window`: blocks of the row with the keys around them, for windows. Linear in the length of the row. A padded batch is such a
   row, too: its rows are one after the other, and padding belongs to no sequence.
-- `grid`: a padded grid with one row per sequence, for all other cases. Part of `metaphrase.ops`; `reference` replaces it.
+- `grid`: a padded grid with one row per sequence, for all other cases.
 """
 
+import functools
+import inspect
 from functools import cached_property
 
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from .compat import varlen_causal
-from .operators import acceleration, soft_cap
+from metaphrase.modeling.operators import soft_cap
 
 # In rows of fewer than 16 entries, a CPU's softmax takes ten times as long per entry.
 MIN_GRID_WIDTH, GRID_WIDTH_MULTIPLE = 16, 8
@@ -38,7 +39,7 @@ def block_size(window: tuple[int, int]) -> int:
     return max(_LEAST_BLOCK, 1 + sum(window))
 
 
-class Segments:
+class PackedSequences:
     """The sequences of a packed row, with the tensors that attention kernels need.
 
     Args:
@@ -72,8 +73,8 @@ class Segments:
         return self.lengths.cumsum(0) - self.lengths
 
     @cached_property
-    def offsets(self) -> torch.Tensor:
-        """Cumulative lengths from 0 on, in int32, `(sequences + 1)`: `cu_seqlens` of attention kernels."""
+    def cu_seqlens(self) -> torch.Tensor:
+        """Cumulative lengths from 0 on, in int32, `(sequences + 1)`, for attention kernels."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()
 
     @cached_property
@@ -94,14 +95,14 @@ class Segments:
         return self.ids * self.width + self.positions[0]
 
 
-def rows_as_segments(embeddings: torch.Tensor, attention_mask: torch.Tensor | None) -> Segments:
+def rows_as_sequences(embeddings: torch.Tensor, attention_mask: torch.Tensor | None) -> PackedSequences:
     """Return the rows of a padded batch `(batch, length, hidden)` as the sequences of one row. Padding has the id -1."""
     rows, length, _ = embeddings.shape
     lengths = torch.full((rows,), length, device=embeddings.device)
-    segments = Segments(lengths, rows * length, length)
+    sequences = PackedSequences(lengths, rows * length, length)
     if attention_mask is not None:
-        segments.ids = segments.ids.masked_fill(attention_mask.flatten() == 0, -1)
-    return segments
+        sequences.ids = sequences.ids.masked_fill(attention_mask.flatten() == 0, -1)
+    return sequences
 
 
 class Packing:
@@ -112,7 +113,12 @@ class Packing:
     """
 
     def __init__(
-        self, queries: Segments, keys: Segments, is_causal: bool, kernel: str, window: tuple[int, int] | None = None
+        self,
+        queries: PackedSequences,
+        keys: PackedSequences,
+        is_causal: bool,
+        kernel: str,
+        window: tuple[int, int] | None = None,
     ):
         if len(queries) != len(keys):
             raise ValueError(
@@ -121,6 +127,8 @@ class Packing:
         self.queries, self.keys, self.is_causal, self.kernel, self.window = queries, keys, is_causal, kernel, window
         # Storage of the kernel `grid`.
         self.grids: dict = {}
+        # In a decoder, the packing of the cross-attention of the same layer.
+        self.cross: Packing | None = None
 
     def is_seen(self) -> torch.Tensor:
         """Return True if a query sees a key, `(1, 1, query tokens, key tokens)`."""
@@ -164,9 +172,9 @@ class MergedPacking(Packing):
         order: Index of each key among all tokens of the targets, and behind them those of the sources, `(keys)`.
     """
 
-    def __init__(self, targets: Segments, sources: Segments, kernel: str, window: tuple[int, int] | None):
+    def __init__(self, targets: PackedSequences, sources: PackedSequences, kernel: str, window: tuple[int, int] | None):
         longest = targets.longest + sources.longest
-        keys = Segments(targets.lengths + sources.lengths, targets.num_tokens + sources.num_tokens, longest)
+        keys = PackedSequences(targets.lengths + sources.lengths, targets.num_tokens + sources.num_tokens, longest)
         super().__init__(targets, keys, True, kernel, window)
         self.order = torch.cat((targets.ids, sources.ids)).argsort(stable=True)
 
@@ -198,94 +206,85 @@ def split_blocks(states: torch.Tensor, size: int, left: int, right: int) -> torc
     return padded[0].unfold(1, left + size + right, size).permute(1, 0, 3, 2)
 
 
-def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_plain: bool) -> str:
-    """Return the name of the kernel for a packed attention to states, by `attn_implementation` and all that limits a kernel.
-
-    A plain attention has neither bias nor window nor dropout nor a largest score.
-    """
-    can_flash = product_dtype(states) in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    can_flash = can_flash and states.device.type == "cuda" and is_plain
-    if implementation == "eager":
-        return "reference"
-    if implementation not in ("sdpa", "flex_attention") and "flash" not in implementation:
-        # A user's own kernel may compute something else.
-        raise ValueError(
-            f"`attn_implementation` must be a kernel of torch or transformers for packed rows, got {implementation!r}."
-        )
-    if can_flash and torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY:
-        return "varlen"
-    return "reference" if acceleration.grid is None else "grid"
-
-
 def product_dtype(states: torch.Tensor) -> torch.dtype:
     """Return the dtype of a product of states and a weight, by autocast."""
     device_type = states.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
 
 
-def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask for the kernel of a packing and states `like`, once for all layers that share a position bias."""
+def packed_mask(packing: Packing, bias: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """Make the mask for the kernel of a packing and hidden states, once for all layers that share a position bias."""
     if packing.kernel == "reference":
-        return additive_mask(packing.is_seen(), (packing.queries.positions,) * 2, bias, like)
+        return additive_mask(packing.is_seen(), (packing.queries.positions,) * 2, bias, hidden_states)
     if packing.kernel == "window":
         left, right = packing.window
         size = block_size(packing.window)
-        indices = torch.arange(left + size + right, device=like.device)[None, :]
+        indices = torch.arange(left + size + right, device=hidden_states.device)[None, :]
         positions = indices[:, left : left + size], indices
-        return additive_mask(packing.is_seen_in_blocks(), positions, bias, like)
+        return additive_mask(packing.is_seen_in_blocks(), positions, bias, hidden_states)
     if packing.kernel == "varlen" or (bias is None and not packing.is_causal):
         return None
     # A token has the same position in its grid row as in its sequence.
-    positions = torch.arange(packing.queries.width, device=like.device)[None, :]
-    return additive_mask(packing.is_seen_in_grid(), (positions, positions), bias, like)
+    positions = torch.arange(packing.queries.width, device=hidden_states.device)[None, :]
+    return additive_mask(packing.is_seen_in_grid(), (positions, positions), bias, hidden_states)
 
 
 def additive_mask(
-    is_seen: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], bias: nn.Module | None, like: torch.Tensor
+    is_seen: torch.Tensor,
+    positions: tuple[torch.Tensor, torch.Tensor],
+    bias: nn.Module | None,
+    hidden_states: torch.Tensor,
 ) -> torch.Tensor:
     """Make a mask that is added to the scores: the bias in float32, or 0, if `is_seen`, and the lowest number elsewhere.
 
     `is_seen` is `(sequences or 1, 1, query or 1, key)`. The positions are those of queries `(1, query)` and of keys `(1, key)`.
     """
     # Each layer would store a copy in another dtype.
-    zeros = torch.zeros(is_seen.shape, dtype=product_dtype(like), device=like.device)
+    zeros = torch.zeros(is_seen.shape, dtype=product_dtype(hidden_states), device=hidden_states.device)
     scores = zeros if bias is None else bias(*positions).float()
     return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
 
 
-def packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    packing: Packing,
-    scaling: float,
-    dropout: float,
-    softcap: float | None = None,
+@functools.cache
+def varlen_causal() -> dict[str, bool | tuple[int, int]]:
+    """Return the argument of `varlen_attn` for causal attention: torch 2.13 replaces `is_causal` by `window_size`."""
+    names = inspect.signature(varlen_attn).parameters
+    return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+
+
+def varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scaling: float
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows, by any kernel but `reference`. All but `varlen` may have a largest score.
-
-    Queries, keys and values are `(1, heads, tokens, head_dim)`, or for `window` also the rows of a padded batch
-    `(batch, heads, length, head_dim)`. The mask is that of `packed_mask`.
-
-    Returns:
-        `(1, query tokens, heads, head_dim)`.
-    """
-    if packing.kernel == "window":
-        (left, right), size = packing.window, block_size(packing.window)
-        query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
-        blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
-        output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
-        # (blocks, heads, size, head_dim) -> (1, query tokens, heads, head_dim)
-        return output.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
-    if packing.kernel == "grid":
-        return acceleration.grid(query, key, value, mask, packing, scaling, dropout, softcap)
+    """Attend within each sequence by torch's flash attention: `(1, heads, tokens, dim) -> (1, query tokens, heads, dim)`."""
     queries, keys = packing.queries, packing.keys
     # Before torch 2.13, the kernel has a fixed scale.
     query = query * (scaling * query.shape[-1] ** 0.5)
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
     causal = varlen_causal() if packing.is_causal else {}
-    return varlen_attn(*rows, queries.offsets, keys.offsets, queries.longest, keys.longest, **causal)[None]
+    return varlen_attn(*rows, queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest, **causal)[None]
+
+
+def window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    packing: Packing,
+    scaling: float,
+    dropout: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend within windows of packed rows, or of the rows of a padded batch `(batch, heads, length, head_dim)`.
+
+    Returns:
+        `(1, query tokens, heads, head_dim)`.
+    """
+    (left, right), size = packing.window, block_size(packing.window)
+    query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
+    blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
+    output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
+    # (blocks, heads, size, head_dim) -> (1, query tokens, heads, head_dim)
+    return output.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
 
 
 def attend_in_blocks(

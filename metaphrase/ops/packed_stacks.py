@@ -1,0 +1,273 @@
+"""Encoder and decoder over packed rows, and windows of padded batches in blocks.
+
+`plug_in` puts these functions in place of the plain methods of the network. For other batches they call the plain methods.
+"""
+
+import torch
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutput
+
+from metaphrase.modeling.compat import CACHE_NAME
+from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
+from metaphrase.modeling.layers import (
+    MetaphraseAttention,
+    PositionEmbeddings,
+    combine_bias,
+    eager_attention_forward,
+    repeat_key_value,
+)
+from metaphrase.modeling.operators import acceleration
+from metaphrase.modeling.stacks import (
+    MetaphraseDecoder,
+    MetaphraseEncoder,
+    MetaphrasePreTrainedModel,
+    Stack,
+    indices,
+    is_padding_mask,
+    make_position_ids,
+)
+from metaphrase.ops import linear_and_dropout
+from metaphrase.ops.grid_attention import fused_grid_attention, grid_attention
+from metaphrase.ops.packed_rows import (
+    MergedPacking,
+    PackedSequences,
+    Packing,
+    packed_mask,
+    product_dtype,
+    rows_as_sequences,
+    varlen_attention,
+    window_attention,
+)
+
+# Older GPUs have no flash attention.
+_LEAST_CAPABILITY = (8, 0)
+_plain_encode, _plain_decode = MetaphraseEncoder.encode, MetaphraseDecoder.decode
+
+
+def plug_in() -> None:
+    """Put the operators of this package into the network."""
+    acceleration.linear = linear_and_dropout.linear
+    acceleration.dropout = linear_and_dropout.dropout
+    acceleration.add_dropout = linear_and_dropout.add_dropout
+    acceleration.packed_attention = packed_attention
+    MetaphraseEncoder.encode, MetaphraseDecoder.decode = encode, decode
+    MetaphrasePreTrainedModel.supports_packing = True
+
+
+def encode(
+    encoder: MetaphraseEncoder,
+    embeddings: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    source_lengths: torch.Tensor | None = None,
+    longest_source: int | None = None,
+    target_lengths: torch.Tensor | None = None,
+    longest_target: int | None = None,
+    **kwargs,
+) -> BaseModelOutput:
+    """Encode sources as `MetaphraseEncoder.encode` does, and packed rows.
+
+    Args:
+        source_lengths: Tokens of each source in a packed row of all pairs, `(pairs)`. Excludes masks, positions and a cache.
+        longest_source: The largest of `source_lengths`. If given, no code waits for an accelerator.
+    """
+    if source_lengths is not None:
+        excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
+        sequences = packed_sequences(source_lengths, longest_source, embeddings, "source_lengths", **excluded)
+        return encode_packed(encoder, embeddings, sequences, **kwargs)
+    # A graph is for all lengths.
+    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_plain = position_ids is None and (attention_mask is None or is_padding_mask(attention_mask)) and not is_graph
+    if is_plain and SLIDING in encoder.sizes.layer_types and not asks_for_reference(encoder):
+        return _encode_in_blocks(encoder, embeddings, attention_mask, **kwargs)
+    return _plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
+
+
+def encode_packed(
+    encoder: MetaphraseEncoder, embeddings: torch.Tensor, sequences: PackedSequences, **kwargs
+) -> BaseModelOutput:
+    """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
+    hidden_states, rotations = encoder.enter(embeddings, sequences.positions, sequences.longest)
+    layer_masks = _packed_masks(encoder, sequences, hidden_states)
+    for layer, rotation, (packing, mask) in zip(encoder.layers, rotations, layer_masks, strict=True):
+        hidden_states = layer(hidden_states, rotation, mask, packing=packing, **kwargs)
+    return BaseModelOutput(last_hidden_state=encoder.norm(hidden_states))
+
+
+def _encode_in_blocks(
+    encoder: MetaphraseEncoder, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
+) -> BaseModelOutput:
+    """Encode a padded batch. The windows of its rows, one after the other, are blocks of a packed row."""
+    sequences, length = rows_as_sequences(embeddings, attention_mask), embeddings.shape[1]
+    positions = indices(length, embeddings)
+    hidden_states, rotations = encoder.enter(embeddings, *make_position_ids(None, attention_mask, positions, length))
+    windows, made = encoder.windows(length), {}
+    full_mask = None
+    if None in windows:
+        full_mask = create_bidirectional_mask(
+            config=encoder.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+        )
+    layers = list(zip(encoder.position_biases(), windows, strict=True))
+    for bias, window in dict.fromkeys(layers):
+        if window is not None:
+            packing = Packing(sequences, sequences, False, "window", window)
+            made[bias, window] = packing, packed_mask(packing, bias, hidden_states)
+        elif bias is None:
+            made[bias, window] = None, full_mask
+        else:
+            scores = bias(positions, positions).to(hidden_states.dtype)
+            made[bias, window] = None, combine_bias(scores, full_mask, False, 0)
+    for layer, rotation, key in zip(encoder.layers, rotations, layers, strict=True):
+        packing, mask = made[key]
+        hidden_states = layer(hidden_states, rotation, mask, packing=packing, **kwargs)
+    return BaseModelOutput(last_hidden_state=encoder.norm(hidden_states))
+
+
+def decode(
+    decoder: MetaphraseDecoder,
+    embeddings: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    encoder_attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    source_lengths: torch.Tensor | None = None,
+    longest_source: int | None = None,
+    target_lengths: torch.Tensor | None = None,
+    longest_target: int | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """Decode targets as `MetaphraseDecoder.decode` does, and packed rows.
+
+    Args:
+        source_lengths, longest_source: See `encode`.
+        target_lengths: Tokens of each target in a packed row, `(pairs)`.
+        longest_target: The largest of `target_lengths`. If given, no code waits for an accelerator.
+    """
+    if (target_lengths is None) != (source_lengths is None):
+        raise ValueError("`source_lengths` and `target_lengths` must be given together, got one of them.")
+    if target_lengths is None:
+        masks = attention_mask, encoder_attention_mask
+        return _plain_decode(decoder, embeddings, encoder_hidden_states, *masks, position_ids, **kwargs)
+    excluded = {"decoder_attention_mask": attention_mask, "decoder_position_ids": position_ids}
+    excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": kwargs[CACHE_NAME]}
+    targets = packed_sequences(target_lengths, longest_target, embeddings, "target_lengths", **excluded)
+    sources = packed_sequences(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
+    hidden_states, rotations = decoder.enter(embeddings, targets.positions, targets.longest)
+    cross = cross_mask = None
+    if not decoder.config.merged_attention:
+        cross = Packing(targets, sources, False, _choose_kernel(decoder, hidden_states, is_plain=True))
+        cross_mask = packed_mask(cross, None, hidden_states)
+    if decoder.config.decoder_self_attention == SSRU:
+        layer_masks = [(Packing(targets, targets, True, "recurrence"), None)] * len(decoder.layers)
+    else:
+        layer_masks = _packed_masks(decoder, targets, hidden_states, None if cross else sources)
+    for layer, rotation, (packing, mask) in zip(decoder.layers, rotations, layer_masks, strict=True):
+        packing.cross = cross
+        hidden_states = layer(
+            hidden_states, rotation, mask, encoder_hidden_states, cross_mask, packing=packing, **kwargs
+        )
+    return hidden_states
+
+
+def packed_sequences(
+    lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, name: str, **excluded
+) -> PackedSequences:
+    """Return the sequences of a packed row, and refuse arguments in `excluded` that are not None."""
+    if embeddings.shape[0] != 1:
+        raise ValueError(f"Packed rows must be one, `(1, tokens)`, with `{name}`, got {embeddings.shape[0]} rows.")
+    for argument, value in excluded.items():
+        if value is not None:
+            raise ValueError(
+                f"`{argument}` must be None with `{name}`, got a value: packed rows have neither padding nor cache."
+            )
+    return PackedSequences(lengths, embeddings.shape[1], longest)
+
+
+def _packed_masks(
+    stack: Stack, sequences: PackedSequences, hidden_states: torch.Tensor, sources: PackedSequences | None = None
+) -> list[tuple[Packing, torch.Tensor | None]]:
+    """Return the packing and the mask of each layer's self-attention. A merged attention sees the sources, too."""
+    packings, made = {}, {}
+    layers = list(zip(stack.position_biases(), stack.windows(sequences.longest), strict=True))
+    for bias, window in dict.fromkeys(layers):
+        if window not in packings:
+            kernel = _choose_kernel(stack, hidden_states, is_plain=bias is None and sources is None)
+            if sources is not None:
+                packings[window] = MergedPacking(sequences, sources, kernel, window)
+            else:
+                kernel = "window" if window is not None and kernel != "reference" else kernel
+                packings[window] = Packing(sequences, sequences, stack.is_causal, kernel, window)
+        made[bias, window] = packings[window], packed_mask(packings[window], bias, hidden_states)
+    return [made[layer] for layer in layers]
+
+
+def asks_for_reference(stack: Stack) -> bool:
+    """Return True if the configuration names another kernel than `sdpa`."""
+    # With a softcap, `eager` is the only kernel of the network, and asks for nothing.
+    return stack.config._attn_implementation != "sdpa" and stack.config.attn_logit_softcapping is None
+
+
+def _choose_kernel(stack: Stack, states: torch.Tensor, is_plain: bool) -> str:
+    config = stack.config
+    has_dropout, has_cap = stack.training and config.attention_dropout > 0, config.attn_logit_softcapping is not None
+    implementation = "sdpa" if has_cap and config._attn_implementation == "eager" else config._attn_implementation
+    is_plain = is_plain and not has_dropout and not has_cap
+    return choose_kernel(implementation, states, stack.sizes.head_dim, is_plain)
+
+
+def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_plain: bool) -> str:
+    """Return the name of the kernel for a packed attention to states, by `attn_implementation` and all that limits a kernel.
+
+    A plain attention has neither bias nor window nor dropout nor softcap.
+    """
+    can_flash = product_dtype(states) in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+    can_flash = can_flash and states.device.type == "cuda" and is_plain
+    if implementation == "eager":
+        return "reference"
+    if implementation not in ("sdpa", "flex_attention") and "flash" not in implementation:
+        # A user's own kernel may compute something else.
+        raise ValueError(
+            f"`attn_implementation` must be a kernel of torch or transformers for packed rows, got {implementation!r}."
+        )
+    if can_flash and torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY:
+        return "varlen"
+    return "grid"
+
+
+def packed_attention(
+    attention: MetaphraseAttention,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    position_embeddings: PositionEmbeddings,
+    packing: Packing,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Project and attend within each sequence of packed rows.
+
+    Returns:
+        The output `(1, query tokens, heads, head_dim)`, and the weights of the kernel `reference`, or None.
+    """
+    if attention.is_cross:
+        packing = packing.cross
+    if position_embeddings is None and not attention.is_merged:
+        output = fused_grid_attention(attention, hidden_states, encoder_hidden_states, mask, packing, dropout)
+        if output is not None:
+            return output, None
+    query = attention.project_queries(hidden_states, position_embeddings)
+    if attention.is_cross:
+        key, value = attention.project_keys_and_values(encoder_hidden_states)
+    else:
+        key, value = attention.project_keys_and_values(hidden_states, position_embeddings)
+    if attention.is_merged:
+        source_key, source_value = attention.project_keys_and_values(encoder_hidden_states)
+        key = torch.cat((key, source_key), dim=2).index_select(2, packing.order)
+        value = torch.cat((value, source_value), dim=2).index_select(2, packing.order)
+    softcap = attention.options.get("softcap")
+    if packing.kernel == "reference":
+        return eager_attention_forward(attention, query, key, value, mask, attention.scaling, dropout, softcap)
+    key, value = (repeat_key_value(states, attention.num_key_value_groups) for states in (key, value))
+    if packing.kernel == "varlen":
+        return varlen_attention(query, key, value, packing, attention.scaling), None
+    kernel = window_attention if packing.kernel == "window" else grid_attention
+    return kernel(query, key, value, mask, packing, attention.scaling, dropout, softcap), None

@@ -1,0 +1,76 @@
+"""Loss of training: with label smoothing and R-Drop, and in chunks if `metaphrase.ops` is there."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration, sequence_loss
+from metaphrase.modeling.loss import num_items
+from metaphrase.plugins import plugin
+
+
+@dataclass(frozen=True)
+class TrainingLoss:
+    """Loss for the argument `loss_of_states` of a Metaphrase model.
+
+    Attributes:
+        smoothing: Probability to spread over the vocabulary.
+        r_drop_alpha: Weight of the divergence of R-Drop, for a batch with two equal halves. The loss is
+            (CE(p) + CE(q)) / 2 + alpha / 2 * (KL(p, q) + KL(q, p)) / 2. This is half of equation 4 of Liang et al. 2021,
+            arXiv 2106.14448, to compare with a loss without R-Drop.
+    """
+
+    smoothing: float = 0.0
+    r_drop_alpha: float = 0.0
+
+    def __call__(
+        self,
+        model: MetaphraseForConditionalGeneration,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> torch.Tensor:
+        """Return the mean loss of the labels `(batch, target)`, from the decoder's output `(batch, target, hidden)`."""
+        if self.r_drop_alpha:
+            check_halves(labels.flatten())
+        divisor = num_items(labels, num_items_in_batch, hidden_states.device)
+        # A compiler fuses the plain loss.
+        projected_loss = None if torch.compiler.is_compiling() else plugin("projected_loss")
+        if projected_loss is not None and model.config.final_logit_softcapping is None:
+            states = model.transform(hidden_states)
+            loss = projected_loss(model.lm_head, states, labels, self.smoothing, self.r_drop_alpha, divisor)
+            if loss is not None:
+                return loss
+        logits = model.project(hidden_states)
+        loss = sequence_loss(logits, labels, num_items_in_batch, self.smoothing)
+        if self.r_drop_alpha:
+            divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
+            loss = loss + self.r_drop_alpha * divergence / divisor
+        return loss
+
+
+def check_halves(labels: torch.Tensor) -> None:
+    """Check that the second half of the labels `(labels,)` equals the first half.
+
+    On an accelerator only the number is checked, since values would have to wait.
+    """
+    half = labels.shape[0] // 2
+    is_even = labels.shape[0] == 2 * half
+    if not is_even or (labels.device.type == "cpu" and not torch.equal(labels[:half], labels[half:])):
+        raise ValueError("With `r_drop_alpha`, the second half of a batch must be the first again, got other labels.")
+
+
+def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
+
+    The predictions are the halves of logits `(labels, vocab)`, with equal halves of labels `(labels,)`. -100 is no label.
+
+    Source: Liang et al. 2021, equation 2, arXiv 2106.14448.
+    """
+    check_halves(labels)
+    is_label = (labels != IGNORED_LABEL).to(logits.device)[:, None]
+    # Ignored rows become zeros, since infinite logits would give NaN even with a weight of 0.
+    first, second = nn.functional.log_softmax(torch.where(is_label, logits, 0.0).float(), dim=-1).chunk(2)
+    # KL(p, q) + KL(q, p) is the sum of (p - q)(log p - log q).
+    return 0.5 * ((first.exp() - second.exp()) * (first - second)).sum()
