@@ -44,6 +44,8 @@ def test_sources_in_batches_are_as_alone(dtype, folder):
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_row_of_padding_alone_is_finite_and_changes_no_other_row(design, attn_implementation):
+    if design == "soft_caps":
+        attn_implementation = "eager"
     model = tiny_model(attn_implementation=attn_implementation, **DESIGNS[design])
     inputs = random_batch(model.config, batch=3)
     with torch.no_grad():
