@@ -1,9 +1,22 @@
 """Exact conversion of weights from and to other families."""
 
-from metaphrase.conversion.adaptation import adapt
-from metaphrase.conversion.families import FAMILIES
-from metaphrase.conversion.folders import convert
-from metaphrase.conversion.torch_transformer import from_torch_transformer, to_torch_transformer
-from metaphrase.conversion.trimmed_vocabulary import trim_vocabulary
+from typing import Any
 
-__all__ = ["FAMILIES", "adapt", "convert", "from_torch_transformer", "to_torch_transformer", "trim_vocabulary"]
+from metaphrase.plugins import import_name
+
+# Modules are imported at the first use: a choice of an engine needs CTranslate2's alone.
+_NAMES = {
+    "FAMILIES": "metaphrase.conversion.families",
+    "adapt": "metaphrase.conversion.adaptation",
+    "convert": "metaphrase.conversion.folders",
+    "from_torch_transformer": "metaphrase.conversion.torch_transformer",
+    "to_torch_transformer": "metaphrase.conversion.torch_transformer",
+    "trim_vocabulary": "metaphrase.conversion.trimmed_vocabulary",
+}
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_name(f"{_NAMES[name]}:{name}")

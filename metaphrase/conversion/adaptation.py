@@ -6,6 +6,7 @@ Source: Zhang et al. 2025, section 3, arXiv 2504.06225; merged attention from Zh
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,33 +14,28 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
 from metaphrase.conversion.checkpoints import (
     DEFAULT_SHARD_SIZE,
+    LICENCES,
     OURS,
+    check_names,
     check_shape,
-    copy_licences,
+    copy_files,
     find_folder,
-    refuse_weights,
-    shard_bytes,
+    new_folder,
     skeleton,
     stored_names,
+    write_ours,
 )
-from metaphrase.conversion.families.family import HEAD, are_equal
-from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
+from metaphrase.conversion.families.family import are_equal, rename
+from metaphrase.conversion.families.two_stacks import T5Gemma, T5Gemma2
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING, STACKS
-from metaphrase.storage.folders import (
-    ADAPTATION_NAME,
-    check_output,
-    folder_in_one_step,
-    read_json,
-    write_provenance,
-)
+from metaphrase.storage.folders import ADAPTATION_NAME, read_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles
 from metaphrase.tokenization import TokenizerPair
 
 CrossAttention = Literal["copied", "new", "merged"]
@@ -53,9 +49,14 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA | {"qk_norm": True},
 }
-_NORMS = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_NORMS_AROUND = {
+# Our names of modules, and theirs.
+_NAMES = {
+    r"^model\.\w+coder": "model",
+    "cross_attn": "self_attn",
     "self_attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+_NAMES_AROUND = _NAMES | {
     "self_attn_output_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
@@ -150,33 +151,28 @@ def adapt(
         ValueError: If the models cannot be adapted, or do not fit each other.
         OSError: If a model cannot be read.
     """
-    output, max_shard_bytes = Path(output), shard_bytes(max_shard_size)
     if cross_attention not in (None, *get_args(CrossAttention)):
         raise ValueError(
             f"`cross_attention` must be one of {', '.join(get_args(CrossAttention))}, got {cross_attention!r}."
         )
     folders = {"decoder": find_folder(base), "encoder": find_folder(encoder or base)}
     layers = {"decoder": decoder_layers, "encoder": encoder_layers}
-    check = functools.partial(check_output, output, [*folders.values()], overwrite, ADAPTATION_NAME, "adapted")
-    check()
-    with contextlib.ExitStack() as files:
+    with (
+        new_folder(Path(output), [*folders.values()], overwrite, ADAPTATION_NAME, "adapted") as partial,
+        contextlib.ExitStack() as files,
+    ):
         bases = {stack: _read_base(folders[stack], layers[stack], f"{stack}_layers", files) for stack in STACKS}
         tokenizers = _adapt_tokenizers(bases)
         widths = {base.config.hidden_size for base in bases.values()}
         cross_attention = cross_attention or ("copied" if len(widths) == 1 else "new")
-        config = _make_config(bases, tokenizers, cross_attention, dropout)
-        with folder_in_one_step(output, check) as partial:
-            model = skeleton(MetaphraseForConditionalGeneration, config)
-            custom_object_save(model, partial, config=config)
-            config.save_pretrained(partial)
-            GenerationConfig.from_model_config(config).save_pretrained(partial)
-            write_weights(partial, _plan(model, bases, is_new=cross_attention == "new"), max_shard_bytes)
-            tokenizers.save_pretrained(partial)
-            copy_licences(folders["decoder"], partial)
-            write_provenance(
-                partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": OURS}
-            )
-    return output
+        config = _make_config(bases, tokenizers, cross_attention == "merged", dropout)
+        model = skeleton(MetaphraseForConditionalGeneration, config)
+        planned = _plan(model, bases, is_new=cross_attention == "new")
+        write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
+        tokenizers.save_pretrained(partial)
+        copy_files(folders["decoder"], partial, LICENCES)
+        write_provenance(partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": OURS})
+    return Path(output)
 
 
 def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: contextlib.ExitStack) -> _Base:
@@ -223,30 +219,24 @@ def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _make_config(
-    bases: dict[str, _Base], tokenizers: TokenizerPair, cross_attention: CrossAttention, dropout: float
+    bases: dict[str, _Base], tokenizers: TokenizerPair, is_merged: bool, dropout: float
 ) -> MetaphraseConfig:
     encoder, decoder = (bases[stack] for stack in STACKS)
     fields = decoder.shared_fields()
     for name, value in encoder.shared_fields().items():
         if value != fields[name]:
             raise ValueError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
-    if cross_attention == "copied" and decoder.config.hidden_size != encoder.config.hidden_size:
-        sizes = decoder.config.hidden_size, encoder.config.hidden_size
-        raise ValueError(
-            f"`cross_attention` must be new for models of different widths, {sizes[0]} and {sizes[1]}, got copied."
-        )
     ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
     fields |= encoder.stack_fields("encoder") | decoder.stack_fields("decoder") | ids
     weights = decoder.weights
     return MetaphraseConfig(
         **fields,
-        architectures=[MetaphraseForConditionalGeneration.__name__],
         dtype=decoder.config.dtype,
         dropout=dropout,
         initializer_range=decoder.config.initializer_range,
         max_position_embeddings=min(stack.config.max_position_embeddings for stack in bases.values()),
         final_logit_softcapping=getattr(decoder.config, "final_logit_softcapping", None),
-        merged_attention=cross_attention == "merged",
+        merged_attention=is_merged,
         share_embeddings=encoder.folder == decoder.folder,
         tie_word_embeddings=_HEAD not in weights.kinds or are_equal(weights.read(_HEAD), weights.read(_EMBEDDING)),
     )
@@ -266,7 +256,7 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
         elif of_new_attention in ("k_proj.weight", "v_proj.weight"):
             make = functools.partial(_draw, like, shape, model.config.initializer_range, number)
         else:
-            refuse_weights("are missing", [theirs] if theirs not in kinds else [])
+            check_names([theirs], kinds)
             check_shape(theirs, kinds[theirs].shape, tuple(shape))
             make = functools.partial(base.weights.read, theirs)
         planned[name] = PlannedTensor(shape.numel() * like.itemsize, make)
@@ -279,11 +269,6 @@ def _draw(like: torch.Tensor, shape: torch.Size, std: float, seed: int) -> torch
 
 def _counterpart(name: str, base: _Base) -> str:
     """Return the weight of a decoder-only model for one of ours."""
-    if name == HEAD:
-        return _HEAD
-    _, _, *parts = name.split(".")
-    if parts[0] != "layers":
-        return f"model.{'.'.join(parts)}"
-    number, module = base.layers[int(parts[1])], parts[2].replace("cross_attn", "self_attn")
-    norms = _NORMS_AROUND if BASES[base.config.model_type].get("norm_position") == "both" else _NORMS
-    return ".".join(("model.layers", str(number), norms.get(module, module), *parts[3:]))
+    is_around = BASES[base.config.model_type].get("norm_position") == "both"
+    theirs = rename(name, _NAMES_AROUND if is_around else _NAMES)
+    return re.sub(r"(?<=layers\.)\d+", lambda number: str(base.layers[int(number[0])]), theirs)

@@ -1,21 +1,24 @@
-"""Helpers of all conversions: find a checkpoint, copy its files, and compare its weights with those of a network."""
+"""Helpers of all conversions: find a checkpoint and its files, compare its weights with those of a network, write our model."""
 
+import contextlib
 import fnmatch
+import functools
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.hub import convert_file_size_to_int
 
-from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.folders import refuse_outer_links
-from metaphrase.storage.weight_files import listed, weight_names
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.storage.folders import check_output, folder_in_one_step, refuse_outer_links
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 OURS = MetaphraseConfig.model_type
@@ -25,7 +28,18 @@ TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt", "*.spm", "*.model"),
     *("spiece.*", "chat_template*", "dict.txt", "bpe.codes"),
 )
-_LICENCES = ("LICENSE*", "NOTICE*")
+LICENCES = ("LICENSE*", "NOTICE*")
+
+# Fields that few families have, with their values in all others.
+RARE_FIELDS = {
+    name: getattr(MetaphraseConfig, name)
+    for name in (
+        *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
+        *("norm_plus_one", "attn_logit_softcapping", "final_logit_softcapping", "embedding_norm_before_positions"),
+        *("sliding_rope_theta", "merged_attention", "decoder_max_position_embeddings", "type_vocab_size"),
+        *("head_transform", "decoder_self_attention"),
+    )
+}
 
 
 def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
@@ -33,7 +47,7 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     name = os.fspath(source)
     if os.path.isdir(name):
         return Path(name)
-    files = ["*.json", "*.safetensors", *TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*"]
+    files = ["*.json", "*.safetensors", *TOKENIZER_FILES, *LICENCES, f"{TARGET_SUBFOLDER}/*"]
 
     def download(patterns: Sequence[str]) -> Path:
         # Folders hold a run's checkpoints or other formats. A star also matches a slash.
@@ -50,14 +64,13 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
         ) from error
 
 
-def shard_bytes(size: int | str) -> int:
-    """Return a limit of a weight file in bytes, such as 500MB."""
-    return int(size) if str(size).isdecimal() else convert_file_size_to_int(size)
-
-
-def copy_licences(folder: Path, output: Path) -> None:
-    """Copy licences and notices of a checkpoint."""
-    copy_files(folder, output, _LICENCES)
+@contextlib.contextmanager
+def new_folder(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str) -> Iterator[Path]:
+    """Yield the folder that becomes `output`, which `check_output` checks before the block and behind."""
+    check = functools.partial(check_output, output, sources, overwrite, mark, action)
+    check()
+    with folder_in_one_step(output, check) as partial:
+        yield partial
 
 
 def copy_files(folder: Path, output: Path, patterns: Sequence[str], name: str = "") -> None:
@@ -102,7 +115,41 @@ def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) ->
         raise ValueError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
 
 
-def refuse_weights(problem: str, names: list[str]) -> None:
-    """Refuse weights, if there are any."""
-    if names:
-        raise ValueError(f"Weights {problem}: {listed(names)}.")
+def check_names(needed: Iterable[str], stored: Container[str], allowed: Container[str] | None = None) -> None:
+    """Refuse weights of which some needed ones are missing, or that hold others than the allowed ones."""
+    missing = [name for name in needed if name not in stored]
+    further = [] if allowed is None else sorted(name for name in stored if name not in allowed)
+    for problem, names in (("are missing", missing), ("have no place in the model", further)):
+        if names:
+            raise ValueError(f"Weights {problem}: {listed(names)}.")
+
+
+def our_skeleton(folder: Path, weights: WeightFiles) -> PreTrainedModel:
+    """Return our model of a folder without memory for its weights, after checking names and shapes of those in the files."""
+    model = skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_pretrained(folder))
+    our_shapes, names = shapes(model), stored_names(model)
+    check_names(names, weights.kinds, our_shapes)
+    for name in names:
+        check_shape(name, weights.kinds[name].shape, our_shapes[name])
+    return model
+
+
+def write_ours(
+    output: Path,
+    model: PreTrainedModel,
+    planned: Mapping[str, PlannedTensor],
+    generation: GenerationConfig,
+    max_shard_size: int | str,
+) -> None:
+    """Write configuration, code, generation settings and planned weights of our model, whose own weights are not read."""
+    model.config.architectures = [type(model).__name__]
+    custom_object_save(model, output, config=model.config)
+    model.config.save_pretrained(output)
+    generation.save_pretrained(output)
+    write_files(output, planned, max_shard_size)
+
+
+def write_files(output: Path, planned: Mapping[str, PlannedTensor], max_shard_size: int | str) -> None:
+    """Write planned weights in files of a largest size, in bytes or such as 500MB."""
+    is_number = str(max_shard_size).isdecimal()
+    write_weights(output, planned, int(max_shard_size) if is_number else convert_file_size_to_int(max_shard_size))

@@ -1,6 +1,5 @@
 """Common parts of the exports: from a model's folder to an exported folder, and tables of positions."""
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from metaphrase.conversion.checkpoints import OURS, new_folder
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.folders import EXPORT_NAME, check_output, folder_in_one_step, write_provenance
+from metaphrase.storage.folders import EXPORT_NAME, write_provenance
 from metaphrase.storage.loading import check_model_folder, load_whole
 from metaphrase.tokenization import TokenizerPair
 
@@ -34,20 +34,18 @@ def export_folder(
     """
     source, output = os.fspath(source), Path(output)
     sources = [Path(source)] if os.path.isdir(source) else []
-    check = functools.partial(check_output, output, sources, overwrite, EXPORT_NAME, "exported")
-    check()
-    # Refuses a model before reading its weights.
-    check_model_folder(source)
-    config = MetaphraseConfig.from_pretrained(source)
-    if obstacles := obstacles_of(config):
-        raise ValueError(f"The format {provenance['to']} cannot express {'; '.join(obstacles)}.")
-    model = load_whole(source, config=config, trust_remote_code=False, **load_options).eval()
-    tokenizers = TokenizerPair.from_pretrained(source)
-    with folder_in_one_step(output, check) as partial:
+    with new_folder(output, sources, overwrite, EXPORT_NAME, "exported") as partial:
+        # Refuses a model before reading its weights.
+        check_model_folder(source)
+        config = MetaphraseConfig.from_pretrained(source)
+        if obstacles := obstacles_of(config):
+            raise ValueError(f"The format {provenance['to']} cannot express {'; '.join(obstacles)}.")
+        model = load_whole(source, config=config, trust_remote_code=False, **load_options).eval()
+        tokenizers = TokenizerPair.from_pretrained(source)
         tokenizers.save_pretrained(partial)
         write(model, tokenizers, partial)
         model.generation_config.save_pretrained(partial)
-        write_provenance(partial / EXPORT_NAME, source, **{"from": MetaphraseConfig.model_type}, **provenance)
+        write_provenance(partial / EXPORT_NAME, source, **{"from": OURS}, **provenance)
     return output
 
 

@@ -1,7 +1,6 @@
 """Conversion of a checkpoint folder, one tensor at a time."""
 
 import contextlib
-import functools
 import logging
 import os
 from pathlib import Path
@@ -13,25 +12,27 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.checkpoints import (
     DEFAULT_SHARD_SIZE,
+    LICENCES,
     OURS,
     PROVENANCE_NAME,
     TOKENIZER_FILES,
+    check_names,
     check_shape,
     copy_files,
-    copy_licences,
     find_folder,
     matches_any,
-    refuse_weights,
+    new_folder,
+    our_skeleton,
     shapes,
-    shard_bytes,
     skeleton,
     stored_names,
+    write_files,
+    write_ours,
 )
 from metaphrase.conversion.families import FAMILIES, REFUSED
 from metaphrase.conversion.families.family import (
@@ -44,11 +45,11 @@ from metaphrase.conversion.families.family import (
     Weights,
 )
 from metaphrase.conversion.marian.files import find_model_file
-from metaphrase.conversion.marian.folder import MARIAN_FILE, read_marian, write_marian
+from metaphrase.conversion.marian.network import MARIAN_FILE, read_marian, write_marian
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
+from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
@@ -95,81 +96,72 @@ def convert(
     """
     marian_file = find_model_file(source)
     folder = find_folder(source, revision) if marian_file is None else marian_file.parent
-    output, max_shard_bytes = Path(output), shard_bytes(max_shard_size)
-    check = functools.partial(check_output, output, [folder], overwrite, PROVENANCE_NAME, "converted")
-    check()
-    check_model_folder(folder)
-    config = read_json(folder / CONFIG_NAME) if marian_file is None else {"model_type": MARIAN_FILE}
+    with new_folder(Path(output), [folder], overwrite, PROVENANCE_NAME, "converted") as partial:
+        check_model_folder(folder)
+        config = read_json(folder / CONFIG_NAME) if marian_file is None else {"model_type": MARIAN_FILE}
+        model_type = config.get("model_type")
+        if model_type != OURS and to not in (None, OURS):
+            raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
+        if model_type in REFUSED:
+            raise ValueError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
+        if marian_file is not None:
+            read_marian(marian_file, partial, max_shard_size)
+        elif to == MARIAN_FILE:
+            write_marian(folder, partial)
+        else:
+            _convert_family(folder, config, to, partial, max_shard_size)
+        copy_files(folder, partial, (*LICENCES, "*.spm"))
+        write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
+    return Path(output)
+
+
+def _convert_family(folder: Path, config: dict, to: str | None, output: Path, max_shard_size: int | str) -> None:
+    """Write a checkpoint of a family as ours, or ours as that of the family `to`."""
     model_type = config.get("model_type")
-    if model_type != OURS and to not in (None, OURS):
-        raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
-    if model_type in REFUSED:
-        raise ValueError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
-    if MARIAN_FILE in (model_type, to):
-        with folder_in_one_step(output, check) as partial:
-            if marian_file is None:
-                write_marian(folder, partial)
-            else:
-                read_marian(marian_file, partial, max_shard_bytes)
-            copy_licences(folder, partial)
-            copy_files(folder, partial, ["*.spm"])
-            write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
-        return output
-    family = FAMILIES.get(to if model_type == OURS else model_type)
-    if family is None:
-        field, value = ("to", to) if model_type == OURS else ("model_type", model_type)
-        raise ValueError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {value!r} for {folder}.")
-    family = family.of_model(config)
+    field, name = ("to", to) if model_type == OURS else ("model_type", model_type)
+    if name not in FAMILIES:
+        raise ValueError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
     if config.get("quantization_config"):
         raise ValueError(
             f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
             "transformers, and call `dequantize` and `save_pretrained`."
         )
+    family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
-        weights = WeightFiles(folder, files, reads_torch=True)
-        with folder_in_one_step(output, check) as partial:
-            write = _write_theirs if model_type == OURS else _write_ours
-            write(family, folder, weights, partial, max_shard_bytes)
-            _copy_tokenizers(folder, partial, model_type)
-            write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
-    return output
+        write = _write_theirs if model_type == OURS else _write_ours
+        write(family, folder, WeightFiles(folder, files, reads_torch=True), output, max_shard_size)
+    _copy_tokenizers(folder, config, output)
 
 
-def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_bytes: int) -> None:
+def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_size: int | str) -> None:
     theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
     generation = _read_generation_config(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = generation.decoder_start_token_id
     weights = Weights(files, family.prefix)
     config = family.read_config(theirs, weights)
-    config.architectures = [MetaphraseForConditionalGeneration.__name__]
     _copy_task_fields(theirs, config)
     model = skeleton(MetaphraseForConditionalGeneration, config)
     planned = plan_ours(family, model, weights)
-    for field in ("encoder_layerdrop", "decoder_layerdrop"):
-        if value := getattr(theirs, field, 0):
-            logger.warning("`%s` of %s is left behind: Metaphrase drops no layers.", field, value)
-    custom_object_save(model, output, config=config)
-    config.save_pretrained(output)
-    generation.save_pretrained(output)
-    write_weights(output, planned, max_shard_bytes)
+    write_ours(output, model, planned, generation, max_shard_size)
 
 
-def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Path, max_shard_bytes: int) -> None:
+def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Path, max_shard_size: int | str) -> None:
+    # Options in the way are named before weights are checked.
     config = MetaphraseConfig.from_pretrained(folder)
     fields = family.write_config(config)
     theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
     model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
     theirs.architectures = [model_class.__name__]
     _copy_task_fields(config, theirs)
-    model = skeleton(MetaphraseForConditionalGeneration, config)
+    model = our_skeleton(folder, weights)
     planned = plan_theirs(family, model, skeleton(model_class, theirs), weights)
     theirs.save_pretrained(output)
     # transformers' T5 always writes true here, and older versions believe it.
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
     write_json(output / CONFIG_NAME, written, sort_keys=True)
     _read_generation_config(folder).save_pretrained(output)
-    write_weights(output, planned, max_shard_bytes)
+    write_files(output, planned, max_shard_size)
 
 
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
@@ -183,12 +175,12 @@ def _read_generation_config(folder: Path) -> GenerationConfig:
     return GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
 
 
-def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
-    copy_licences(folder, output)
+def _copy_tokenizers(folder: Path, config: dict, output: Path) -> None:
     for name in ("", TARGET_SUBFOLDER):
         copy_files(folder, output, TOKENIZER_FILES, name)
-    settings, config = output / _TOKENIZER_CONFIG, read_json(folder / CONFIG_NAME)
+    settings = output / _TOKENIZER_CONFIG
     content = read_json(settings) if settings.is_file() else {}
+    model_type = config["model_type"]
     if model_type == "encoder-decoder":
         model_type = config["encoder"]["model_type"]
     named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
@@ -214,7 +206,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
         else family.counterpart(name, config)
         for name in stored_names(ours)
     }
-    refuse_weights("are missing", [theirs.name for theirs in counterparts.values() if theirs.name not in weights])
+    check_names([theirs.name for theirs in counterparts.values()], weights)
     known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
     known.update(*family.embedding_names.values())
     if left_over := [
@@ -230,8 +222,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
         if not kind.is_floating_point:
             raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
         check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
-        make = functools.partial(lambda theirs: theirs.to_ours(weights.read(theirs.name)), theirs)
-        planned[name] = PlannedTensor(kind.nbytes, make)
+        planned[name] = PlannedTensor(kind.nbytes, lambda theirs=theirs: theirs.to_ours(weights.read(theirs.name)))
     return planned
 
 
@@ -242,10 +233,6 @@ def plan_theirs(
     config, stored = ours.config, stored_names(ours)
     our_shapes = shapes(ours)
     their_shapes = {family.file_name(name): shape for name, shape in shapes(theirs).items()}
-    refuse_weights("are missing", [name for name in stored if name not in weights.kinds])
-    refuse_weights("have no place in the model", [name for name in weights.kinds if name not in our_shapes])
-    for name in stored:
-        check_shape(name, weights.kinds[name].shape, our_shapes[name])
     # Their name to our name and the counterpart.
     sources = {name: (our_name, Counterpart(name)) for name, our_name in _embedding_sources(family, config).items()}
     counterparts = {name: family.counterpart(name, config) for name in stored if name not in family.embedding_names}
@@ -261,10 +248,9 @@ def plan_theirs(
             our_name, counterpart = source
             nbytes = weights.kinds[our_name].nbytes
             nbytes += counterpart.unused_rows * nbytes // our_shapes[our_name][0]
-            make = functools.partial(
-                lambda our_name, counterpart: counterpart.to_theirs(weights.read(our_name)), our_name, counterpart
+            planned[name] = PlannedTensor(
+                nbytes, lambda name=our_name, theirs=counterpart: theirs.to_theirs(weights.read(name))
             )
-            planned[name] = PlannedTensor(nbytes, make)
         else:
             tensor = family.make_weight(name, their_shapes[name], config)
             tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)

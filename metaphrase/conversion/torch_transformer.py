@@ -5,15 +5,24 @@ from typing import Any
 
 import torch
 
-from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, RARE_FIELDS
+from metaphrase.conversion.checkpoints import RARE_FIELDS
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, rename
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import STACKS
 
-_NORMS = {"encoder": ("self_attn_norm", "mlp_norm"), "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm")}
-_ATTENTIONS = {"self_attn": "self_attn", "cross_attn": "multihead_attn"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_MLP = {"up_proj": "linear1", "down_proj": "linear2"}
-_OUTSIDE = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD, HEAD_BIAS)
-_POSITIONS = "embed_positions.weight"
+_NAMES = {
+    r"^model\.": "",
+    r"cross_attn\.": "multihead_attn.",
+    "o_proj": "out_proj",
+    r"\.mlp\.up_proj": ".linear1",
+    r"\.mlp\.down_proj": ".linear2",
+    "self_attn_norm": "norm1",
+    "cross_attn_norm": "norm2",
+    "^encoder(.*)mlp_norm": r"encoder\1norm2",
+    "^decoder(.*)mlp_norm": r"decoder\1norm3",
+    r"[qkv]_proj\.": "in_proj_",
+}
 
 # These hold for every `torch.nn.Transformer`.
 _FIXED = {
@@ -62,7 +71,7 @@ def from_torch_transformer(
         "norm_eps": layer_norm_eps,
         "final_norm": "encoder.norm.weight" in state,
     }
-    for stack in _NORMS:
+    for stack in STACKS:
         count = 1 + max(int(name.split(".")[2]) for name in state if name.startswith(f"{stack}.layers."))
         known |= {f"{stack}_layers": count, f"{stack}_ffn_dim": state[f"{stack}.layers.0.linear1.bias"].shape[0]}
     options: dict[str, Any] = {"position_embedding_type": "none", "scale_embedding": False}
@@ -122,26 +131,11 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
 
 def _shared_names(model: MetaphraseForConditionalGeneration) -> list[str]:
     """Return the names of our weights that a `torch.nn.Transformer` has too."""
-    return [
-        name
-        for name in model.state_dict()
-        if name not in _OUTSIDE and not name.endswith(_POSITIONS) and ".embedding_norm." not in name
-    ]
+    outside = ("lm_head.", ".embed_tokens.", ".embed_positions.", ".embedding_norm.")
+    return [name for name in model.state_dict() if not any(part in name for part in outside)]
 
 
 def _counterpart(name: str) -> tuple[str, int | None]:
     """Return the name of the module's weight that holds one of ours, and the index of our part if it holds three."""
-    _, stack, *parts = name.split(".")
-    kind = parts[-1]
-    match parts:
-        case ["norm", _]:
-            return f"{stack}.norm.{kind}", None
-        case ["layers", layer, "mlp", projection, _]:
-            return f"{stack}.layers.{layer}.{_MLP[projection]}.{kind}", None
-        case ["layers", layer, attention, "o_proj", _]:
-            return f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.out_proj.{kind}", None
-        case ["layers", layer, attention, projection, _]:
-            joint = f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.in_proj_{kind}"
-            return joint, _PROJECTIONS.index(projection)
-    _, layer, norm, _ = parts
-    return f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}", None
+    projection = name.split(".")[-2]
+    return rename(name, _NAMES), _PROJECTIONS.index(projection) if projection in _PROJECTIONS else None

@@ -1,7 +1,6 @@
 """Trimmed vocabulary: a model with only the tokens that some texts use. Its other weights stay."""
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -12,27 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import pre_tokenizers
-from transformers import PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import custom_object_save
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.checkpoints import (
     DEFAULT_SHARD_SIZE,
+    LICENCES,
     OURS,
     PROVENANCE_NAME,
-    copy_licences,
+    copy_files,
     find_folder,
-    refuse_weights,
-    shard_bytes,
+    new_folder,
+    our_skeleton,
     skeleton,
     stored_names,
+    write_ours,
 )
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
 from metaphrase.conversion.folders import convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
+from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import iterate_lines
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD, HEAD_BIAS)
 # Fields of settings with ids of tokens, beside those that end in `_token_id`.
-_ID_LISTS = ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens")
+_ID_LISTS = ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")
 _TEXTS_PER_BATCH = 10_000
 # The converted model, until it is trimmed.
 _WHOLE = "whole"
@@ -75,61 +75,57 @@ def trim_vocabulary(
         ValueError: If the files hold no text, or the model's tokenizer cannot be trimmed.
         OSError: If the model or a file cannot be read.
     """
-    output, folder, max_shard_bytes = Path(output), find_folder(source, revision), shard_bytes(max_shard_size)
-    check = functools.partial(check_output, output, [folder], overwrite, PROVENANCE_NAME, "converted")
-    check()
-    check_model_folder(folder)
-    fields = read_json(folder / CONFIG_NAME)
-    tokenizers = TokenizerPair.from_pretrained(folder)
-    tokenizer = tokenizers.source
-    if not tokenizer.is_fast or not tokenizers.is_joint:
-        name = "two tokenizers" if tokenizer.is_fast else f"a {type(tokenizer).__name__}, which runs in Python"
-        raise ValueError(
-            f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. Take a model such as NLLB, mBART or mT5, "
-            "or distill the model into a student with a small vocabulary."
-        )
-    texts = _texts(files)
-    first_texts = [*itertools.islice(texts, _TEXTS_PER_BATCH)]
-    if not first_texts:
-        raise ValueError(f"`trim_vocabulary` must name files with texts, got no text in {', '.join(map(str, files))}.")
-    used: set[int] = set()
-    texts = itertools.chain(_prefixes(fields), first_texts, texts)
-    while batch := [*itertools.islice(texts, _TEXTS_PER_BATCH)]:
-        used.update(*tokenizers.encode_sources(batch))
-    used |= _needed_ids(tokenizer, used)
-    with folder_in_one_step(output, check) as partial, contextlib.ExitStack() as opened:
+    folder = find_folder(source, revision)
+    with (
+        new_folder(Path(output), [folder], overwrite, PROVENANCE_NAME, "converted") as partial,
+        contextlib.ExitStack() as opened,
+    ):
+        check_model_folder(folder)
+        fields = read_json(folder / CONFIG_NAME)
+        tokenizers = TokenizerPair.from_pretrained(folder)
+        tokenizer = tokenizers.source
+        if not tokenizer.is_fast or not tokenizers.is_joint:
+            name = "two tokenizers" if tokenizer.is_fast else f"a {type(tokenizer).__name__}, which runs in Python"
+            raise ValueError(
+                f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. Take a model such as NLLB, mBART or "
+                "mT5, or distill the model into a student with a small vocabulary."
+            )
+        texts = _texts(files)
+        first_texts = [*itertools.islice(texts, _TEXTS_PER_BATCH)]
+        if not first_texts:
+            raise ValueError(
+                f"`trim_vocabulary` must name files with texts, got no text in {', '.join(map(str, files))}."
+            )
+        used: set[int] = set()
+        texts = itertools.chain(_prefixes(fields), first_texts, texts)
+        while batch := [*itertools.islice(texts, _TEXTS_PER_BATCH)]:
+            used.update(*tokenizers.encode_sources(batch))
+        used |= _needed_ids(tokenizer, used)
         whole = folder
         if fields["model_type"] != OURS:
             whole = convert(folder, partial / _WHOLE, max_shard_size=max_shard_size)
-        config = MetaphraseConfig.from_pretrained(whole).to_dict()
+        weights = WeightFiles(whole, opened)
+        config = our_skeleton(whole, weights).config.to_dict()
         generation = read_json(whole / GENERATION_CONFIG_NAME)
-        if generation.get("sequence_bias"):
-            raise ValueError(f"`sequence_bias` in {GENERATION_CONFIG_NAME} cannot be trimmed. Remove it.")
         for settings in (config, generation):
             _map_ids(settings, used.add)
         ids, size = sorted(used), config["vocab_size"]
-        if ids[-1] >= size:
-            raise ValueError(f"Ids of tokens must be rows of the embedding, from 0 to {size - 1}, got {ids[-1]}.")
         new_ids = {index: new for new, index in enumerate(ids)}
         config = _map_ids(config, new_ids.get) | {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
         model = skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
-        weights, names = WeightFiles(whole, opened), stored_names(model)
-        refuse_weights("are missing", [name for name in names if name not in weights.kinds])
-        planned = {name: _plan(name, weights, ids) for name in names}
-        custom_object_save(model, partial, config=model.config)
-        model.config.save_pretrained(partial)
-        write_json(partial / GENERATION_CONFIG_NAME, _map_ids(generation, new_ids.get))
-        write_weights(partial, planned, max_shard_bytes)
+        planned = {name: _plan(name, weights, ids) for name in stored_names(model)}
+        generation = GenerationConfig.from_dict(_map_ids(generation, new_ids.get))
+        write_ours(partial, model, planned, generation, max_shard_size)
         tokenizers.save_pretrained(partial)
         path = partial / "tokenizer.json"
         write_json(path, _trim_state(read_json(path), new_ids))
         _check_tokenizer(tokenizers, partial, new_ids, first_texts)
-        copy_licences(folder, partial)
+        copy_files(folder, partial, LICENCES)
         shutil.rmtree(partial / _WHOLE, ignore_errors=True)
         write_provenance(partial / PROVENANCE_NAME, source, **{"from": fields["model_type"], "to": OURS})
     before, after = (sum(tensor.nbytes for tensor in tensors.values()) / 1e6 for tensors in (weights.kinds, planned))
     logger.info("Kept %d of %d tokens. The weights have %.1f MB, %.1f MB less.", len(ids), size, after, before - after)
-    return output
+    return Path(output)
 
 
 def _texts(files: Sequence[str | os.PathLike]) -> Iterator[str]:

@@ -135,7 +135,7 @@ def test_another_encoder_may_be_smaller(tokenizer, tmp_path):
     adapt(tmp_path / "base", tmp_path / "two", encoder=tmp_path / "encoder")
     two = TokenizerPair.from_pretrained(tmp_path / "two")
     assert (two.source.get_vocab(), two.target.get_vocab()) == (other.get_vocab(), tokenizer.get_vocab())
-    with pytest.raises(ValueError, match="`cross_attention` must be new for models of different widths, 32 and 16"):
+    with pytest.raises(ValueError, match=r"must have the shape \(16, 16\)"):
         adapt(tmp_path / "base", tmp_path / "more", encoder=tmp_path / "encoder", cross_attention="copied")
 
 
@@ -165,15 +165,8 @@ def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
     assert load(folders[1]).config.dropout == 0
     (tmp_path / "pairs.tsv").write_text("".join(f"{text}\t{text[::-1]}\n" for text in TEXTS), encoding="utf-8")
     words = [word for split in ("train", "test") for word in (f"--{split}_file", str(tmp_path / "pairs.tsv"))]
-    words += [
-        "--model_name_or_path",
-        folders[1],
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--quiet",
-        "--max_steps",
-        "200",
-    ]
+    words += ["--model_name_or_path", folders[1], "--output_dir", str(tmp_path / "run"), "--quiet"]
+    words += ["--max_steps", "200"]
     words += ["--learning_rate", "4e-3", "--save_strategy", "no", "--metrics", "exact_match", "--use_cpu", "true"]
     assert run("train", words) == 0
     predictions = (tmp_path / "run/test_predictions.txt").read_text(encoding="utf-8").splitlines()

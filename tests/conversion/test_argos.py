@@ -114,22 +114,18 @@ def test_argos_reads_the_package(generator, package, tmp_path):
 
 def test_what_argos_cannot_express_is_refused(generator, tmp_path):
     for pair, kind in ((tiny_pair(kind="byte_bpe"), "BPE"), (tiny_pair(joint=False, kind="unigram"), "two tokenizers")):
-        with pytest.raises(
-            ValueError, match=f"one tokenizer of the kind unigram without normalization, got {kind}. Train"
-        ):
+        with pytest.raises(ValueError, match=f"one tokenizer of the kind unigram .*, got {kind}"):
             sentencepiece_model(pair)
     save_generator(tiny_generator(), tmp_path / "model")
-    for output, match in (
-        (tmp_path / "out", r"must be a file that ends in \.argosmodel"),
-        (tmp_path / "a.argosmodel", "BPE"),
+    (tmp_path / "b.argosmodel").touch()
+    for name, languages, match in (
+        ("out", {}, r"must be a file that ends in \.argosmodel"),
+        ("a.argosmodel", {}, "BPE"),
+        ("b.argosmodel", {}, "`output` must not exist"),
+        ("c.argosmodel", {"target_language": ("../x", "X")}, r"must have two or three letters, .* got '\.\./x'"),
     ):
         with pytest.raises(ValueError, match=match):
-            export_argos(tmp_path / "model", output, **LANGUAGES)
-    (tmp_path / "b.argosmodel").touch()
-    with pytest.raises(ValueError, match="`output` must not exist"):
-        export_argos(tmp_path / "model", tmp_path / "b.argosmodel", **LANGUAGES)
-    with pytest.raises(ValueError, match=r"must have two or three letters, such as en, got '\.\./x'"):
-        export_argos(tmp_path / "model", tmp_path / "c.argosmodel", **LANGUAGES | {"target_language": ("../x", "X")})
+            export_argos(tmp_path / "model", tmp_path / name, **LANGUAGES | languages)
     words = [str(tmp_path / "model"), str(tmp_path / "c.argosmodel"), "--format", "argos", "--source_lang", "en"]
     with pytest.raises(ValueError, match="`--target_lang` must be given with --format argos"):
         execute("export", words)

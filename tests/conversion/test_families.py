@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.families.family import HEAD
-from metaphrase.conversion.families.t5gemma import TOWER
+from metaphrase.conversion.families.two_stacks import TOWER
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 
 
@@ -99,80 +99,58 @@ def copy_local_projections(theirs):
                 parameter.copy_(theirs.get_parameter(FAMILIES["led"].original_name(name)))
 
 
-def mbart_fields(rng):
-    return {"decoder_start_token_id": 5}
+def t5gemma_like(family, rng):
+    """Return a model with windows shorter than the texts. The stacks of a T5Gemma differ in all sizes.
 
-
-def t5gemma_like(rng):
-    """Return a model whose stacks differ in all sizes, with windows shorter than the texts."""
-    shared = {
-        "head_dim": rng.choice((4, 6, 10)),
-        "sliding_window": rng.randint(2, 4),
-        "vocab_size": rng.randint(29, 61),
-    }
-    shared |= {"query_pre_attn_scalar": rng.randint(3, 20), "attention_bias": rng.random() < 0.5}
-    shared |= {"attn_logit_softcapping": rng.choice((None, 0.5, 2.0)), "rms_norm_eps": rng.choice((1e-6, 1e-5))}
+    A T5Gemma 2 has the small tower of zeros that is written back.
+    """
+    shared = {"head_dim": rng.choice((4, 6, 10)), "sliding_window": rng.randint(2, 4)}
+    shared |= {"vocab_size": rng.randint(29, 61), "query_pre_attn_scalar": rng.randint(3, 20)}
+    shared["rms_norm_eps"] = rng.choice((1e-6, 1e-5))
+    is_first = family == "t5gemma"
+    if is_first:
+        shared |= {"attention_bias": rng.random() < 0.5, "attn_logit_softcapping": rng.choice((None, 0.5, 2.0))}
+    else:
+        thetas = {"full_attention": 1e4, "sliding_attention": 100.0}
+        rotations = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+        shared |= {"rope_parameters": rotations, "hidden_size": rng.choice((12, 20, 28)), "num_attention_heads": 4}
 
     def stack():
-        heads = rng.choice((2, 4))
-        layers = rng.randint(1, 3)
-        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
-        sizes = {"hidden_size": heads * rng.randint(5, 9), "num_attention_heads": heads, "num_hidden_layers": layers}
+        layers, heads = rng.randint(1, 3), rng.choice((2, 4))
+        sizes = {"hidden_size": heads * rng.randint(5, 9), "num_attention_heads": heads} if is_first else {}
         sizes |= {"num_key_value_heads": rng.choice((1, 2)), "intermediate_size": rng.randint(17, 50)}
-        return shared | sizes | {"layer_types": kinds, "final_logit_softcapping": rng.choice((None, 1.0, 30.0))}
+        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+        return shared | sizes | {"num_hidden_layers": layers, "layer_types": kinds}
 
-    fields = {"encoder": stack(), "decoder": stack(), "vocab_size": shared["vocab_size"]}
-    config = AutoConfig.for_model("t5gemma", **fields, tie_word_embeddings=rng.random() < 0.5)
+    encoder, decoder = stack(), stack() | {"final_logit_softcapping": rng.choice((None, 1.0, 30.0))}
+    if is_first:
+        fields = {"vocab_size": shared["vocab_size"], "tie_word_embeddings": rng.random() < 0.5}
+    else:
+        fields = {}
+        encoder = {"text_config": encoder, "vision_config": TOWER, "mm_tokens_per_image": 1}
+    config = AutoConfig.for_model(family, encoder=encoder, decoder=decoder, **fields)
     theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
     fill_randomly(theirs, rng.randrange(2**31))
-    return theirs
-
-
-def t5gemma2_like(rng):
-    """Return a model with the small tower of zeros that is written back."""
-    shared = {
-        "head_dim": rng.choice((4, 6, 10)),
-        "sliding_window": rng.randint(2, 5),
-        "vocab_size": rng.randint(29, 61),
-    }
-    shared |= {"query_pre_attn_scalar": rng.randint(3, 20), "rms_norm_eps": rng.choice((1e-6, 1e-5))}
-    thetas = {"full_attention": 1e4, "sliding_attention": 100.0}
-    shared["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
-    heads = rng.choice((2, 4))
-    shared["hidden_size"] = heads * rng.randint(5, 9)
-
-    def stack():
-        layers = rng.randint(1, 3)
-        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
-        sizes = {"num_attention_heads": heads, "num_hidden_layers": layers, "layer_types": kinds}
-        return shared | sizes | {"num_key_value_heads": rng.choice((1, 2)), "intermediate_size": rng.randint(17, 50)}
-
-    encoder = {"text_config": stack(), "vision_config": TOWER, "mm_tokens_per_image": 1}
-    fields = {"encoder": encoder, "decoder": stack() | {"final_logit_softcapping": rng.choice((None, 1.0))}}
-    theirs = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5gemma2", **fields), attn_implementation="eager")
-    fill_randomly(theirs, rng.randrange(2**31))
-    family = FAMILIES["t5gemma2"]
+    ignored = FAMILIES[family].ignored_prefixes
     for name, parameter in theirs.named_parameters():
-        if family.file_name(name).startswith(family.ignored_prefixes):
+        if ignored and FAMILIES[family].file_name(name).startswith(ignored):
             parameter.requires_grad_(False).zero_()
     return theirs
 
 
-FIELDS = {"bart": lambda rng: {}, "mbart": mbart_fields, "plbart": mbart_fields, "marian": marian_fields}
-FIELDS |= {"blenderbot": lambda rng: {}, "blenderbot-small": lambda rng: {}, "mvp": lambda rng: {}}
-GEMMAS = {"t5gemma": t5gemma_like, "t5gemma2": t5gemma2_like}
+FIELDS = dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "mvp", "pegasus"), lambda rng: {})
+FIELDS |= dict.fromkeys(("mbart", "plbart"), lambda rng: {"decoder_start_token_id": 5})
+FIELDS |= {"marian": marian_fields, "led": led_fields, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
+MAKERS = dict.fromkeys(("t5", "mt5", "umt5", "longt5"), t5_like)
+MAKERS |= dict.fromkeys(("t5gemma", "t5gemma2"), t5gemma_like)
 KINDS = ("bert", "roberta", "bert-generation")
-FIELDS |= {"led": led_fields, "pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
 
 
-@pytest.mark.parametrize("family", ["t5", "mt5", "umt5", "longt5", *GEMMAS, *FIELDS])
+@pytest.mark.parametrize("family", [*MAKERS, *FIELDS])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_converted_model_equals_its_own_class(family, variant, tmp_path):
     rng = draw(family, variant)
-    if family in FIELDS:
-        theirs = bart_like(family, rng, **FIELDS[family](rng))
-    else:
-        theirs = GEMMAS[family](rng) if family in GEMMAS else t5_like(family, rng)
+    theirs = MAKERS[family](family, rng) if family in MAKERS else bart_like(family, rng, **FIELDS[family](rng))
     if family in ("bart", "mbart", "plbart", "m2m_100"):
         theirs.generation_config.forced_bos_token_id = rng.choice((None, 7))
     if family == "led":
@@ -180,18 +158,23 @@ def test_converted_model_equals_its_own_class(family, variant, tmp_path):
     check_conversion(theirs, family, rng, tmp_path)
 
 
+def drop_weight(folder, suffix):
+    """Remove a weight of a folder, as transformers 4 did in some checkpoints."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    [name] = [name for name in weights if name.endswith(suffix)]
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+
+
 def test_fsmt_without_the_decoders_embedding_uses_its_projection(tmp_path):
-    """transformers 4 wrote such checkpoints."""
     rng = draw("fsmt", 0)
     theirs = bart_like("fsmt", rng, tie_word_embeddings=False, vocab_size=37, src_vocab_size=37, tgt_vocab_size=37)
     with torch.no_grad():
         theirs.model.decoder.embed_tokens.weight.copy_(theirs.model.decoder.output_projection.weight)
     theirs.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "whole")
-    path = tmp_path / "theirs" / "model.safetensors"
-    weights = load_file(path)
-    del weights["model.decoder.embed_tokens.weight"]
-    save_file(weights, path, metadata={"format": "pt"})
+    drop_weight(tmp_path / "theirs", "decoder.embed_tokens.weight")
     convert(tmp_path / "theirs", tmp_path / "part")
     whole, part = (AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).eval() for name in ("whole", "part"))
     ids = torch.arange(4, 12)[None]
@@ -211,12 +194,12 @@ def test_converted_encoder_decoder_equals_its_own_class(kind, variant, tmp_path)
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("bert", {"encoder": {"model_type": "roberta"}}, "`model_type` of both stacks .* got roberta and bert"),
-        ("bert", {"decoder": {"hidden_size": 16}}, "`hidden_size` must be the same in both stacks .* and 16"),
-        ("bert", {"decoder": {"layer_norm_eps": 1e-3}}, "`layer_norm_eps` must be the same in both stacks"),
-        ("bert", {"decoder": {"type_vocab_size": 9}}, "`type_vocab_size` must be the same in both stacks .* and 9"),
-        ("bert", {"whole": {"pad_token_id": 7}}, "`pad_token_id` must be the same inside and outside .* and 7"),
-        ("roberta", {stack: {"hidden_act": "relu"} for stack in STACKS}, "`hidden_act` .* got 'relu'"),
+        ("bert", {"encoder": {"model_type": "roberta"}}, "`model_type`"),
+        ("bert", {"decoder": {"hidden_size": 16}}, "`hidden_size`"),
+        ("bert", {"decoder": {"layer_norm_eps": 1e-3}}, "`layer_norm_eps`"),
+        ("bert", {"decoder": {"type_vocab_size": 9}}, "`type_vocab_size`"),
+        ("bert", {"whole": {"pad_token_id": 7}}, "`pad_token_id`"),
+        ("roberta", {stack: {"hidden_act": "relu"} for stack in STACKS}, "`hidden_act`"),
         ("roberta", {"whole": {"decoder_start_token_id": 1, "pad_token_id": 1}}, "must not be `pad_token_id`"),
     ],
     ids=str,
@@ -252,16 +235,11 @@ def test_models_that_no_encoder_decoder_is_are_refused(fields, message, tmp_path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untied_head_may_have_one_bias(kind, tmp_path):
-    """transformers 4 wrote such checkpoints."""
     whole = {"tie_word_embeddings": False}
     theirs = encoder_decoder_like(kind, draw(kind, 0), whole=whole, encoder=whole, decoder=whole)
     theirs.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "two")
-    path = tmp_path / "theirs" / "model.safetensors"
-    weights = load_file(path)
-    [name] = [name for name in weights if name.endswith(".decoder.bias")]
-    del weights[name]
-    save_file(weights, path, metadata={"format": "pt"})
+    drop_weight(tmp_path / "theirs", ".decoder.bias")
     convert(tmp_path / "theirs", tmp_path / "one")
     two, one = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
     assert two.keys() == one.keys() and all(torch.equal(two[name], value) for name, value in one.items())
@@ -284,14 +262,11 @@ def test_global_attention_of_an_led_is_left_behind_and_made_anew(tmp_path, caplo
         torch.testing.assert_close(loaded(**inputs).logits, theirs.eval()(**inputs).logits)
 
 
-@pytest.mark.parametrize("windows", [[2, 4], [4, 2]])
-def test_different_windows_of_an_led_are_refused(windows, tmp_path):
+def test_different_windows_of_an_led_are_refused(tmp_path):
     rng = draw("led", 0)
-    theirs = bart_like("led", rng, **led_fields(rng) | {"attention_window": windows, "encoder_layers": 2})
+    theirs = bart_like("led", rng, **led_fields(rng) | {"attention_window": [2, 4], "encoder_layers": 2})
     theirs.save_pretrained(tmp_path / "theirs")
-    with pytest.raises(
-        ValueError, match=rf"`attention_window` .* must be the same .* got \[{windows[0]}, {windows[1]}\]"
-    ):
+    with pytest.raises(ValueError, match=r"`attention_window` .* got \[2, 4\]"):
         convert(tmp_path / "theirs", tmp_path / "ours")
 
 
@@ -320,19 +295,11 @@ def test_decoder_that_starts_with_padding_is_refused(family, tmp_path):
 
 def write_config(family, **fields):
     """Return the configuration of a family for a model of its design."""
-    stacks = {
-        "norm_position": "both",
-        "norm_plus_one": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    stacks |= {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "train_padding_embedding": False,
-        "activation_function": "silu",
-    }
-    stacks |= {"decoder_start_token_id": 1, "share_embeddings": family == "t5gemma2"}
-    stacks |= {"qk_norm": True, "merged_attention": True} if family == "t5gemma2" else {}
+    stacks = {"norm_position": "both", "norm_plus_one": True, "activation_function": "silu"}
+    stacks |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "decoder_start_token_id": 1}
+    stacks |= dict.fromkeys(("attention_bias", "mlp_bias", "train_padding_embedding"), False)
+    is_second = family == "t5gemma2"
+    stacks |= {"share_embeddings": is_second, "qk_norm": is_second, "merged_attention": is_second}
     return FAMILIES[family].write_config(tiny_config(**stacks | fields))
 
 
@@ -344,17 +311,14 @@ def test_a_rotation_that_their_class_lacks_is_refused():
 
 def test_full_and_sliding_layers_have_the_same_rotation_without_a_base_of_their_own():
     rotation = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    written = write_config("t5gemma2", rope_parameters=rotation)["decoder"]["rope_parameters"]
-    assert written["sliding_attention"] == written["full_attention"]
-    written = write_config("t5gemma2", rope_parameters=rotation, sliding_rope_theta=50.0)["decoder"]["rope_parameters"]
-    assert written["sliding_attention"] == {"rope_type": "default", "rope_theta": 50.0}
-
-
-def test_a_text_of_a_t5gemma2_has_no_end_of_an_image():
-    assert write_config("t5gemma2")["encoder"]["eoi_token_index"] == -1
+    for theta, expected in ((None, rotation), (50.0, {"rope_type": "default", "rope_theta": 50.0})):
+        written = write_config("t5gemma2", rope_parameters=rotation, sliding_rope_theta=theta)
+        parameters = written["decoder"]["rope_parameters"]
+        assert (parameters["full_attention"], parameters["sliding_attention"]) == (rotation, expected)
+    # No token of a text stands for the end of an image.
+    assert written["encoder"]["eoi_token_index"] == -1
 
 
 @pytest.mark.parametrize("family", ["t5gemma", "t5gemma2"])
 def test_a_model_without_windows_gets_one_that_all_texts_fit_into(family):
-    written = write_config(family)
-    assert written["decoder"]["sliding_window"] == tiny_config().max_position_embeddings
+    assert write_config(family)["decoder"]["sliding_window"] == tiny_config().max_position_embeddings

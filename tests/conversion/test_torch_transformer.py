@@ -81,15 +81,8 @@ def test_what_is_no_torch_transformer_is_refused():
 def test_options_in_the_way_are_named():
     with pytest.raises(ValueError, match=r"is no torch\.nn\.Transformer") as error:
         to_torch_transformer(tiny_model(decoder_attention_heads=2, final_norm=False, norm_position="both"))
-    fields = (
-        "norm_position",
-        "encoder_attention_heads",
-        "encoder_ffn_dim",
-        "position_embedding_type",
-        "norm_type",
-        "gated_mlp",
-    )
-    assert all(f"`{field}` must" in str(error.value) for field in (*fields, "final_norm"))
+    fields = ("norm_position", "encoder_attention_heads", "encoder_ffn_dim", "position_embedding_type", "norm_type")
+    assert all(f"`{field}` must" in str(error.value) for field in (*fields, "gated_mlp", "final_norm"))
 
 
 def test_positions_and_norms_of_embeddings_stay_behind():

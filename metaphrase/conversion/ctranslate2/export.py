@@ -8,19 +8,17 @@ import numpy as np
 import torch
 from ctranslate2.converters import utils
 from ctranslate2.specs import attention_spec, common_spec, model_spec
-from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from metaphrase.conversion.checkpoints import RARE_FIELDS
 from metaphrase.conversion.exports import export_folder, position_table
-from metaphrase.conversion.families.family import RARE_FIELDS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 
-QUANTIZATIONS: tuple[str, ...] = tuple(ACCEPTED_MODEL_TYPES)
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")
 _ACTIVATIONS = {
     "relu": common_spec.Activation.RELU,
@@ -41,7 +39,7 @@ def export_ctranslate2(
     Args:
         source: Folder or Hub id of a Metaphrase model.
         output: The folder to write.
-        quantization: Type of the weights, one of `QUANTIZATIONS`. None keeps the checkpoint's type.
+        quantization: Type of the weights, one of CTranslate2's, such as int8. None keeps the checkpoint's type.
         overwrite: True to replace an `output` that this package wrote.
 
     Returns:
@@ -51,8 +49,6 @@ def export_ctranslate2(
         ValueError: If CTranslate2 cannot express the model, weights are missing, or an argument is invalid.
         OSError: If the model does not exist.
     """
-    if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
 
     def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
         save_weights(model, tokenizers, folder, find_vocabulary_map(source), quantization)
@@ -103,31 +99,21 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
     return [tokens.get(index, f"<unused_{index}>") for index in range(size)]
 
 
-def _has_plain_rotation(config: MetaphraseConfig) -> bool:
-    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    widths = {config.stack_sizes(stack).head_dim for stack in STACKS}
-    return config.rope_parameters["rope_type"] == "default" and not any(int(width * share) % 2 for width in widths)
-
-
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
-    """Return the options that CTranslate2 cannot express, each with its value and the reason."""
-    obstacles = [
-        f"`{name}` {getattr(config, name)!r}" for name, value in RARE_FIELDS.items() if getattr(config, name) != value
-    ]
-    if config.norm_position == "both":
-        obstacles.append("`norm_position` 'both'")
-    if config.position_embedding_type == "rotary" and not _has_plain_rotation(config):
-        obstacles.append(
-            f"`rope_parameters` {config.rope_parameters}, which scale the frequencies or rotate an odd width"
-        )
-    if config.position_embedding_type in ("alibi", "none"):
-        obstacles.append(f"`position_embedding_type` {config.position_embedding_type!r}")
-    if config.qk_norm:
-        obstacles.append("`qk_norm` True, because it norms the queries of the cross-attention over all heads at once")
-    if config.activation_function not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        obstacles.append(f"`activation_function` {config.activation_function!r}, which is none of {known}")
-    return obstacles
+    """Return the options that CTranslate2 cannot express, each with its value."""
+    positions, rotation = config.position_embedding_type, config.rope_parameters or {}
+    widths = [int(config.stack_sizes(stack).head_dim * rotation.get("partial_rotary_factor", 1.0)) for stack in STACKS]
+    is_scaled = rotation.get("rope_type") != "default"
+    obstacles = {name: getattr(config, name) != value for name, value in RARE_FIELDS.items()} | {
+        "norm_position": config.norm_position == "both",
+        "position_embedding_type": positions in ("alibi", "none"),
+        # CTranslate2 rotates pairs, by frequencies that nothing scales.
+        "rope_parameters": positions == "rotary" and (is_scaled or any(width % 2 for width in widths)),
+        # It norms the queries of the cross-attention over all heads at once.
+        "qk_norm": config.qk_norm,
+        "activation_function": config.activation_function not in _ACTIVATIONS,
+    }
+    return [f"`{name}` {getattr(config, name)!r}" for name, is_obstacle in obstacles.items() if is_obstacle]
 
 
 def make_spec(model: PreTrainedModel) -> TransformerSpec:

@@ -3,14 +3,14 @@
 from transformers import UMT5Config
 
 from metaphrase.conversion.families.bart import LED, Bart
-from metaphrase.conversion.families.encoder_decoder import EncoderDecoder
 from metaphrase.conversion.families.family import Family
 from metaphrase.conversion.families.t5 import T5, LongT5
-from metaphrase.conversion.families.t5gemma import T5Gemma, T5Gemma2
+from metaphrase.conversion.families.two_stacks import EncoderDecoder, T5Gemma, T5Gemma2
 
 _PRE_NORM = {"norm_position": "pre", "final_norm": True}
 # A target ends with its language code, and training starts the decoder with that code.
 _LANGUAGE_FIRST = {"decoder_start_from_labels": True}
+_NO_BIAS = {"logits_bias": False}
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -22,7 +22,7 @@ FAMILIES: dict[str, Family] = {
             (False, True) if hasattr(UMT5Config(), "scale_decoder_outputs") else (True,),
             relative_attention_shared=False,
         ),
-        LongT5(),
+        LongT5("longt5", (False, True)),
         Bart("bart"),
         Bart("mbart", fixed=_PRE_NORM | _LANGUAGE_FIRST),
         Bart("plbart", fixed=_LANGUAGE_FIRST),
@@ -31,25 +31,18 @@ FAMILIES: dict[str, Family] = {
         Bart("mvp"),
         LED(),
         Bart("pegasus", "half_split", fixed=_PRE_NORM),
-        Bart(
-            "marian",
-            "half_split",
-            field_names={"decoder_vocab_size": "decoder_vocab_size"},
-            has_two_vocabularies=True,
-        ),
+        Bart("marian", "half_split", field_names={"decoder_vocab_size": "decoder_vocab_size"}),
         # Also NLLB. The class computes fairseq's sinusoids and never reads them.
-        Bart("m2m_100", "fairseq", fixed=_PRE_NORM, reads_table=False, has_logits_bias=False),
+        Bart("m2m_100", "fairseq", fixed=_PRE_NORM | _NO_BIAS, reads_table=False),
         # fairseq's WMT19 models.
         Bart(
             "fsmt",
             "fairseq",
-            fixed=_LANGUAGE_FIRST,
+            fixed=_LANGUAGE_FIRST | _NO_BIAS,
             field_names={"vocab_size": "src_vocab_size", "decoder_vocab_size": "tgt_vocab_size"},
-            has_logits_bias=False,
-            has_two_vocabularies=True,
         ),
         EncoderDecoder(),
-        T5Gemma("t5gemma", qk_norm=False, share_embeddings=False),
+        T5Gemma("t5gemma", share_embeddings=False),
         T5Gemma2(),
     )
 }

@@ -19,11 +19,13 @@ from metaphrase.conversion.families.family import (
     HEAD,
     HEAD_BIAS,
     LOGITS_BIAS,
+    RELATIVE_FIELDS,
     Counterpart,
     Family,
     Weights,
-    computed_head_dims,
-    sliding_encoder,
+    allowed_windows,
+    encoder_windows,
+    rename,
 )
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
@@ -45,26 +47,19 @@ _BART_FIXED = {
     "norm_type": "layernorm",
     "norm_position": "post",
     "norm_eps": 1e-5,
-    "final_norm": False,
-    "gated_mlp": False,
-    "qk_norm": False,
-    "attention_scale": None,
     "attention_bias": True,
     "mlp_bias": True,
-    "logits_scale": 1.0,
-    "train_padding_embedding": False,
-    "decoder_start_from_labels": False,
 }
-_BART_PARTS = {
-    "o_proj": "out_proj",
-    "self_attn_norm": "self_attn_layer_norm",
-    "cross_attn": "encoder_attn",
-    "cross_attn_norm": "encoder_attn_layer_norm",
-    "mlp_norm": "final_layer_norm",
+_BART_NAMES = {
+    r"\.mlp\.": ".",
     "up_proj": "fc1",
     "down_proj": "fc2",
+    "o_proj": "out_proj",
+    "attn_norm": "attn_layer_norm",
+    "cross_attn": "encoder_attn",
+    "mlp_norm": "final_layer_norm",
     "embedding_norm": "layernorm_embedding",
-    "norm": "layer_norm",
+    r"coder\.norm": "coder.layer_norm",
 }
 _DEFAULT_INITIALIZER_RANGE = 0.02
 
@@ -77,13 +72,12 @@ class Bart(Family):
             positions; None for learned positions and an embedding norm.
         offset: Row of the first learned position.
         reads_table: True if the class reads the table of positions from a checkpoint.
-        has_logits_bias: True if the class has a constant bias on the logits.
-        has_two_vocabularies: True if source and target may have separate vocabularies.
     """
 
     prefix = "model."
-    free = Family.free | {"relative_attention_num_buckets", "relative_attention_max_distance"}
-    free |= {"relative_attention_shared"}
+    free = Family.free | RELATIVE_FIELDS
+    variable_fields = frozenset(("logits_bias",))
+    module_names = _BART_NAMES
 
     def __init__(
         self,
@@ -94,8 +88,6 @@ class Bart(Family):
         fixed: Mapping[str, Any] | None = None,
         field_names: Mapping[str, str] | None = None,
         reads_table: bool = True,
-        has_logits_bias: bool = True,
-        has_two_vocabularies: bool = False,
     ):
         positions = {"embedding_norm": layout is None} | ({} if layout else {"position_embedding_type": "learned"})
         ignored = ("model.encoder.version", "model.decoder.version")
@@ -103,7 +95,8 @@ class Bart(Family):
         ignored += () if reads_table else tuple(f"{name}s" for name in _TABLES)
         super().__init__(name, _BART_FIELDS | (field_names or {}), _BART_FIXED | positions | (fixed or {}), ignored)
         self.layout, self.offset, self.reads_table = layout, offset, reads_table
-        self.has_logits_bias, self.has_two_vocabularies = has_logits_bias, has_two_vocabularies
+        # Most classes have a constant bias on the logits.
+        self.has_logits_bias = "logits_bias" not in self.fixed
         if name == "fsmt":
             # transformers 4 omits a decoder embedding tied to the projection, and keeps the encoder's if all three are tied.
             self.embedding_names = {
@@ -113,17 +106,12 @@ class Bart(Family):
             }
 
     def _position_offset(self, config: PreTrainedConfig | MetaphraseConfig) -> int:
-        """Return the row of the first position: fairseq's tables begin with rows for padding."""
-        if self.layout is None:
-            return self.offset
-        return (config.pad_token_id or 0) + 1 if self.layout == "fairseq" else 0
-
-    def _refuse_leading_padding(self, config: PreTrainedConfig | MetaphraseConfig) -> None:
+        """Return the row of the first position."""
         if self.layout == "fairseq":
-            self.refuse_leading_padding(config.decoder_start_token_id, config.pad_token_id)
+            return self.offset_behind_padding(config.decoder_start_token_id, config.pad_token_id)
+        return self.offset if self.layout is None else 0
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
-        self._refuse_leading_padding(theirs)
         if getattr(theirs, "use_prompt", False):
             raise ValueError("`use_prompt` must be false for mvp, got true: prompts are vectors that Metaphrase lacks.")
         offset = self._position_offset(theirs)
@@ -143,11 +131,8 @@ class Bart(Family):
         return fields
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        self._refuse_leading_padding(ours)
-        allowed: dict[str, tuple] = {"head_dim": computed_head_dims(ours)}
-        if not self.has_logits_bias:
-            allowed["logits_bias"] = (False,)
-        if not self.has_two_vocabularies:
+        allowed: dict[str, tuple] = {}
+        if "decoder_vocab_size" not in self.field_names:
             allowed["decoder_vocab_size"] = (ours.vocab_size,)
         if self.layout is not None:
             allowed["position_embedding_type"] = ("sinusoidal", "learned") if self.reads_table else ("sinusoidal",)
@@ -169,8 +154,9 @@ class Bart(Family):
         if name == HEAD_BIAS:
             return Counterpart(LOGITS_BIAS, is_row=True)
         if name in _TABLES:
-            return Counterpart(name, unused_rows=self._position_offset(config) - config.position_offset)
-        return Counterpart(".".join(_BART_PARTS.get(part, part) for part in name.split(".") if part != "mlp"))
+            unused_rows = self._position_offset(config) - config.position_offset
+            return Counterpart(rename(name, self.module_names), unused_rows=unused_rows)
+        return super().counterpart(name, config)
 
     def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
         ignored = super().ignorable_weights(config)
@@ -190,21 +176,24 @@ class Bart(Family):
         return table
 
 
-_LOCAL = {f"self_attn.{name[0]}_proj": f"self_attn.longformer_self_attn.{name}" for name in ("query", "key", "value")}
-_LED_PARTS = _LOCAL | {"self_attn.out_proj": "self_attn.output"}
-
-
 class LED(Bart):
     """LED without global attention: BART with windows in the encoder, and a number of positions for each stack."""
 
     prefix = "led."
+    variable_fields = Bart.variable_fields | {"encoder_layer_types", "decoder_max_position_embeddings"}
+    module_names = _BART_NAMES | {
+        "^model": "led",
+        r"^led\.encoder(.*)self_attn\.out_proj": r"led.encoder\1self_attn.output",
+        **{
+            rf"^led\.encoder(.*)self_attn\.{name[0]}_proj": rf"led.encoder\1self_attn.longformer_self_attn.{name}"
+            for name in ("query", "key", "value")
+        },
+    }
 
     def __init__(self):
         positions = {"max_position_embeddings": "max_encoder_position_embeddings"}
         super().__init__("led", offset=0, fixed={"scale_embedding": False}, field_names=positions)
         del self.field_names["scale_embedding"]
-        for field in ("encoder_layer_types", "decoder_max_position_embeddings"):
-            del self.fixed[field]
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         windows = theirs.attention_window
@@ -214,27 +203,17 @@ class LED(Bart):
         logger.warning("The projections of global attention are left behind: Metaphrase has windows alone.")
         return super().read_extra_fields(theirs, weights) | {
             "decoder_max_position_embeddings": theirs.max_decoder_position_embeddings,
-            **sliding_encoder(theirs.encoder_layers, window // 2),
+            **encoder_windows(theirs.encoder_layers, window // 2),
         }
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
-        fields = sliding_encoder(ours.encoder_layers, radius)
-        return super().allowed_values(ours) | {name: (value,) for name, value in fields.items()}
+        return super().allowed_values(ours) | allowed_windows(ours)
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         return super().write_extra_fields(ours) | {
             "attention_window": 2 * ours.encoder_window[0],
             "max_decoder_position_embeddings": ours.stack_sizes("decoder").max_position_embeddings,
         }
-
-    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
-        counterpart = super().counterpart(name, config)
-        theirs = counterpart.name.replace("model.", self.prefix, 1)
-        if theirs.startswith("led.encoder."):
-            for part, replacement in _LED_PARTS.items():
-                theirs = theirs.replace(part, replacement)
-        return counterpart._replace(name=theirs)
 
     def original_name(self, name: str) -> str:
         # The paper (section 3.1) also initializes the projections of global attention as copies.

@@ -5,12 +5,14 @@
 
 import abc
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
+from metaphrase.conversion.checkpoints import RARE_FIELDS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 from metaphrase.storage.weight_files import Kind, WeightFiles
@@ -22,17 +24,18 @@ HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
 LOGITS_BIAS = "final_logits_bias"
 
-
-# Fields that few families have, with their values in all others.
-RARE_FIELDS = {
-    name: getattr(MetaphraseConfig, name)
-    for name in (
-        *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
-        *("norm_plus_one", "attn_logit_softcapping", "final_logit_softcapping", "embedding_norm_before_positions"),
-        *("sliding_rope_theta", "merged_attention", "decoder_max_position_embeddings", "type_vocab_size"),
-        *("head_transform", "decoder_self_attention"),
-    )
-}
+# Fields that most families lack: a family states only its own.
+_PLAIN_FIELDS = RARE_FIELDS | {"attention_scale": None, "logits_scale": 1.0}
+_PLAIN_FIELDS |= dict.fromkeys(
+    (
+        *("embedding_norm", "qk_norm", "final_norm", "gated_mlp", "scale_embedding", "attention_bias", "mlp_bias"),
+        *("logits_bias", "train_padding_embedding", "decoder_start_from_labels"),
+    ),
+    False,
+)
+RELATIVE_FIELDS = frozenset(
+    ("relative_attention_num_buckets", "relative_attention_max_distance", "relative_attention_shared")
+)
 
 
 class Weights:
@@ -84,8 +87,11 @@ class Family(abc.ABC):
 
     Attributes:
         field_names: Our field to the family's field of the same meaning. `encoder.hidden_size` is a field of a part.
-        fixed: Our field to its only value in this family.
+        fixed: Our field to its only value in this family. A field that most families lack need not be stated.
+        variable_fields: Our fields that are neither named nor fixed: the functions of the family read and write them.
         free: Our fields that do not change what a trained model computes.
+        module_names: Regular expressions in our names of weights, and the family's names, which are replaced one after the
+            other.
         ignored_prefixes: Prefixes of weights that nothing here reads, because they are of no text or of whole sequences.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
@@ -94,17 +100,21 @@ class Family(abc.ABC):
 
     prefix = ""
     ignored_prefixes: tuple[str, ...] = ()
+    variable_fields: frozenset[str] = frozenset()
     free = frozenset(
         (
             *("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding", "rope_parameters"),
             *("encoder_window", "decoder_window"),
         )
     )
+    module_names: Mapping[str, str] = {}
 
     def __init__(
         self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any], ignored: tuple[str, ...] = ()
     ):
-        self.name, self.field_names, self.fixed, self.ignored = name, field_names, RARE_FIELDS | fixed, ignored
+        self.name, self.field_names, self.ignored = name, field_names, ignored
+        variable = {*field_names, *self.variable_fields} - fixed.keys()
+        self.fixed = {field: value for field, value in (_PLAIN_FIELDS | fixed).items() if field not in variable}
         names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
         shared, encoder, decoder = (self.prefix + embedding for embedding in names)
         self.embedding_names = {
@@ -152,6 +162,9 @@ class Family(abc.ABC):
         heads = (ours.encoder_attention_heads, ours.decoder_attention_heads)
         allowed = {field: (value,) for field, value in self.fixed.items() if field not in self.free}
         allowed["num_key_value_heads"] = (None, heads[0]) if heads[0] == heads[1] else (None,)
+        if "head_dim" not in self.field_names:
+            # Their class computes it.
+            allowed["head_dim"] = (None, ours.hidden_size / heads[0]) if heads[0] == heads[1] else (None,)
         head_dims = {ours.stack_sizes(stack).head_dim for stack in STACKS}
         if allowed.get("attention_scale") == (None,) and len(head_dims) == 1:
             allowed["attention_scale"] = (None, head_dims.pop() ** -0.5)
@@ -177,13 +190,18 @@ class Family(abc.ABC):
             part[inner] = value
         return nested
 
-    def refuse_leading_padding(self, start: int | None, padding: int | None) -> None:
-        """Refuse a decoder that starts with padding, where padding has no position."""
+    def offset_behind_padding(self, start: int | None, padding: int | None) -> int:
+        """Return the row of the first position in a table that begins with rows for padding, as fairseq's.
+
+        Raises:
+            ValueError: If the decoder starts with padding, which has no position.
+        """
         if start is not None and start == padding:
             raise ValueError(
                 f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in {self.name}, "
                 f"got {start} for both."
             )
+        return (padding or 0) + 1
 
     @abc.abstractmethod
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
@@ -193,13 +211,13 @@ class Family(abc.ABC):
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         """Return their fields that no single field of ours holds."""
 
-    @abc.abstractmethod
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
         """Return the values that fields may have, for those that are not fixed and depend on other fields."""
+        return {}
 
-    @abc.abstractmethod
     def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
         """Return the family's weight for one of ours."""
+        return Counterpart(rename(name, self.module_names))
 
     def file_name(self, name: str) -> str:
         """Return the name in a checkpoint of a weight of their class."""
@@ -218,15 +236,22 @@ class Family(abc.ABC):
         return None
 
 
-def computed_head_dims(ours: MetaphraseConfig) -> tuple:
-    """Return the values of `head_dim` that mean what a class computes from the width and the number of heads."""
-    heads = {ours.encoder_attention_heads, ours.decoder_attention_heads}
-    return (None, ours.hidden_size / heads.pop()) if len(heads) == 1 else (None,)
+def rename(name: str, module_names: Mapping[str, str]) -> str:
+    """Return the name of a weight after replacing each of some regular expressions, one after the other."""
+    for pattern, replacement in module_names.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
-def sliding_encoder(layers: int, radius: int) -> dict[str, Any]:
+def encoder_windows(layers: int, radius: int) -> dict[str, Any]:
     """Return our fields of an encoder whose tokens see `radius` tokens on each side in all layers."""
     return {"encoder_layer_types": [SLIDING] * layers, "encoder_window": [radius, radius]}
+
+
+def allowed_windows(ours: MetaphraseConfig) -> dict[str, tuple]:
+    """Return the values of the fields of an encoder that has the same window on both sides in all layers."""
+    radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
+    return {name: (value,) for name, value in encoder_windows(ours.encoder_layers, radius).items()}
 
 
 def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from metaphrase.conversion.families.family import (
-    ENCODER_EMBEDDING,
-    HEAD,
     Counterpart,
     Family,
     Weights,
-    sliding_encoder,
+    allowed_windows,
+    encoder_windows,
+    rename,
 )
 from metaphrase.modeling import MetaphraseConfig
 
@@ -40,19 +40,23 @@ _T5_FIXED = {
     "attention_scale": 1.0,
     "share_embeddings": True,
     "train_padding_embedding": True,
-} | dict.fromkeys(
-    (
-        *("embedding_norm", "qk_norm", "scale_embedding", "attention_bias", "mlp_bias", "logits_bias"),
-        "decoder_start_from_labels",
-    ),
-    False,
-)
-_T5_SUBLAYERS = {
-    "encoder": {"self_attn": "SelfAttention", "mlp": "DenseReluDense"},
-    "decoder": {"self_attn": "SelfAttention", "cross_attn": "EncDecAttention", "mlp": "DenseReluDense"},
 }
-_T5_PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "down_proj": "wo", "gate_proj": "wi_0"}
-_T5_BIAS = "relative_attention_bias.weight"
+_T5_NAMES = {
+    r"^model\.encoder\.embed_tokens": "shared",
+    r"^model\.": "",
+    r"coder\.position_bias": "coder.layers.0.self_attn.relative_position_bias",
+    r"relative_position_bias\.embedding": "relative_attention_bias",
+    r"layers\.(\d+)\.self_attn": r"block.\1.layer.0.SelfAttention",
+    r"layers\.(\d+)\.cross_attn": r"block.\1.layer.1.EncDecAttention",
+    r"encoder\.layers\.(\d+)\.mlp": r"encoder.block.\1.layer.1.DenseReluDense",
+    r"decoder\.layers\.(\d+)\.mlp": r"decoder.block.\1.layer.2.DenseReluDense",
+    r"\w+_norm\.weight": "layer_norm.weight",
+    r"\.([qkvo])_proj": r".\1",
+    "gate_proj": "wi_0",
+    "up_proj": "wi_1",
+    "down_proj": "wo",
+    r"coder\.norm": "coder.final_layer_norm",
+}
 
 
 class T5(Family):
@@ -63,6 +67,8 @@ class T5(Family):
 
     free = Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}
     free |= {"attention_dropout", "activation_dropout"}
+    variable_fields = frozenset(("gated_mlp", "logits_scale"))
+    module_names = _T5_NAMES
 
     def __init__(self, name: str, scalings: tuple[bool, ...], **fixed: Any):
         # Nothing reads this bias of Mesh TensorFlow's checkpoints.
@@ -108,29 +114,15 @@ class T5(Family):
         }
 
     def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
-        if name in (ENCODER_EMBEDDING, HEAD):
-            return Counterpart("shared.weight" if name == ENCODER_EMBEDDING else name)
-        _, stack, *parts = name.split(".")
-        if parts[0] == "norm":
-            return Counterpart(f"{stack}.final_layer_norm.weight")
-        if "embedding" in parts:
-            layer = parts[1] if parts[0] == "layers" else 0
-            return Counterpart(f"{stack}.block.{layer}.layer.0.SelfAttention.{_T5_BIAS}")
-        _, layer, sublayer, *rest = parts
-        sublayers = _T5_SUBLAYERS[stack]
-        prefix = f"{stack}.block.{layer}.layer.{list(sublayers).index(sublayer.removesuffix('_norm'))}"
-        if sublayer.endswith("_norm"):
-            return Counterpart(f"{prefix}.layer_norm.weight")
-        names = _T5_PROJECTIONS | {"up_proj": "wi_1" if config.gated_mlp else "wi"}
-        return Counterpart(f"{prefix}.{sublayers[sublayer]}.{names[rest[0]]}.weight")
+        theirs = rename(name, self.module_names)
+        return Counterpart(theirs if config.gated_mlp else theirs.replace(".wi_1.", ".wi."))
 
 
 class LongT5(T5):
     """LongT5 with local attention: T5 with windows in the encoder."""
 
-    def __init__(self):
-        super().__init__("longt5", (False, True))
-        del self.fixed["encoder_layer_types"]
+    variable_fields = T5.variable_fields | {"encoder_layer_types"}
+    module_names = _T5_NAMES | {r"^encoder(.*)\.SelfAttention": r"encoder\1.LocalSelfAttention"}
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         if theirs.encoder_attention_type != "local":
@@ -138,19 +130,11 @@ class LongT5(T5):
                 f"`encoder_attention_type` of a longt5 must be local, got {theirs.encoder_attention_type!r}: Metaphrase has no "
                 "global tokens."
             )
-        return super().read_extra_fields(theirs, weights) | sliding_encoder(theirs.num_layers, theirs.local_radius)
+        return super().read_extra_fields(theirs, weights) | encoder_windows(theirs.num_layers, theirs.local_radius)
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        radius = ours.encoder_window[0] if ours.encoder_window else 1
-        fields = sliding_encoder(ours.encoder_layers, radius)
-        return super().allowed_values(ours) | {name: (value,) for name, value in fields.items()}
+        return super().allowed_values(ours) | allowed_windows(ours)
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         radius = {"local_radius": ours.encoder_window[0], "encoder_attention_type": "local"}
         return super().write_extra_fields(ours) | radius
-
-    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
-        counterpart = super().counterpart(name, config)
-        if not counterpart.name.startswith("encoder."):
-            return counterpart
-        return counterpart._replace(name=counterpart.name.replace(".SelfAttention.", ".LocalSelfAttention."))

@@ -1,19 +1,46 @@
-"""Marian's Transformer: its options as our configuration, and its weights as ours.
+"""Marian's Transformer: its options as our configuration, its weights as ours, and folders of both.
 
 Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344. The recurrent decoder (SSRU) is from Kim et al. 2019, From Research to
 Production and Back: Ludicrously Fast Neural Machine Translation.
 """
 
+import contextlib
+import functools
+import logging
 import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
+from metaphrase.conversion.checkpoints import (
+    check_names,
+    check_shape,
+    our_skeleton,
+    shapes,
+    skeleton,
+    stored_names,
+    write_ours,
+)
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
-from metaphrase.modeling import MetaphraseConfig
+from metaphrase.conversion.marian.files import (
+    find_vocabularies,
+    read_model_file,
+    read_vocabularies,
+    read_vocabulary_map,
+    write_npz,
+)
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
+logger = logging.getLogger(__name__)
+
+# The name of this format, in the place of a family of transformers.
+MARIAN_FILE = "marian-npz"
 # Our fields, which hold for all of Marian's Transformers.
 _FIXED_FIELDS = {
     "position_embedding_type": "sinusoidal",
@@ -114,31 +141,23 @@ def read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int) 
     for name, allowed in _FIXED_OPTIONS.items():
         if options.get(name, allowed[0]) not in allowed:
             _refuse(name, " or ".join(map(repr, allowed)), options[name])
-    for name in _SIZES.values():
-        value = options.get(name)
-        if type(value) is not int or not 0 < value < 2**31:
+    sizes = {field: options.get(name) for field, name in _SIZES.items()}
+    sizes["decoder_ffn_dim"] = options.get("transformer-decoder-dim-ffn") or sizes["encoder_ffn_dim"]
+    for name, value in zip((*_SIZES.values(), "transformer-decoder-dim-ffn"), sizes.values(), strict=True):
+        if type(value) is not int or value < 1:
             _refuse(name, "a number above 0", value)
-    for name in _TIES:
-        if type(options.get(name, False)) is not bool:
-            _refuse(name, "true or false", options[name])
-    fields = {field: options[name] for field, name in _SIZES.items()}
     activation, norm_position, behind, norm_emb, norm_top, recurrence = (_choose(options, name) for name in _CHOICES)
     if behind != norm_position:
         expected = "dan" if norm_position == "post" else "da"
         _refuse("transformer-postprocess", expected, options.get("transformer-postprocess"))
-    if recurrence == "ssru":
-        if options.get("dec-cell") != "ssru":
-            _refuse("dec-cell", "ssru", options.get("dec-cell"))
-        fields["decoder_self_attention"] = "ssru"
-    decoder_ffn_dim = options.get("transformer-decoder-dim-ffn") or fields["encoder_ffn_dim"]
-    if type(decoder_ffn_dim) is not int:
-        _refuse("transformer-decoder-dim-ffn", "a number", decoder_ffn_dim)
-    tied, tied_src, tied_all = (options.get(name, False) for name in _TIES)
+    if recurrence == "ssru" and options.get("dec-cell") != "ssru":
+        _refuse("dec-cell", "ssru", options.get("dec-cell"))
+    tied, tied_src, tied_all = (bool(options.get(name)) for name in _TIES)
     return MetaphraseConfig(
         **_FIXED_FIELDS,
-        **fields,
-        decoder_ffn_dim=decoder_ffn_dim,
-        decoder_attention_heads=fields["encoder_attention_heads"],
+        **sizes,
+        decoder_self_attention=recurrence,
+        decoder_attention_heads=sizes["encoder_attention_heads"],
         activation_function=activation,
         norm_position=norm_position,
         embedding_norm=norm_emb,
@@ -270,3 +289,47 @@ def to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
     if name in _WITH_PADDING:
         return ours[:-1]
     return ours[None, : -1 if name == HEAD_BIAS else None] if ours.ndim == 1 else np.ascontiguousarray(ours.T)
+
+
+def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
+    """Write our checkpoint of a model file of Marian, with the vocabularies and the shortlist beside it."""
+    tokenizers = read_vocabularies(find_vocabularies(file.parent))
+    options, weights = read_model_file(file)
+    config = read_config(options, tokenizers.target.pad_token_id, tokenizers.target.eos_token_id)
+    decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
+    if isinstance(decoder_layers, int | str) or len(decoder_layers) != config.decoder_layers:
+        _refuse("transformer-tied-layers", f"{config.decoder_layers} layers", decoder_layers)
+    model = skeleton(MetaphraseForConditionalGeneration, config)
+    our_shapes = shapes(model)
+    names = {name: marian_name(name, config, decoder_layers) for name in stored_names(model)}
+    check_names(names.values(), weights, {*names.values()})
+    planned = {}
+    for name, theirs in names.items():
+        check_shape(theirs, weights[theirs].shape, marian_shape(name, our_shapes[name]))
+        planned[name] = PlannedTensor(weights[theirs].nbytes, functools.partial(to_ours, name, weights[theirs]))
+    # Marian writes no unknown token, and has the limit of 512 tokens in models of OPUS-MT.
+    ids = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
+    generation = GenerationConfig(**ids, max_length=512, suppress_tokens=[tokenizers.target.unk_token_id])
+    write_ours(output, model, planned, generation, max_shard_size)
+    tokenizers.save_pretrained(output)
+    shortlists = sorted(file.parent.glob("lex*.bin"))
+    if len(shortlists) == 1:
+        read_vocabulary_map(shortlists[0], tokenizers).save(output / VOCABULARY_MAP_NAME, tokenizers)
+    elif shortlists:
+        names = [path.name for path in shortlists]
+        logger.warning("The shortlists are left behind: there must be one, got %s.", listed(names))
+
+
+def write_marian(folder: Path, output: Path) -> None:
+    """Write `model.npz` of a folder with our checkpoint."""
+    config = MetaphraseConfig.from_pretrained(folder)
+    options = write_options(config)
+    with contextlib.ExitStack() as files:
+        weights = WeightFiles(folder, files)
+        arrays = {
+            marian_name(name, config, range(1, config.decoder_layers + 1)): to_marian(name, weights.read(name))
+            for name in stored_names(our_skeleton(folder, weights))
+        }
+    write_npz(output / "model.npz", options, arrays)
+    if not any(folder.glob("*.spm")):
+        logger.warning("%s holds no vocabulary *.spm: put that of the model of Marian beside model.npz.", folder)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import torch
 from onnx import helper, numpy_helper
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
 from metaphrase.conversion.exports import export_folder
 from metaphrase.conversion.onnx.export import GRAPH_NAMES, check_graphs, find_obstacles, write_graphs
@@ -81,7 +81,8 @@ def export_web(
         obstacles = find_obstacles(config) + tokenizer_obstacles(TokenizerPair.from_pretrained(source))
         # Not every model has the file.
         with contextlib.suppress(OSError):
-            obstacles += search_obstacles(GenerationConfig.from_pretrained(source))
+            changed = GenerationConfig.from_pretrained(source).to_diff_dict()
+            obstacles += [f"the generation option `{name}`" for name in changed if name not in _SEARCH_OPTIONS]
         if config.decoder_start_from_labels or config.decoder_start_token_id is None:
             obstacles.append("a `decoder_start_token_id` that depends on the target language")
         return obstacles
@@ -200,14 +201,9 @@ def tokenizer_obstacles(tokenizers: TokenizerPair) -> list[str]:
             obstacles.append(f"a {name}, which has no tokenizer.json")
         elif has_languages(tokenizer):
             obstacles.append(f"the languages of a {name}")
-        elif not ends_texts(tokenizer):
+        elif any(ids[-1:] != [tokenizer.eos_token_id] for ids in tokenizer(["", "a"])["input_ids"]):
             obstacles.append(f"a {name} whose tokenizer.json does not end a text with {tokenizer.eos_token}")
     return obstacles
-
-
-def ends_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the tokenizer itself ends each text with the end of sequence."""
-    return all(ids[-1:] == [tokenizer.eos_token_id] for ids in tokenizer(["", "a"])["input_ids"])
 
 
 def rewrite_tokenizer(path: Path) -> None:
@@ -223,9 +219,3 @@ def rewrite_tokenizer(path: Path) -> None:
     steps = json.dumps(fields["pre_tokenizer"])
     fields["pre_tokenizer"] = json.loads(steps, object_hook=use_regex)
     path.write_text(json.dumps(fields, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
-
-
-def search_obstacles(settings: GenerationConfig) -> list[str]:
-    """Return generation settings that the page's search does not carry out."""
-    changed = settings.to_diff_dict()
-    return [f"the generation option `{name}`" for name in changed if name not in _SEARCH_OPTIONS]
