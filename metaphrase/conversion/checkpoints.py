@@ -115,10 +115,10 @@ def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) ->
         raise ValueError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
 
 
-def check_names(needed: Iterable[str], given: Container[str], allowed: Container[str] | None = None) -> None:
+def check_names(needed: Iterable[str], stored: Container[str], allowed: Container[str] | None = None) -> None:
     """Refuse weights of which some needed ones are missing, or that hold others than the allowed ones."""
-    missing = [name for name in needed if name not in given]
-    further = [] if allowed is None else sorted(name for name in given if name not in allowed)
+    missing = [name for name in needed if name not in stored]
+    further = [] if allowed is None else sorted(name for name in stored if name not in allowed)
     for problem, names in (("are missing", missing), ("have no place in the model", further)):
         if names:
             raise ValueError(f"Weights {problem}: {listed(names)}.")

@@ -184,7 +184,7 @@ def test_a_source_beyond_the_table_of_positions_is_refused(tmp_path):
 _OF_LEARNED = ("type_vocab_size", "decoder_max_position_embeddings")
 REFUSED = {
     "'linear'": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    "odd": {"head_dim": 6, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "0.5": {"head_dim": 6, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "'relu2'": {"activation_function": "relu2"},
     "`norm_position` 'both'": {"norm_position": "both"},
     "`encoder_layer_types`": {"encoder_layer_types": ["sliding_attention"] * 2, "encoder_window": [1, 1]},

@@ -76,7 +76,7 @@ class Bart(Family):
 
     prefix = "model."
     free = Family.free | RELATIVE_FIELDS
-    own = frozenset(("logits_bias",))
+    variable_fields = frozenset(("logits_bias",))
     module_names = _BART_NAMES
 
     def __init__(
@@ -180,7 +180,7 @@ class LED(Bart):
     """LED without global attention: BART with windows in the encoder, and a number of positions for each stack."""
 
     prefix = "led."
-    own = Bart.own | {"encoder_layer_types", "decoder_max_position_embeddings"}
+    variable_fields = Bart.variable_fields | {"encoder_layer_types", "decoder_max_position_embeddings"}
     module_names = _BART_NAMES | {
         "^model": "led",
         r"^led\.encoder(.*)self_attn\.out_proj": r"led.encoder\1self_attn.output",

@@ -88,7 +88,7 @@ class Family(abc.ABC):
     Attributes:
         field_names: Our field to the family's field of the same meaning. `encoder.hidden_size` is a field of a part.
         fixed: Our field to its only value in this family. A field that most families lack need not be stated.
-        own: Our fields that are neither named nor fixed: the functions of the family read and write them.
+        variable_fields: Our fields that are neither named nor fixed: the functions of the family read and write them.
         free: Our fields that do not change what a trained model computes.
         module_names: Regular expressions in our names of weights, and the family's names, which are replaced one after the
             other.
@@ -100,7 +100,7 @@ class Family(abc.ABC):
 
     prefix = ""
     ignored_prefixes: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
+    variable_fields: frozenset[str] = frozenset()
     free = frozenset(
         (
             *("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding", "rope_parameters"),
@@ -113,7 +113,7 @@ class Family(abc.ABC):
         self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any], ignored: tuple[str, ...] = ()
     ):
         self.name, self.field_names, self.ignored = name, field_names, ignored
-        variable = {*field_names, *self.own} - fixed.keys()
+        variable = {*field_names, *self.variable_fields} - fixed.keys()
         self.fixed = {field: value for field, value in (_PLAIN_FIELDS | fixed).items() if field not in variable}
         names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
         shared, encoder, decoder = (self.prefix + embedding for embedding in names)

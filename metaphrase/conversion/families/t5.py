@@ -67,7 +67,7 @@ class T5(Family):
 
     free = Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}
     free |= {"attention_dropout", "activation_dropout"}
-    own = frozenset(("gated_mlp", "logits_scale"))
+    variable_fields = frozenset(("gated_mlp", "logits_scale"))
     module_names = _T5_NAMES
 
     def __init__(self, name: str, scalings: tuple[bool, ...], **fixed: Any):
@@ -121,7 +121,7 @@ class T5(Family):
 class LongT5(T5):
     """LongT5 with local attention: T5 with windows in the encoder."""
 
-    own = T5.own | {"encoder_layer_types"}
+    variable_fields = T5.variable_fields | {"encoder_layer_types"}
     module_names = _T5_NAMES | {r"^encoder(.*)\.SelfAttention": r"encoder\1.LocalSelfAttention"}
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:

@@ -110,7 +110,7 @@ _BERT_NAMES = {
 class EncoderDecoder(TwoStacks):
     """An encoder and a decoder of one kind: BERT, RoBERTa or BERT for generation."""
 
-    own = frozenset(("decoder_max_position_embeddings", "type_vocab_size", "head_transform"))
+    variable_fields = frozenset(("decoder_max_position_embeddings", "type_vocab_size", "head_transform"))
     shared = {
         "hidden_size": "hidden_size",
         "activation_function": "hidden_act",
@@ -223,7 +223,7 @@ class T5Gemma(TwoStacks):
 
     prefix = "model."
     free = TwoStacks.free | {"position_offset"}
-    own = frozenset(
+    variable_fields = frozenset(
         (
             *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
             "attention_scale",
@@ -334,7 +334,7 @@ class T5Gemma2(T5Gemma):
     """T5Gemma 2 without images: merged attention, norms of queries and keys, and sliding layers with another rotation."""
 
     stacks = {"encoder": "encoder.text_config", "decoder": "decoder"}
-    own = T5Gemma.own | {"sliding_rope_theta"}
+    variable_fields = T5Gemma.variable_fields | {"sliding_rope_theta"}
     shared = {ours: name for ours, name in T5Gemma.shared.items() if ours != "attn_logit_softcapping"}
     ignored_prefixes = (*_VISION, *_END_OF_IMAGE)
 
