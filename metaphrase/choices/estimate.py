@@ -30,7 +30,8 @@ from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.techniques import is_adapted
+from metaphrase.training.techniques import is_adapted, smooths_labels
+from metaphrase.training.training_loss import TrainingLoss
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Number of largest batches by each size.
@@ -346,6 +347,7 @@ def _measured_rate(
     # The optimizer of a Trainer by default.
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
+    loss_options = {"loss_of_states": TrainingLoss()} if smooths_labels(model) else {}
     kind, rates, total = arguments.device.type, [], 0.0
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.
@@ -355,7 +357,7 @@ def _measured_rate(
         batch = {name: value.to(kind) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         start = time.perf_counter()
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=arguments.bf16):
-            loss = model(**batch).loss
+            loss = model(**batch, **loss_options).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from metaphrase.choices.memory import Sharding, estimate_activations, estimate_states, optimizer_bytes
+from metaphrase.training.training_loss import TrainingLoss
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
@@ -63,7 +64,7 @@ def kept_bytes(model, batch, is_autocast=False, **options):
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
     ):
-        loss = model(**batch, **options).loss
+        loss = model(**batch, loss_of_states=TrainingLoss(), **options).loss
     assert loss.requires_grad
     return sum(sizes.values())
 
@@ -99,7 +100,7 @@ def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpo
         model.gradient_checkpointing_enable()
     batch, shape = batch_and_shape(is_packed, pairs=16)
     with LiveBytes(tensors_of(model, batch)) as live:
-        model(**batch, use_cache=False).loss.backward()
+        model(**batch, loss_of_states=TrainingLoss(), use_cache=False).loss.backward()
     gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
     estimated = estimate_activations(model.config, shape, FLOAT32, is_checkpointed).peak(gradients)
     assert estimated == pytest.approx(live.most, rel=0.2)
