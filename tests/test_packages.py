@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from source_files import FOLDERS, ROOT, SOURCES, TREES
 
 MAX_FILES_PER_FOLDER = 20
@@ -59,7 +58,6 @@ def imported_modules(file):
     return modules
 
 
-@pytest.mark.xfail(reason="the core still imports rings")
 def test_packages_import_only_those_above_them():
     own = {module for module in MODULES if module in ("metaphrase", "__main__", "plugins", "presets")}
     assert {package_of(module) for module in MODULES.keys() - own} == set(PACKAGES)

@@ -41,7 +41,7 @@ class SpanCorruption:
     """Objective that replaces spans of a block by sentinels. The target is each sentinel followed by its span.
 
     The block `Thank you for inviting me to your party last week` may become the source
-    `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`, each with an end-of-sequence token.
+    `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`. Each has an end-of-sequence token.
 
     The length of a block decides how many tokens and spans are hidden. As in the paper's code, kept and hidden parts alternate
     and begin with a kept one, and no further sentinel ends the target. A single span therefore never moves.

@@ -39,8 +39,8 @@ def check_files(
     """Check the files of a command before any work. The inputs and the output have the names of their options.
 
     Raises:
-        ValueError: If the output is a file that is read, by whatever name, or a file of a model, or ends in `.gz`, or cannot
-            be resumed, as a pipe, a device or a folder.
+        ValueError: If the output is an input by another name, a file of a model, compressed, or cannot be resumed (a pipe, a
+            device or a folder).
         OSError: If an input cannot be read.
     """
     if output is not None and os.fspath(output).endswith(".gz"):
