@@ -257,8 +257,11 @@ def test_training_command_parses(command, project, monkeypatch):
         # No demo has made this folder, so it would be refused.
         shutil.rmtree(project / "runs" / "demo")
     module = importlib.import_module(f"metaphrase.scripts.{subcommand}")
-    for name in ("Experiment", "complete", "Tuning"):
-        monkeypatch.setattr(module, name, Mock(side_effect=InterruptedError("parsed")), raising=False)
+    end = Mock(side_effect=InterruptedError("parsed"))
+    monkeypatch.setattr("metaphrase.choices.completion.complete", end)
+    for name in ("Experiment", "complete", "train", "Tuning"):
+        if subcommand != "train":
+            monkeypatch.setattr(module, name, end, raising=False)
     with pytest.raises(InterruptedError, match="parsed"):
         execute(module, words)
 
