@@ -62,13 +62,10 @@ class MetaphraseConfig(PreTrainedConfig):
     """Configuration of a `MetaphraseModel`. The defaults are a small model of our recommended design.
 
     Args:
-        vocab_size: Size of the source vocabulary, or of a shared vocabulary.
-        decoder_vocab_size: Size of the target vocabulary. None means `vocab_size`.
-        hidden_size: Width of the hidden states.
-        decoder_hidden_size: Width of the decoder's hidden states. None means `hidden_size`.
+        vocab_size, decoder_vocab_size: Sizes of the source and target vocabulary. None for the second means `vocab_size`.
+        hidden_size, decoder_hidden_size: Widths of the stacks. None for the decoder means `hidden_size`.
         encoder_layers, decoder_layers: Layers of each stack.
-        encoder_attention_heads: Query heads of the encoder's self-attention.
-        decoder_attention_heads: Query heads of the decoder's self-attention and cross-attention.
+        encoder_attention_heads, decoder_attention_heads: Query heads of each stack.
         encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
             number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
@@ -77,24 +74,20 @@ class MetaphraseConfig(PreTrainedConfig):
             heads of both stacks are equal.
         activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
         gated_mlp: Multiply the activated projection by a second linear projection (GLU, Shazeer 2020, arXiv 2002.05202).
-        position_embedding_type: One of these.
-            `sinusoidal` and `learned` are added to the embeddings.
-            `relative` is T5's bias by buckets of distances.
-            `rotary` rotates queries and keys (Su et al. 2021, arXiv 2104.09864).
-            `alibi` is a linear bias (Press et al. 2022, arXiv 2108.12409), symmetric in the encoder.
-            `none` leaves the order of tokens to the causal mask.
+        position_embedding_type: `sinusoidal` and `learned` are added to the embeddings. `relative` is T5's bias by buckets of
+            distances. `rotary` rotates queries and keys (Su et al. 2021, arXiv 2104.09864). `alibi` is a linear bias (Press et
+            al. 2022, arXiv 2108.12409), symmetric in the encoder. `none` leaves the order of tokens to the causal mask.
         sinusoidal_layout: `interleaved` has sine and cosine in turn, as in the paper. `half_split` has all sines before all
             cosines, as in Marian. `fairseq` is `half_split` with the slightly longer wavelengths of tensor2tensor and fairseq.
         max_position_embeddings: Longest sequence that texts may have, except for `relative`, which has no limit. Only the table
             of `learned` ends there: the network computes the other types for longer sequences, too, untrained as they are.
             The number also is the base of the scaled variants of `rotary`.
         decoder_max_position_embeddings: The same for the decoder's table of `learned`. None means `max_position_embeddings`.
-        position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
-            the padding token plus 1. BART's table has unused rows at the start.
+        position_offset: Number of the first position, for `sinusoidal` and `learned`, such as fairseq's padding id plus 1.
         type_vocab_size: Rows of BERT's table of token types, the first of which is added to `learned`. None means no table.
         encoder_layer_types, decoder_layer_types: `full_attention` or `sliding_attention` of each layer. None means the former.
-        encoder_window: In the encoder's sliding attention, a token sees so many tokens to the left and to the right of itself.
-        decoder_window: In the decoder's sliding attention, a token sees so many tokens, itself and those before it.
+        encoder_window: In sliding attention, a token sees so many tokens to the left and to the right of itself.
+        decoder_window: In sliding attention, a token sees so many tokens, itself and those before it.
         rope_parameters: transformers' parameters of a rotary embedding (`rope_type`, `rope_theta`, ...).
         sliding_rope_theta: Base of unscaled frequencies in layers of sliding attention. None means `rope_parameters`.
         merged_attention: A decoder layer attends to its own tokens and to the source in one attention, without a cross-attention
@@ -115,8 +108,7 @@ class MetaphraseConfig(PreTrainedConfig):
         qk_norm: RMSNorm of queries and keys in each head, before positions (Henry et al. 2020, arXiv 2010.04245).
         scale_embedding: Multiply token embeddings by the square root of `hidden_size`.
         attention_scale: Factor of the attention scores. None means `head_dim` ** -0.5. T5 uses 1.
-        attn_logit_softcapping: Largest attention score c: scores s become c tanh(s / c). None means no limit.
-        final_logit_softcapping: The same for logits.
+        attn_logit_softcapping, final_logit_softcapping: Largest attention score and logit c: s becomes c tanh(s / c).
         attention_bias, mlp_bias: Biases in the projections of attention, and in the feed-forward network.
         head_transform: A linear layer, the activation and a norm before the output projection (BERT, Devlin et al. 2019, arXiv
             1810.04805). `mlp_bias` decides on its bias.
@@ -128,14 +120,11 @@ class MetaphraseConfig(PreTrainedConfig):
             their relatives do not train it.
         decoder_start_from_labels: In training, start the decoder with the last label of a row, not with
             `decoder_start_token_id`. This label is a language code in mBART.
-        dropout: Probability for the embeddings and the output of each sublayer.
-        attention_dropout: Probability for the attention weights.
-        activation_dropout: Probability inside the feed-forward network.
-        initializer_range: Standard deviation of all weights. None means a deviation by shape.
-            (2 / (in + out)) ** 0.5 for a projection (Glorot and Bengio 2010).
-            `hidden_size` ** -0.5 for learned positions.
-            `hidden_size` ** -0.5 / `logits_scale` for the output projection, and for tied token embeddings.
-            `hidden_size` ** -0.5 for other token embeddings with `scale_embedding`, and 1 without, as in T5.
+        dropout, attention_dropout, activation_dropout: Probabilities for the embeddings and the output of each sublayer, for
+            the attention weights, and inside the feed-forward network.
+        initializer_range: Standard deviation of all weights. None means a deviation by shape: (2 / (in + out)) ** 0.5 for a
+            projection (Glorot and Bengio 2010), `hidden_size` ** -0.5 for learned positions and, divided by `logits_scale`, for
+            the output projection and tied token embeddings. Other token embeddings have 1, or `hidden_size` ** -0.5 if scaled.
 
     Raises:
         ValueError: If a field is out of its range or two fields contradict each other.

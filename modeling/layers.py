@@ -114,14 +114,9 @@ class MetaphraseAttention(nn.Module):
         source_size: int | None = None,
         is_merged: bool = False,
     ):
-        """Make the attention of a layer.
-
-        `source_size` is the width of the encoder output that a cross-attention reads. A merged attention reads both.
-        """
         super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.is_causal = is_causal
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, is_causal
+        # `source_size` is the width of the encoder output that a cross-attention reads. A merged attention reads both.
         self.is_cross, self.is_merged = source_size is not None, is_merged
         self.head_dim = sizes.head_dim
         self.num_key_value_groups = sizes.attention_heads // sizes.key_value_heads
@@ -150,15 +145,13 @@ class MetaphraseAttention(nn.Module):
             )
         has_bias = config.position_embedding_type == "relative" and not config.relative_attention_shared
         if has_bias and not self.is_cross:
-            heads, is_bidirectional = sizes.attention_heads, not is_causal
-            self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional)
+            self.relative_position_bias = RelativePositionBias(config, sizes.attention_heads, not is_causal)
 
     def split_heads(self, states: torch.Tensor) -> torch.Tensor:
         """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
         return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def project_queries(self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None) -> torch.Tensor:
-        """Return the queries of states, `(batch, heads, length, head_dim)`."""
         query = self.split_heads(acceleration.linear(self.q_proj, states))
         if self.config.qk_norm:
             query = self.q_norm(query)
@@ -175,7 +168,6 @@ class MetaphraseAttention(nn.Module):
         return (key if position_embeddings is None else rotate(key, *position_embeddings)), value
 
     def _read_source(self, encoder_hidden_states: torch.Tensor, past_key_values: Cache | None):
-        """Compute keys and values of the source at the first decoding step, and read the cache at later steps."""
         if past_key_values is None:
             return self.project_keys_and_values(encoder_hidden_states)
         cache = past_key_values.cross_attention_cache
@@ -218,7 +210,6 @@ class MetaphraseAttention(nn.Module):
                 self, *states, attention_mask, position_embeddings, packing, dropout
             )
             return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
-
         query = self.project_queries(hidden_states, position_embeddings)
         if self.is_cross:
             key, value = self._read_source(encoder_hidden_states, past_key_values)
@@ -231,7 +222,6 @@ class MetaphraseAttention(nn.Module):
             copies = key.shape[0] // source_key.shape[0]
             key = torch.cat((key, source_key.repeat_interleave(copies, dim=0)), dim=2)
             value = torch.cat((value, source_value.repeat_interleave(copies, dim=0)), dim=2)
-
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
             query = fold_copies(query, copies)
@@ -308,21 +298,17 @@ class _ResidualLayer(GradientCheckpointingLayer):
             if self.has_output_norms:
                 self.add_module(f"{name}_output_norm", make_norm(config, sizes.hidden_size))
 
-    def add_residual(self, residual: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the residual plus the output of a sublayer after dropout."""
-        hidden_states = acceleration.add_dropout(residual, hidden_states, p=self.dropout, training=self.training)
-        return clamp_float16(hidden_states)
-
-    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Apply the feed-forward network, with its norms and the residual connection."""
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.mlp_norm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
+    def add(self, name: str, residual: torch.Tensor, *inputs, **kwargs) -> torch.Tensor:
+        """Apply a sublayer by its name to `(batch, length, hidden)`, with its norms, and add its output after dropout."""
+        norm = getattr(self, f"{name}_norm")
+        output = getattr(self, name)(norm(residual) if self.is_pre_norm else residual, *inputs, **kwargs)
+        # An attention returns its weights, too.
+        output = output[0] if isinstance(output, tuple) else output
         if self.has_output_norms:
-            hidden_states = self.mlp_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        return hidden_states if self.is_pre_norm else self.mlp_norm(hidden_states)
+            output = getattr(self, f"{name}_output_norm")(output)
+        hidden_states = acceleration.add_dropout(residual, output, p=self.dropout, training=self.training)
+        hidden_states = clamp_float16(hidden_states)
+        return hidden_states if self.is_pre_norm else norm(hidden_states)
 
 
 class MetaphraseEncoderLayer(_ResidualLayer):
@@ -340,17 +326,8 @@ class MetaphraseEncoderLayer(_ResidualLayer):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Apply the layer: `(batch, source, hidden) -> (batch, source, hidden)`."""
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states, position_embeddings, attention_mask, **kwargs)
-        if self.has_output_norms:
-            hidden_states = self.self_attn_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        if not self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
-        return self.feed_forward(hidden_states)
+        hidden_states = self.add("self_attn", hidden_states, position_embeddings, attention_mask, **kwargs)
+        return self.add("mlp", hidden_states)
 
 
 class MetaphraseDecoderLayer(_ResidualLayer):
@@ -378,31 +355,10 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Apply the layer: `(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)`."""
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
         source = encoder_hidden_states if self.self_attn.is_merged else None
-        hidden_states, _ = self.self_attn(
-            hidden_states, position_embeddings, attention_mask, past_key_values, source, **kwargs
-        )
-        if self.has_output_norms:
-            hidden_states = self.self_attn_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        if not self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
-        if self.self_attn.is_merged:
-            return self.feed_forward(hidden_states)
-
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.cross_attn_norm(hidden_states)
-        hidden_states, _ = self.cross_attn(
-            hidden_states, None, encoder_attention_mask, past_key_values, encoder_hidden_states, **kwargs
-        )
-        if self.has_output_norms:
-            hidden_states = self.cross_attn_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        if not self.is_pre_norm:
-            hidden_states = self.cross_attn_norm(hidden_states)
-        return self.feed_forward(hidden_states)
+        inputs = position_embeddings, attention_mask, past_key_values, source
+        hidden_states = self.add("self_attn", hidden_states, *inputs, **kwargs)
+        if not self.self_attn.is_merged:
+            inputs = None, encoder_attention_mask, past_key_values, encoder_hidden_states
+            hidden_states = self.add("cross_attn", hidden_states, *inputs, **kwargs)
+        return self.add("mlp", hidden_states)

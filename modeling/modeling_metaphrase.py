@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
 
 class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
-    """Resizing of the source vocabulary, of the target vocabulary, or of a shared vocabulary."""
+    """Embeddings of the source vocabulary, of the target vocabulary, or of a shared vocabulary, and their resizing."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.get_encoder().embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module):
+        for module in self.modules():
+            is_shared = self.config.share_embeddings and isinstance(module, MetaphraseDecoder)
+            if is_shared or isinstance(module, MetaphraseEncoder):
+                module.embed_tokens = value
 
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
         if self.config.share_embeddings:
@@ -82,14 +91,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         if not config.share_embeddings:
             self._tied_weights_keys = {}
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.encoder.embed_tokens = value
-        if self.config.share_embeddings:
-            self.decoder.embed_tokens = value
 
     @takes_cache
     @can_return_tuple
@@ -277,7 +278,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         return Seq2SeqLMOutput(loss=loss, logits=logits, **rest)
 
 
-class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
+class MetaphraseEncoderModel(EncoderDecoderEmbeddings):
     """The encoder alone, for embeddings of text."""
 
     _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"head_transform\.", r"lm_head\."]
@@ -286,19 +287,6 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
         super().__init__(config)
         self.encoder = MetaphraseEncoder(config)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.encoder.embed_tokens = value
-
-    def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
-        embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.vocab_size = embeddings.num_embeddings
-        if self.config.share_embeddings:
-            self.config.decoder_vocab_size = embeddings.num_embeddings
-        return embeddings
 
     @can_return_tuple
     def forward(

@@ -4,8 +4,7 @@ A copy of the network on the Hub runs the plain functions of this file. `import 
 compute the same.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -81,25 +80,7 @@ def plain_add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, tr
     return residual + nn.functional.dropout(states, p, training)
 
 
-def _no_packed_attention(*args) -> None:
-    raise NotImplementedError("Packed rows need the installed package `metaphrase`.")
-
-
-@dataclass
-class Acceleration:
-    """Functions that the network calls, each with a plain default.
-
-    Attributes:
-        linear: Like `plain_linear`.
-        dropout: Like `torch.nn.functional.dropout` (Srivastava et al. 2014, section 4).
-        add_dropout: Like `plain_add_dropout`.
-        packed_attention: Returns output and weights of a `MetaphraseAttention` over packed rows. Projects, too.
-    """
-
-    linear: Callable[..., torch.Tensor] = plain_linear
-    dropout: Callable[..., torch.Tensor] = nn.functional.dropout
-    add_dropout: Callable[..., torch.Tensor] = plain_add_dropout
-    packed_attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _no_packed_attention
-
-
-acceleration = Acceleration()
+# Functions that the network calls. Only the package has an attention over packed rows, which projects, too.
+acceleration = SimpleNamespace(
+    linear=plain_linear, dropout=nn.functional.dropout, add_dropout=plain_add_dropout, packed_attention=None
+)

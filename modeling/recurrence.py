@@ -62,11 +62,6 @@ class MetaphraseSSRU(nn.Module):
             longest = packing.queries.longest
             forget = forget.index_fill(1, packing.queries.starts, 0.0)
         if attention_mask is not None:
-            if attention_mask.ndim != 2:
-                raise ValueError(
-                    "`decoder_attention_mask` must be `(batch, length)` with `decoder_self_attention` ssru, got "
-                    f"{attention_mask.ndim} dimensions."
-                )
             is_padding = (attention_mask[:, -length:] == 0)[:, :, None]
             forget, inputs = forget.masked_fill(is_padding, 1.0), inputs.masked_fill(is_padding, 0.0)
         if cache is not None and cache.get_seq_length(self.layer_idx):

@@ -59,11 +59,9 @@ def test_stacks_refuse_missing_inputs():
     model = tiny_model(MetaphraseModel)
     ids, embeds, encoder_output = torch.tensor([[3, 4]]), torch.randn(1, 2, 32), torch.randn(1, 3, 32)
     for stack, extra in ((model.encoder, {}), (model.decoder, {"encoder_hidden_states": encoder_output})):
-        for inputs, number in (({"input_ids": ids, "inputs_embeds": embeds}, "both"), ({}, "neither")):
-            with pytest.raises(ValueError, match=f"Exactly one of `input_ids` and `inputs_embeds` .*, got {number}"):
+        for inputs in ({"input_ids": ids, "inputs_embeds": embeds}, {}):
+            with pytest.raises(ValueError, match="`input_ids` and `inputs_embeds`"):
                 stack(**inputs, **extra)
-    with pytest.raises(ValueError, match="`encoder_hidden_states` must be given to the decoder, got None"):
-        model.decoder(input_ids=ids)
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
