@@ -1,15 +1,10 @@
-"""Switches between versions of transformers.
-
-- transformers renames gradient checkpointing to activation checkpointing after 5.20.
-- transformers 5.24 renames `past_key_values` to `cache`, and calls `prefix_allowed_tokens_fn` with the index of the source.
-"""
+"""The switch between versions of transformers: 5.24 renames `past_key_values` to `cache`."""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
 
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
@@ -17,9 +12,6 @@ CACHE_NAMES = ("past_key_values", "cache")
 _FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
 # The name in the outputs and generation loops of this version.
 CACHE_NAME = next(name for name in reversed(CACHE_NAMES) if name in _FIELDS)
-# Prefix of the training arguments and of the method that compute layers again in the backward pass.
-CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
-CHECKPOINTING += "_checkpointing"
 
 
 def takes_cache(forward: Callable) -> Callable:

@@ -37,10 +37,7 @@ _PIPELINES = {
 
 
 class StackSizes(NamedTuple):
-    """Sizes of the encoder or of the decoder.
-
-    In a layer whose entry of `layer_types` is `SLIDING`, a token sees the tokens within `window`, to the left and to the right.
-    """
+    """Sizes of a stack. In a `SLIDING` layer, a token sees the tokens within `window`, to the left and to the right."""
 
     hidden_size: int
     layers: int
@@ -325,16 +322,13 @@ class MetaphraseConfig(PreTrainedConfig):
             super().validate_rope()
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """Return the configuration of a stack, or of the logits if neither stack is named.
+        """Return the configuration of a stack, or of the logits if neither stack is named: this one if its sizes fit, or a copy.
 
-        - Stacks of equal shape share this configuration.
-        - A stack of another shape has a copy with the sizes of its heads.
-        - The logits have a copy with the target vocabulary, which transformers reads in beam search and for scores.
+        The logits have the target vocabulary, which transformers reads in beam search and for scores.
         """
-        values, asks_for_logits = {}, bool(decoder) == bool(encoder)
-        if asks_for_logits or decoder:
-            values["vocab_size"] = self.decoder_vocab_size
-        if not asks_for_logits:
+        is_of_logits = bool(decoder) == bool(encoder)
+        values = {"vocab_size": self.decoder_vocab_size} if is_of_logits or decoder else {}
+        if not is_of_logits:
             sizes = self.stack_sizes("decoder" if decoder else "encoder")
             values |= {"hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.layers}
             values |= {"num_attention_heads": sizes.attention_heads, "head_dim": sizes.head_dim}

@@ -1,7 +1,4 @@
-"""Decoder inputs from labels, and the loss from logits.
-
-All code that shifts or counts labels uses this file.
-"""
+"""Decoder inputs from labels, and the loss from logits."""
 
 import torch
 from torch import nn
@@ -28,16 +25,13 @@ def shift_right(
     Returns:
         Ids `(batch, target)`.
     """
-    for field, value in (("decoder_start_token_id", decoder_start_token_id), ("pad_token_id", pad_token_id)):
-        is_needed = field == "pad_token_id" or not start_from_labels
-        if value is None and is_needed:
-            raise ValueError(f"`{field}` must be set in the configuration to shift labels to the right, got None.")
+    if pad_token_id is None or (decoder_start_token_id is None and not start_from_labels):
+        raise ValueError("`pad_token_id` and `decoder_start_token_id` must be set in the configuration, got None.")
     if start_from_labels:
         starts = _last_labels(labels, pad_token_id, target_lengths)
     else:
-        starts = labels.new_full(
-            labels.shape[:1] if target_lengths is None else target_lengths.shape, decoder_start_token_id
-        )
+        shape = labels.shape[:1] if target_lengths is None else target_lengths.shape
+        starts = labels.new_full(shape, decoder_start_token_id)
     shifted = labels.roll(1, dims=1)
     if target_lengths is None:
         shifted[:, 0] = starts

@@ -40,18 +40,14 @@ def make_norm(config: MetaphraseConfig, size: int) -> nn.Module:
 
 
 def soft_cap(values: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Return `softcap * tanh(values / softcap)`, or the values themselves for None.
-
-    Source: Gemma Team 2024, section 2, arXiv 2408.00118.
-    """
+    """Return `softcap * tanh(values / softcap)` (Gemma Team 2024, arXiv 2408.00118), or the values themselves for None."""
     return values if softcap is None else torch.tanh(values / softcap) * softcap
 
 
 def clamp_float16(states: torch.Tensor) -> torch.Tensor:
-    """Clamp float16 states to finite numbers, and return states of other types unchanged.
+    """Clamp float16 states to finite numbers: two infinities in a residual stream cancel to NaN.
 
-    Two infinities in a residual stream cancel to NaN. T5's checkpoints overflow float16 in the feed-forward network, since they
-    were trained in bfloat16.
+    T5's checkpoints overflow float16 in the feed-forward network, since they were trained in bfloat16.
     """
     if states.dtype != torch.float16:
         return states

@@ -140,14 +140,12 @@ class Text2TextGenerationPipeline(Pipeline):
 
     def _starts_with_language(self) -> bool:
         """Return True if the decoder starts with a language code, as in the first mBART."""
-        tokenizer = self.target_tokenizer
-        other_ids = (None, tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        other_ids = (None, *(getattr(self.target_tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")))
         return self.model.generation_config.decoder_start_token_id not in other_ids
 
     def postprocess(
         self, model_outputs: dict, return_tensors: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> list[dict[str, Any]]:
-        """Return a dictionary for each target of one text, from `output_ids` `(1, num_return_sequences, target)`."""
         rows = model_outputs["output_ids"][0]
         if return_tensors:
             return [{f"{self.return_name}_token_ids": ids} for ids in rows]
@@ -173,10 +171,9 @@ class SummarizationPipeline(Text2TextGenerationPipeline):
 
 
 class TranslationPipeline(Text2TextGenerationPipeline):
-    """Pipeline of the tasks `translation` and `translation_xx_to_yy`.
+    """Pipeline of the tasks `translation` and `translation_xx_to_yy`, with `translation_text` or `translation_token_ids`.
 
-    The results are `translation_text` or `translation_token_ids`. `src_lang` and `tgt_lang` are the languages of a multilingual
-    model, as codes of its tokenizer.
+    `src_lang` and `tgt_lang` are the languages of a multilingual model, as codes of its tokenizer.
     """
 
     return_name = "translation"
@@ -190,19 +187,14 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         super().__init__(model, tokenizer, *args, task=task, **kwargs)
 
     def preprocess(
-        self,
-        inputs: str,
-        truncation: bool | str = False,
-        prefix: str | None = None,
-        src_lang: str | None = None,
-        tgt_lang: str | None = None,
+        self, inputs: str, truncation: bool | str = False, prefix: str | None = None, **languages: str
     ) -> dict[str, Any]:
         """Return the ids and the attention mask of a text, `(1, source)`, and the id of the target language, if any."""
         has_default = self.model.generation_config.forced_bos_token_id is not None or self._starts_with_language()
         build = getattr(self.tokenizer, "_build_translation_inputs", None)
-        if build is None or (src_lang is tgt_lang is None and has_default):
+        if build is None or (not languages and has_default):
             return super().preprocess(inputs, truncation, prefix)
-        languages = {"src_lang": src_lang, "tgt_lang": tgt_lang}
+        languages = {"src_lang": None, "tgt_lang": None} | languages
         codes = getattr(self.tokenizer, "lang_code_to_token", None) or self.tokenizer.get_added_vocab()
         for name, code in languages.items():
             # A tokenizer would read another word as a language.

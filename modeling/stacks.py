@@ -1,7 +1,4 @@
-"""Encoder and decoder: initialization, embeddings, positions, masks, and the way through the layers.
-
-The encoder returns the encoder output. The decoder reads it, and returns hidden states of the target.
-"""
+"""Encoder and decoder: initialization, embeddings, positions, masks, and the way through the layers."""
 
 import copy
 
@@ -71,7 +68,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     # True if the model reads packed rows, by `source_lengths` and `target_lengths`: if the package has put its code in place.
     supports_packing = False
     _is_resizing_head = False
-    # Names of tied weights, each with the name of the weight that stays.
     _tied_weights_keys = {}
 
     @property
@@ -135,8 +131,8 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
 class Stack(MetaphrasePreTrainedModel):
     """Base class of encoder and decoder: embeddings, layers and final norm."""
 
-    layers: nn.ModuleList
-    # Not in the configuration, which is that of both stacks.
+    is_causal: bool
+    layer_class: type[nn.Module]
     _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
     _pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -144,11 +140,12 @@ class Stack(MetaphrasePreTrainedModel):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
-    def __init__(self, config: MetaphraseConfig, vocab_size: int, is_causal: bool):
+    def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
-        self.sizes = config.stack_sizes("decoder" if is_causal else "encoder")
+        self.sizes = config.stack_sizes("decoder" if self.is_causal else "encoder")
         width, heads = self.sizes.hidden_size, self.sizes.attention_heads
-        self.norms_first = is_causal and config.embedding_norm_before_positions
+        vocab_size = config.decoder_vocab_size if self.is_causal else config.vocab_size
+        self.norms_first = self.is_causal and config.embedding_norm_before_positions
         scale = width**0.5 if config.scale_embedding and not self.norms_first else 1.0
         padding_idx = None if config.train_padding_embedding else config.pad_token_id
         self.embed_tokens = ScaledEmbedding(vocab_size, width, scale, padding_idx)
@@ -170,11 +167,12 @@ class Stack(MetaphrasePreTrainedModel):
         elif kind == "alibi":
             self.position_bias = AlibiPositionBias(heads)
         elif kind == "relative" and config.relative_attention_shared:
-            self.position_bias = RelativePositionBias(config, heads, is_bidirectional=not is_causal)
+            self.position_bias = RelativePositionBias(config, heads, is_bidirectional=not self.is_causal)
         self.embedding_norm = make_norm(config, width) if config.embedding_norm else nn.Identity()
         self.norm = make_norm(config, width) if config.final_norm else nn.Identity()
-        self.is_causal = is_causal
         self.gradient_checkpointing = False
+        self.layers = nn.ModuleList([self.layer_class(config, index) for index in range(self.sizes.layers)])
+        self.post_init()
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -215,7 +213,7 @@ class Stack(MetaphrasePreTrainedModel):
         key_positions: torch.Tensor,
         query_offset: int | torch.Tensor = 0,
     ) -> list[torch.Tensor | None]:
-        """Return the mask of each layer: a mask of full attention, narrowed to the layer's window, plus its position bias."""
+        """Return the mask of each layer: `full_mask`, narrowed to the layer's window, plus its position bias."""
         is_flash = "flash" in self.config._attn_implementation
         masks = {}
         layers = list(zip(self.position_biases(), self.windows(key_positions.shape[1]), strict=True))
@@ -251,12 +249,8 @@ class Stack(MetaphrasePreTrainedModel):
 class MetaphraseEncoder(Stack):
     """Stack of layers with bidirectional self-attention."""
 
+    is_causal, layer_class = False, MetaphraseEncoderLayer
     _can_record_outputs = {"hidden_states": MetaphraseEncoderLayer, "attentions": MetaphraseAttention}
-
-    def __init__(self, config: MetaphraseConfig):
-        super().__init__(config, config.vocab_size, is_causal=False)
-        self.layers = nn.ModuleList([MetaphraseEncoderLayer(config, index) for index in range(config.encoder_layers)])
-        self.post_init()
 
     @merge_with_config_defaults
     @capture_outputs
@@ -268,11 +262,7 @@ class MetaphraseEncoder(Stack):
         position_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """Encode sources, with the arguments of `MetaphraseModel.forward`.
-
-        Args:
-            attention_mask: Also a kernel's mask `(batch, 1, source, source)`.
-        """
+        """Encode sources, with the arguments of `MetaphraseModel.forward`, or a kernel's mask `(batch, 1, source, source)`."""
         return self.encode(self._embed(input_ids, inputs_embeds), attention_mask, position_ids, **kwargs)
 
     def encode(
@@ -299,17 +289,13 @@ class MetaphraseEncoder(Stack):
 class MetaphraseDecoder(Stack):
     """Stack of layers with causal self-attention and cross-attention."""
 
+    is_causal, layer_class = True, MetaphraseDecoderLayer
     _can_record_outputs = {
         "hidden_states": MetaphraseDecoderLayer,
         "attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="self_attn"),
         "cross_attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="cross_attn"),
     }
     _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, cross_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
-
-    def __init__(self, config: MetaphraseConfig):
-        super().__init__(config, config.decoder_vocab_size, is_causal=True)
-        self.layers = nn.ModuleList([MetaphraseDecoderLayer(config, index) for index in range(config.decoder_layers)])
-        self.post_init()
 
     @takes_cache
     @merge_with_config_defaults
@@ -335,9 +321,6 @@ class MetaphraseDecoder(Stack):
             encoder_hidden_states: The encoder output `(batch / copies, source, hidden)`. Each source serves `copies` consecutive
                 targets, as in beam search.
             encoder_attention_mask: 1 for a token, 0 for padding, `(batch / copies, source)`.
-            past_key_values: Keys and values of earlier positions. If the cache is only for self-attention, one for
-                cross-attention is added.
-            use_cache: True to make a cache if `past_key_values` is None.
         """
         if self.training:
             # Once for all layers.
