@@ -65,10 +65,9 @@ class MetaphraseConfig(PreTrainedConfig):
         encoder_attention_heads, decoder_attention_heads: Query heads of each stack.
         encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
-            number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
+            number of query heads.
         decoder_num_key_value_heads: Key and value heads of the decoder. None means `num_key_value_heads`.
-        head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack. None becomes a number if the
-            heads of both stacks are equal.
+        head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack.
         activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
         gated_mlp: Multiply the activated projection by a second linear projection (GLU, Shazeer 2020, arXiv 2002.05202).
         position_embedding_type: `sinusoidal` and `learned` are added to the embeddings. `relative` is T5's bias by buckets of
@@ -77,8 +76,7 @@ class MetaphraseConfig(PreTrainedConfig):
         sinusoidal_layout: `interleaved` has sine and cosine in turn, as in the paper. `half_split` has all sines before all
             cosines, as in Marian. `fairseq` is `half_split` with the slightly longer wavelengths of tensor2tensor and fairseq.
         max_position_embeddings: Longest sequence that texts may have, except for `relative`, which has no limit. Only the table
-            of `learned` ends there: the network computes the other types for longer sequences, too, untrained as they are.
-            The number also is the base of the scaled variants of `rotary`.
+            of `learned` ends there. The number also is the base of the scaled variants of `rotary`.
         decoder_max_position_embeddings: The same for the decoder's table of `learned`. None means `max_position_embeddings`.
         position_offset: Number of the first position, for `sinusoidal` and `learned`, such as fairseq's padding id plus 1.
         type_vocab_size: Rows of BERT's table of token types, the first of which is added to `learned`. None means no table.

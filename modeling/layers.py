@@ -189,8 +189,6 @@ class MetaphraseAttention(nn.Module):
 
         Args:
             hidden_states: Input of the queries, `(batch, query, hidden)`.
-            position_embeddings: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
-            attention_mask: Mask for the kernel in use.
             encoder_hidden_states: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`, or, beside
                 the hidden states, of a merged attention. Each source serves `copies` consecutive rows of the batch.
             packing: The sequences of packed rows, which the installed package makes.

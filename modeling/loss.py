@@ -13,7 +13,7 @@ def shift_right(
     target_lengths: torch.Tensor | None = None,
     start_from_labels: bool = False,
 ) -> torch.Tensor:
-    """Make the decoder's input from labels: the start token, then all labels but the last.
+    """Make the decoder's input `(batch, target)` from labels: the start token, then all labels but the last.
 
     Args:
         labels: Ids `(batch, target)`, -100 at positions without a label.
@@ -21,9 +21,6 @@ def shift_right(
         target_lengths: Tokens of each target in a packed row, `(targets)`. Each target gets a start token.
         start_from_labels: True to start with the last label of a target instead. This is a language code in mBART (Liu et al.
             2020, section 2.2, arXiv 2001.08210).
-
-    Returns:
-        Ids `(batch, target)`.
     """
     if pad_token_id is None or (decoder_start_token_id is None and not start_from_labels):
         raise ValueError("`pad_token_id` and `decoder_start_token_id` must be set in the configuration, got None.")
@@ -59,7 +56,7 @@ def sequence_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the labels, in float32.
+    """Return the mean cross-entropy of the labels, a scalar in float32, 0 without labels.
 
     Args:
         logits: `(batch, target, vocab)`.
@@ -67,9 +64,6 @@ def sequence_loss(
         num_items_in_batch: Number of labels in all batches of an optimizer step. Dividing by this number makes the losses of
             accumulated batches add up to the loss of one large batch. None divides by the labels of this batch.
         label_smoothing: Probability to spread over the vocabulary, in [0, 1) (Szegedy et al. 2016, section 7, arXiv 1512.00567).
-
-    Returns:
-        A scalar, 0 without labels.
     """
     labels = labels.to(logits.device)
     total = nn.functional.cross_entropy(

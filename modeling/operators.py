@@ -1,7 +1,6 @@
 """Normalization, limits of float16, and the operators that the installed `metaphrase` package replaces by faster code.
 
-A copy of the network on the Hub runs the plain functions of this file. `import metaphrase` plugs in `ops/` and `decoding/`, which
-compute the same.
+A copy on the Hub runs these plain functions. `import metaphrase` plugs in `ops/` and `decoding/`, which compute the same.
 """
 
 from types import SimpleNamespace

@@ -18,7 +18,7 @@ from transformers.pipelines.base import Pipeline
 DEFAULT_NUM_BEAMS = 4
 DEFAULT_MAX_NEW_TOKENS = 256
 _OPTIONS_WITHOUT_BEAMS = {"assistant_model", "prompt_lookup_num_tokens", "streamer"}
-# The folder of a separate target tokenizer, beside the source tokenizer, and its mark in the source tokenizer.
+# The folder of a separate target tokenizer, and its mark in the source tokenizer.
 _TARGET_SUBFOLDER = "target_tokenizer"
 
 
@@ -28,7 +28,6 @@ class Text2TextGenerationPipeline(Pipeline):
     By default, targets have up to 256 tokens, from beam search with 4 beams.
 
     Args:
-        model: An encoder-decoder with `generate()`.
         tokenizer: Tokenizer of the sources, or a pair of tokenizers with the attributes `source` and `target`.
         target_tokenizer: Tokenizer of the targets. By default the one saved beside the source tokenizer, or else `tokenizer`.
         task: Name of the task, whose `task_specific_params` in the model's configuration apply.

@@ -46,8 +46,7 @@ class ScaledEmbedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
-        # peft's adapters read this name.
-        self.embed_scale = scale
+        self.embed_scale = scale  # peft's adapters read this name
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         embeddings = super().forward(input_ids)
@@ -415,10 +414,7 @@ def make_position_ids(
 def apply_sliding_window(
     attention_mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int
 ) -> torch.Tensor:
-    """Hide the keys outside of a window from a mask of the kernels `eager` and `sdpa`, `(batch, 1, query, key)`, or None for all.
-
-    The distances from queries to keys are `(1 or batch, query, key)`.
-    """
+    """Hide the keys outside of a window from a mask of `eager` or `sdpa`, by distances `(1 or batch, query, key)`."""
     is_near = ((distances >= -left) & (distances <= right))[:, None]
     if attention_mask is None:
         return is_near
