@@ -26,10 +26,9 @@ from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
 from metaphrase.training.techniques import is_adapted, smooths_labels
 from metaphrase.training.training_loss import TrainingLoss
 

@@ -21,10 +21,15 @@ from metaphrase.decoding.prepacked_weights import (
     prepared_copies,
 )
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
-from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, fold_copies, unfold_copies
+from metaphrase.modeling.layers import (
+    MetaphraseAttention,
+    MetaphraseDecoderLayer,
+    MetaphraseSSRU,
+    fold_copies,
+    unfold_copies,
+)
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
-from metaphrase.modeling.recurrence import MetaphraseSSRU
 from metaphrase.modeling.stacks import MetaphraseDecoder
 from metaphrase.ops.linear_and_dropout import is_hooked
 
