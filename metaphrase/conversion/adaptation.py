@@ -65,8 +65,6 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 
 
 class _Base(NamedTuple):
-    """A decoder-only model, and its layers that one stack takes."""
-
     folder: Path
     config: PreTrainedConfig
     weights: WeightFiles
@@ -96,7 +94,6 @@ class _Base(NamedTuple):
         }
 
     def stack_fields(self, stack: str) -> dict[str, Any]:
-        """Return the fields of one stack."""
         theirs = self.config
         types = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
         types = [types[index] for index in self.layers]
@@ -144,9 +141,6 @@ def adapt(
         overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
-    Returns:
-        The path of the folder.
-
     Raises:
         ValueError: If the models cannot be adapted, or do not fit each other.
         OSError: If a model cannot be read.
@@ -162,7 +156,8 @@ def adapt(
         contextlib.ExitStack() as files,
     ):
         bases = {stack: _read_base(folders[stack], layers[stack], f"{stack}_layers", files) for stack in STACKS}
-        tokenizers = _adapt_tokenizers(bases)
+        source, target = (_adapt_tokenizer(bases[stack].folder) for stack in STACKS)
+        tokenizers = TokenizerPair(source, source if target.get_vocab() == source.get_vocab() else target)
         widths = {base.config.hidden_size for base in bases.values()}
         cross_attention = cross_attention or ("copied" if len(widths) == 1 else "new")
         config = _make_config(bases, tokenizers, cross_attention == "merged", dropout)
@@ -189,13 +184,8 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     return _Base(folder, config, WeightFiles(folder, files), layers)
 
 
-def _adapt_tokenizers(bases: dict[str, _Base]) -> TokenizerPair:
-    """Return tokenizers that end a text with the end of sequence, and put nothing in front. One serves both sides if it can."""
-    source, target = (_adapt_tokenizer(bases[stack].folder) for stack in STACKS)
-    return TokenizerPair(source, source if target.get_vocab() == source.get_vocab() else target)
-
-
 def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that ends a text with the end of sequence, and puts nothing in front."""
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     end = theirs.eos_token
     if end is None or not theirs.is_fast:
@@ -243,11 +233,13 @@ def _make_config(
 
 
 def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is_new: bool) -> dict[str, PlannedTensor]:
-    """Plan the weights of a skeleton."""
     planned = {}
     for number, name in enumerate(stored_names(model)):
         base = bases["encoder" if name.startswith("model.encoder.") else "decoder"]
-        theirs, shape, kinds = _counterpart(name, base), model.get_parameter(name).shape, base.weights.kinds
+        shape, kinds, layers = model.get_parameter(name).shape, base.weights.kinds, base.layers
+        is_around = BASES[base.config.model_type].get("norm_position") == "both"
+        theirs = rename(name, _NAMES_AROUND if is_around else _NAMES)
+        theirs = re.sub(r"(?<=layers\.)\d+", lambda number, layers=layers: str(layers[int(number[0])]), theirs)
         of_new_attention = name.partition(".cross_attn.")[2] if is_new else ""
         like = base.weights.read(_NORM)
         is_bias_of_output = name.endswith("o_proj.bias") and base.config.model_type == "qwen2"
@@ -265,10 +257,3 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
 
 def _draw(like: torch.Tensor, shape: torch.Size, std: float, seed: int) -> torch.Tensor:
     return like.new_empty(shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))
-
-
-def _counterpart(name: str, base: _Base) -> str:
-    """Return the weight of a decoder-only model for one of ours."""
-    is_around = BASES[base.config.model_type].get("norm_position") == "both"
-    theirs = rename(name, _NAMES_AROUND if is_around else _NAMES)
-    return re.sub(r"(?<=layers\.)\d+", lambda number: str(base.layers[int(number[0])]), theirs)

@@ -27,6 +27,7 @@ from metaphrase.conversion.checkpoints import (
     find_folder,
     matches_any,
     new_folder,
+    open_weights,
     our_skeleton,
     shapes,
     skeleton,
@@ -44,9 +45,7 @@ from metaphrase.conversion.families.family import (
     Family,
     Weights,
 )
-from metaphrase.conversion.marian.files import find_model_file
-from metaphrase.conversion.marian.network import MARIAN_FILE, read_marian, write_marian
-from metaphrase.conversion.torch_weights import open_weights
+from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
@@ -87,9 +86,6 @@ def convert(
         revision: Branch, tag or commit on the Hub.
         overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
-
-    Returns:
-        The path of the folder.
 
     Raises:
         ValueError: If the family is unknown, the model does not fit it, or the weights are not those of its class.

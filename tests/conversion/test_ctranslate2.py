@@ -13,12 +13,12 @@ from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
-from metaphrase.conversion.ctranslate2.export import (
+from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
+from metaphrase.conversion.ctranslate2 import (
     export_ctranslate2,
     find_obstacles,
     make_spec,
 )
-from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
 from metaphrase.inference import Generator, decode
 from metaphrase.modeling import MetaphraseConfig

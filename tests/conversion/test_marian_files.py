@@ -27,7 +27,7 @@ from tiny_generator import SOURCES
 from transformers import AutoTokenizer
 
 from metaphrase.conversion import convert
-from metaphrase.conversion.marian.files import read_model_file, read_vocabularies
+from metaphrase.conversion.marian import read_model_file, read_vocabularies
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.scripts.__main__ import run

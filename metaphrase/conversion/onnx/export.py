@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from metaphrase.conversion.exports import export_folder, position_table
+from metaphrase.conversion.checkpoints import export_folder, position_table
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SSRU, STACKS
 from metaphrase.modeling.positions import has_changing_rotation
@@ -52,9 +52,6 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         source: Folder or Hub id of a Metaphrase model.
         output: The folder to write.
         overwrite: True to replace an `output` that this package wrote.
-
-    Returns:
-        The path of the folder.
 
     Raises:
         ValueError: If ONNX cannot express the model, weights are missing, or an argument is invalid.
