@@ -187,10 +187,7 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
 def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Return a tokenizer that ends a text with the end of sequence, and puts nothing in front."""
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    end = theirs.eos_token
-    if end is None or not theirs.is_fast:
-        raise ValueError(f"A tokenizer must be fast and have an `eos_token`, got {type(theirs).__name__} in {folder}.")
-    backend = theirs.backend_tokenizer
+    end, backend = theirs.eos_token, theirs.backend_tokenizer
     backend.post_processor = processors.TemplateProcessing(
         single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, theirs.eos_token_id)]
     )

@@ -191,13 +191,11 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         # Only files of torch 1.6 and later can be mapped.
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
         raise ValueError(
-            f"{path} must be a whole file of tensors alone, since other content could run code."
+            f"{path} must be a whole file of named tensors alone, since other content could run code."
         ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise ValueError(f"{path} must hold tensors by their names, got {type(tensors).__name__}.")
-    return tensors
 
 
 def export_folder(
