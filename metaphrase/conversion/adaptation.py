@@ -16,19 +16,7 @@ from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME
 
-from metaphrase.conversion.checkpoints import (
-    DEFAULT_SHARD_SIZE,
-    LICENCES,
-    OURS,
-    check_names,
-    check_shape,
-    copy_files,
-    find_folder,
-    new_folder,
-    skeleton,
-    stored_names,
-    write_ours,
-)
+from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import are_equal, rename
 from metaphrase.conversion.families.two_stacks import T5Gemma, T5Gemma2
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -121,7 +109,7 @@ def adapt(
     cross_attention: CrossAttention | None = None,
     dropout: float = 0.1,
     overwrite: bool = False,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = checkpoints.DEFAULT_SHARD_SIZE,
 ) -> Path:
     """Make an encoder-decoder of the layers of decoder-only models. It needs training: its cross-attention knows nothing.
 
@@ -149,10 +137,10 @@ def adapt(
         raise ValueError(
             f"`cross_attention` must be one of {', '.join(get_args(CrossAttention))}, got {cross_attention!r}."
         )
-    folders = {"decoder": find_folder(base), "encoder": find_folder(encoder or base)}
+    folders = {"decoder": checkpoints.find_folder(base), "encoder": checkpoints.find_folder(encoder or base)}
     layers = {"decoder": decoder_layers, "encoder": encoder_layers}
     with (
-        new_folder(Path(output), [*folders.values()], overwrite, ADAPTATION_NAME, "adapted") as partial,
+        checkpoints.new_folder(Path(output), [*folders.values()], overwrite, ADAPTATION_NAME, "adapted") as partial,
         contextlib.ExitStack() as files,
     ):
         bases = {stack: _read_base(folders[stack], layers[stack], f"{stack}_layers", files) for stack in STACKS}
@@ -161,12 +149,14 @@ def adapt(
         widths = {base.config.hidden_size for base in bases.values()}
         cross_attention = cross_attention or ("copied" if len(widths) == 1 else "new")
         config = _make_config(bases, tokenizers, cross_attention == "merged", dropout)
-        model = skeleton(MetaphraseForConditionalGeneration, config)
+        model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
         planned = _plan(model, bases, is_new=cross_attention == "new")
-        write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
+        checkpoints.write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
         tokenizers.save_pretrained(partial)
-        copy_files(folders["decoder"], partial, LICENCES)
-        write_provenance(partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": OURS})
+        checkpoints.copy_files(folders["decoder"], partial, checkpoints.LICENCES)
+        write_provenance(
+            partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": checkpoints.OURS}
+        )
     return Path(output)
 
 
@@ -231,7 +221,7 @@ def _make_config(
 
 def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is_new: bool) -> dict[str, PlannedTensor]:
     planned = {}
-    for number, name in enumerate(stored_names(model)):
+    for number, name in enumerate(checkpoints.stored_names(model)):
         base = bases["encoder" if name.startswith("model.encoder.") else "decoder"]
         shape, kinds, layers = model.get_parameter(name).shape, base.weights.kinds, base.layers
         is_around = BASES[base.config.model_type].get("norm_position") == "both"
@@ -245,8 +235,8 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
         elif of_new_attention in ("k_proj.weight", "v_proj.weight"):
             make = functools.partial(_draw, like, shape, model.config.initializer_range, number)
         else:
-            check_names([theirs], kinds)
-            check_shape(theirs, kinds[theirs].shape, tuple(shape))
+            checkpoints.check_names([theirs], kinds)
+            checkpoints.check_shape(theirs, kinds[theirs].shape, tuple(shape))
             make = functools.partial(base.weights.read, theirs)
         planned[name] = PlannedTensor(shape.numel() * like.itemsize, make)
     return planned

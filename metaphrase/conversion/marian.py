@@ -26,15 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME
 
-from metaphrase.conversion.checkpoints import (
-    check_names,
-    check_shape,
-    our_skeleton,
-    shapes,
-    skeleton,
-    stored_names,
-    write_ours,
-)
+from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
@@ -118,11 +110,11 @@ def _read_bin(path: Path) -> dict[str, np.ndarray]:
     _, num_items = read("<u8", 2).tolist()
     headers = read("<u8", 4 * num_items).reshape(-1, 4).tolist()
     names = [read("u1", name_length).tobytes().rstrip(b"\0").decode() for name_length, *_ in headers]
-    shapes = [tuple(read("<u4", rank).tolist()) for _, _, rank, _ in headers]
+    array_shapes = [tuple(read("<u4", rank).tolist()) for _, _, rank, _ in headers]
     [padding] = read("<u8", 1).tolist()
     read("u1", padding)
     arrays = {}
-    for name, shape, (_, kind, _, nbytes) in zip(names, shapes, headers, strict=True):
+    for name, shape, (_, kind, _, nbytes) in zip(names, array_shapes, headers, strict=True):
         data, size = read("u1", nbytes), math.prod(shape)
         if kind == _FLOAT32:
             arrays[name] = data[: 4 * size].view("<f4").reshape(shape)
@@ -510,18 +502,18 @@ def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
     decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
     if isinstance(decoder_layers, int | str) or len(decoder_layers) != config.decoder_layers:
         _refuse("transformer-tied-layers", f"{config.decoder_layers} layers", decoder_layers)
-    model = skeleton(MetaphraseForConditionalGeneration, config)
-    our_shapes = shapes(model)
-    names = {name: _marian_name(name, config, decoder_layers) for name in stored_names(model)}
-    check_names(names.values(), weights, {*names.values()})
+    model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
+    our_shapes = checkpoints.shapes(model)
+    names = {name: _marian_name(name, config, decoder_layers) for name in checkpoints.stored_names(model)}
+    checkpoints.check_names(names.values(), weights, {*names.values()})
     planned = {}
     for name, theirs in names.items():
-        check_shape(theirs, weights[theirs].shape, _marian_shape(name, our_shapes[name]))
+        checkpoints.check_shape(theirs, weights[theirs].shape, _marian_shape(name, our_shapes[name]))
         planned[name] = PlannedTensor(weights[theirs].nbytes, functools.partial(_to_ours, name, weights[theirs]))
     # Marian writes no unknown token, and has the limit of 512 tokens in models of OPUS-MT.
     ids = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
     generation = GenerationConfig(**ids, max_length=512, suppress_tokens=[tokenizers.target.unk_token_id])
-    write_ours(output, model, planned, generation, max_shard_size)
+    checkpoints.write_ours(output, model, planned, generation, max_shard_size)
     tokenizers.save_pretrained(output)
     shortlists = sorted(file.parent.glob("lex*.bin"))
     if len(shortlists) == 1:
@@ -539,7 +531,7 @@ def write_marian(folder: Path, output: Path) -> None:
     arrays = {OPTIONS_NAME: np.frombuffer(text, np.int8)}
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
-        for name in stored_names(our_skeleton(folder, weights)):
+        for name in checkpoints.stored_names(checkpoints.our_skeleton(folder, weights)):
             theirs = _marian_name(name, config, range(1, config.decoder_layers + 1))
             arrays[theirs] = _to_marian(name, weights.read(name))
     np.savez(output / "model.npz", **arrays)

@@ -14,19 +14,7 @@ from tokenizers import pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from metaphrase.conversion.checkpoints import (
-    DEFAULT_SHARD_SIZE,
-    LICENCES,
-    OURS,
-    PROVENANCE_NAME,
-    copy_files,
-    find_folder,
-    new_folder,
-    our_skeleton,
-    skeleton,
-    stored_names,
-    write_ours,
-)
+from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
 from metaphrase.conversion.folders import convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -53,7 +41,7 @@ def trim_vocabulary(
     *,
     revision: str | None = None,
     overwrite: bool = False,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = checkpoints.DEFAULT_SHARD_SIZE,
 ) -> Path:
     """Write a Metaphrase model with only the tokens that texts use. A model of a known family is converted first.
 
@@ -72,9 +60,9 @@ def trim_vocabulary(
         ValueError: If the files hold no text, or the model's tokenizer cannot be trimmed.
         OSError: If the model or a file cannot be read.
     """
-    folder = find_folder(source, revision)
+    folder = checkpoints.find_folder(source, revision)
     with (
-        new_folder(Path(output), [folder], overwrite, PROVENANCE_NAME, "converted") as partial,
+        checkpoints.new_folder(Path(output), [folder], overwrite, checkpoints.PROVENANCE_NAME, "converted") as partial,
         contextlib.ExitStack() as opened,
     ):
         check_model_folder(folder)
@@ -99,20 +87,20 @@ def trim_vocabulary(
             used.update(*tokenizers.encode_sources(batch))
         used |= _needed_ids(tokenizer, used)
         whole = folder
-        if fields["model_type"] != OURS:
+        if fields["model_type"] != checkpoints.OURS:
             whole = convert(folder, partial / _WHOLE, max_shard_size=max_shard_size)
         weights = WeightFiles(whole, opened)
-        config = our_skeleton(whole, weights).config.to_dict()
+        config = checkpoints.our_skeleton(whole, weights).config.to_dict()
         generation = read_json(whole / GENERATION_CONFIG_NAME)
         for settings in (config, generation):
             _map_ids(settings, used.add)
         ids, size = sorted(used), config["vocab_size"]
         new_ids = {index: new for new, index in enumerate(ids)}
         config = _map_ids(config, new_ids.get) | {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
-        model = skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
-        planned = {name: _plan(name, weights, ids) for name in stored_names(model)}
+        model = checkpoints.skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
+        planned = {name: _plan(name, weights, ids) for name in checkpoints.stored_names(model)}
         generation = GenerationConfig.from_dict(_map_ids(generation, new_ids.get))
-        write_ours(partial, model, planned, generation, max_shard_size)
+        checkpoints.write_ours(partial, model, planned, generation, max_shard_size)
         tokenizers.save_pretrained(partial)
         path = partial / "tokenizer.json"
         write_json(path, _trim_state(read_json(path), new_ids))
@@ -122,9 +110,11 @@ def trim_vocabulary(
         rows = [[new_ids[index] for index in row] for row in tokenizers.encode_sources(first_texts)]
         if trimmed.source.get_vocab() != kept or trimmed.encode_sources(first_texts) != rows:
             raise ValueError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
-        copy_files(folder, partial, LICENCES)
+        checkpoints.copy_files(folder, partial, checkpoints.LICENCES)
         shutil.rmtree(partial / _WHOLE, ignore_errors=True)
-        write_provenance(partial / PROVENANCE_NAME, source, **{"from": fields["model_type"], "to": OURS})
+        write_provenance(
+            partial / checkpoints.PROVENANCE_NAME, source, **{"from": fields["model_type"], "to": checkpoints.OURS}
+        )
     before, after = (sum(tensor.nbytes for tensor in tensors.values()) / 1e6 for tensors in (weights.kinds, planned))
     logger.info("Kept %d of %d tokens. The weights have %.1f MB, %.1f MB less.", len(ids), size, after, before - after)
     return Path(output)

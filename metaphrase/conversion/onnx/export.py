@@ -108,7 +108,6 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
 
 
 def run_step(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the outputs of a decoding step by their names."""
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
@@ -138,13 +137,14 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: f
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
-    """Return rotations that ONNX cannot express, because a graph has fixed frequencies, and recurrences."""
+    """Return the options that ONNX cannot express."""
+    obstacles = []
     if config.decoder_self_attention == SSRU:
-        return ["`decoder_self_attention` 'ssru', whose cache has other tensors"]
-    if not has_changing_rotation(config):
-        return []
-    kind = config.rope_parameters["rope_type"]
-    return [f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length"]
+        obstacles.append("`decoder_self_attention` 'ssru', whose cache has other tensors")
+    if has_changing_rotation(config):
+        kind = config.rope_parameters["rope_type"]
+        obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
+    return obstacles
 
 
 class EncoderGraph(nn.Module):

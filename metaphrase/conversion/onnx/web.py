@@ -106,11 +106,7 @@ def export_web(
 
 
 def web_config(config: MetaphraseConfig) -> dict[str, object]:
-    """Return the configuration that transformers.js reads.
-
-    The library knows families by name only. BART's has the tensors of every encoder-decoder with a kv cache, and the
-    names of its fields are ours.
-    """
+    """Return the configuration that transformers.js reads. Of the families that it knows, BART has our tensors and fields."""
     names = ("encoder_layers", "encoder_attention_heads", "decoder_layers", "decoder_attention_heads")
     names += ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     return {
