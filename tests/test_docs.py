@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from metaphrase.conversion import adapt, convert
-from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.conversion.families import FAMILIES, REFUSED
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.filtering.lexicon import make_vocabulary_map

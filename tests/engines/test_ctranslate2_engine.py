@@ -9,7 +9,7 @@ from tiny_generator import save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.engines import ctranslate2_engine as options_module
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine, translate_options
 from metaphrase.inference import Generator, decode

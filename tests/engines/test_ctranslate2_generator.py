@@ -12,7 +12,7 @@ import torch
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
-from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts import evaluate

@@ -52,7 +52,7 @@ def test_targets_hold_tokens_that_a_batch_permits(folder, batch_size, options):
 def test_ctranslate2_writes_the_tokens_of_torch(folder, options, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     pytest.importorskip("ctranslate2")
-    from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+    from metaphrase.conversion.ctranslate2 import export_ctranslate2
 
     monkeypatch.setattr(engine_choice, "MIN_SENTENCES", 1)
     loading = {"use_vmap": True, "batch_size": 2}

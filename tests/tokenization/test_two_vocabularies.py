@@ -10,7 +10,7 @@ from tiny_generator import SOURCES, TARGETS
 from transformers import AutoTokenizer, FSMTTokenizer, MarianTokenizer, pipeline
 
 from metaphrase.conversion import convert
-from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair, words_of_source
 

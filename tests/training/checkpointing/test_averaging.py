@@ -115,7 +115,7 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
     (short / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-1])
     for folder, message in (
         (good, "`folders` must be at least two, and different, got"),
-        (tmp_path / "none", "must be a folder that exists, got .*none"),
+        (tmp_path / "none", "must hold model.safetensors or .*, got neither in .*none"),
         (adapter, "must hold whole weights, got an adapter in .*: merge it first"),
         (short, "must hold whole weights, got .*short"),
     ):
