@@ -19,6 +19,7 @@ from pathlib import Path
 
 import datasets
 import psutil
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.data.pairs import READERS, data_seed
@@ -35,7 +36,7 @@ from metaphrase.training.checkpoints import last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.output_dir import holds_run, refuse_single_run, with_fields_of_run
+from metaphrase.training.output_dir import holds_run, with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, choose_plainly, describe_fields, load_recipe
 
 logger = logging.getLogger(__name__)
@@ -156,9 +157,12 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
         logger.info("%s holds nothing to resume from: the run starts from the beginning.", folder)
         recipe = recipe.replace(resume_from_checkpoint=None)
     recipe = with_fields_of_run(recipe, folder)
-    # Without the ring that measures, a recipe gets plain defaults.
-    complete = plugin("choose")
-    experiment, choices = (complete or _with_defaults)(recipe, is_dry_run, started)
+    if (complete := plugin("choose")) is not None:
+        experiment, choices = complete(recipe, is_dry_run, started)
+    else:
+        # Without the ring that measures, a recipe gets plain defaults.
+        recipe = recipe if recipe.resume_from_checkpoint else choose_plainly(recipe)
+        experiment, choices = Experiment(recipe, is_dry_run, started), []
     is_main_process = experiment.arguments.process_index == 0
     if choices and is_main_process:
         options = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
@@ -182,10 +186,6 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
     return experiment, result
 
 
-def _with_defaults(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment, list[str]]:
-    return Experiment(recipe if recipe.resume_from_checkpoint else choose_plainly(recipe), is_dry_run, started), []
-
-
 def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: float) -> None:
     """Train models that differ in the seed alone, and score their ensemble.
 
@@ -195,7 +195,11 @@ def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: fl
     if num_seeds < 1 or recipe.objective != "pairs":
         raise ValueError(f"`num_seeds` must be at least 1, and 1 for an objective other than pairs, got {num_seeds}.")
     folder, scores = Path(recipe.output_dir), {}
-    refuse_single_run(folder)
+    if holds_run(folder) or (folder / CONFIG_NAME).is_file():
+        # Its scores would be replaced.
+        raise ValueError(
+            f"`output_dir` must not hold a single run or model with `num_seeds`, got {folder}. Pass another by --output_dir."
+        )
     fields = {"data_seed": data_seed(recipe), "resume_from_checkpoint": recipe.resume_from_checkpoint}
     if recipe.time_budget is not None:
         fields["time_budget"] = f"{parse_seconds(recipe.time_budget) / num_seeds:.0f}s"

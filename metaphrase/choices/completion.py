@@ -16,6 +16,7 @@ from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.choices.rules import (
     SIZES,
     STRATEGIES,
+    CorpusProfile,
     Size,
     StepCost,
     TokenProfile,
@@ -29,7 +30,7 @@ from metaphrase.choices.rules import (
     tokens_per_update,
     with_network,
 )
-from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_validation, split_pairs
+from metaphrase.data.pairs import SIDES, data_seed, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.memory import free_main_memory
 from metaphrase.evaluation.evaluate import ValidationSample

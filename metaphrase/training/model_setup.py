@@ -3,8 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -26,15 +25,8 @@ _TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small",
 _TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
 
 
-@dataclass(frozen=True)
-class Data:
-    """Data of a run: texts, tokenizers, and token ids.
-
-    Attributes:
-        corpus: The texts by split, with the reports on them.
-        tokenizers: The tokenizers of both sides.
-        encoded: The token ids by split.
-    """
+class Data(NamedTuple):
+    """Data of a run: the texts, with the reports on them, the tokenizers, and the token ids by split."""
 
     corpus: PairCorpus
     tokenizers: TokenizerPair
@@ -150,7 +142,10 @@ def fit_vocabulary(
     fields = tokenizers.config_fields()
     source = fields["vocab_size"]
     target = fields["decoder_vocab_size"] or source
-    if not _has_two_vocabularies(model):
+    decoder = model.get_decoder()
+    # FSMT's decoder is a plain module.
+    embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else decoder.embed_tokens
+    if embedding.weight is model.get_input_embeddings().weight:
         source = target = max(source, target)
     rows = model.get_input_embeddings().num_embeddings
     if source > rows:
@@ -167,13 +162,6 @@ def fit_vocabulary(
     # The method of other families has no options.
     options = {} if with_weights else {"mean_resizing": False}
     model.resize_decoder_token_embeddings(target, **options)
-
-
-def _has_two_vocabularies(model: PreTrainedModel) -> bool:
-    decoder = model.get_decoder()
-    # FSMT's decoder is a plain module.
-    embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else decoder.embed_tokens
-    return embedding.weight is not model.get_input_embeddings().weight
 
 
 def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
@@ -208,13 +196,8 @@ def set_generation_config(
     """Set the generation settings of a model such that transformers can save them with each checkpoint.
 
     transformers refuses to save settings that contradict each other. Settings of a base model without effect, such as the
-    `length_penalty` of a summarizer in greedy search, are removed with a warning.
-
-    Args:
-        model: Its generation config is changed.
-        recipe: Its settings replace those of the model.
-        max_length: Maximum decoded tokens, start token included.
-        languages: Result of `set_languages`.
+    `length_penalty` of a summarizer in greedy search, are removed with a warning. `max_length` counts the start token too, and
+    `languages` is the result of `set_languages`.
     """
     config = model.generation_config
     names = ("num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "repetition_penalty")
@@ -230,13 +213,8 @@ def set_generation_config(
             f"`length_penalty` must come with `num_beams` above 1, got {options['length_penalty']} and {config.num_beams or 1}."
         )
     remove_ineffective_settings(config)
-    try:
-        config.validate(strict=True)
-    except ValueError as error:
-        raise ValueError(
-            f"The generation settings of {recipe.model_name_or_path or 'the model'} must be such that transformers saves them. "
-            f"It says: {error}"
-        ) from error
+    # An error names the setting.
+    config.validate(strict=True)
 
 
 def remove_ineffective_settings(config: GenerationConfig) -> None:

@@ -471,12 +471,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
         self._set_best_folder(Path(resume_from_checkpoint).parent)
-        progress = checkpoints.read_progress(resume_from_checkpoint)
+        settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
+        self._resumed = progress = checkpoints.read_progress(resume_from_checkpoint, settings, self._data_layout())
         if progress is None:
             return epoch, batches
-        settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
-        checkpoints.check_progress(progress, settings, self._data_layout())
-        self._resumed = progress
         is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
         return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)

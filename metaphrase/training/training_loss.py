@@ -32,8 +32,6 @@ class TrainingLoss:
         num_items_in_batch: torch.Tensor | int | None,
     ) -> torch.Tensor:
         """Return the mean loss of the labels `(batch, target)`, from the decoder's output `(batch, target, hidden)`."""
-        if self.r_drop_alpha:
-            check_halves(labels.flatten())
         divisor = num_items(labels, num_items_in_batch, hidden_states.device)
         # A compiler fuses the plain loss.
         projected_loss = None if torch.compiler.is_compiling() else plugin("projected_loss")
@@ -50,17 +48,6 @@ class TrainingLoss:
         return loss
 
 
-def check_halves(labels: torch.Tensor) -> None:
-    """Check that the second half of the labels `(labels,)` equals the first half.
-
-    On an accelerator only the number is checked, since values would have to wait.
-    """
-    half = labels.shape[0] // 2
-    is_even = labels.shape[0] == 2 * half
-    if not is_even or (labels.device.type == "cpu" and not torch.equal(labels[:half], labels[half:])):
-        raise ValueError("With `r_drop_alpha`, the second half of a batch must be the first again, got other labels.")
-
-
 def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
 
@@ -68,7 +55,6 @@ def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
     Source: Liang et al. 2021, equation 2, arXiv 2106.14448.
     """
-    check_halves(labels)
     is_label = (labels != IGNORED_LABEL).to(logits.device)[:, None]
     # Ignored rows become zeros, since infinite logits would give NaN even with a weight of 0.
     first, second = nn.functional.log_softmax(torch.where(is_label, logits, 0.0).float(), dim=-1).chunk(2)

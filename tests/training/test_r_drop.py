@@ -122,13 +122,6 @@ def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
     torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_that_is_not_repeated_is_refused():
-    model = tiny_model().train()
-    batch = random_batch(model.config, with_labels=True)
-    with pytest.raises(ValueError, match="the second half of a batch must be the first again"):
-        model(**batch, loss_of_states=TrainingLoss(r_drop_alpha=1.0))
-
-
 def perturbed_model():
     model = tiny_model(initializer_range=0.2).train()
     model.get_encoder().embed_tokens.register_forward_hook(perturb_second_half)
