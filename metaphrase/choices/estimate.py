@@ -27,11 +27,11 @@ from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.compat import CHECKPOINTING
+from metaphrase.training.distributed import is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.techniques import is_adapted, smooths_labels
-from metaphrase.training.training_loss import TrainingLoss
+from metaphrase.training.training_loss import TrainingLoss, smooths_labels
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Number of largest batches by each size.

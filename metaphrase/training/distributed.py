@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.storage.weight_files import weight_names
-from metaphrase.training.techniques import import_peft, is_adapted
 
 # Processes
 
@@ -113,6 +112,11 @@ def as_plain_class(model: nn.Module) -> Iterator[None]:
         model.__class__ = sharded
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Return True if a model is a peft model with adapters. peft need not be installed."""
+    return any(base.__module__.startswith("peft.") and base.__name__ == "PeftModel" for base in type(model).__mro__)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """True if each process holds only a share of the weights, by FSDP or by DeepSpeed's stage 3."""
     return isinstance(model, FSDPModule) or _is_partitioned(model)
@@ -161,7 +165,9 @@ def _new_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of this configuration and adapter, with weights of its own."""
     if not is_adapted(model):
         return _plain_class(model)(model.config)
-    return import_peft().get_peft_model(_new_model(model.get_base_model()), model.active_peft_config)
+    import peft
+
+    return peft.get_peft_model(_new_model(model.get_base_model()), model.active_peft_config)
 
 
 def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
+from transformers.utils import is_peft_available
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
@@ -54,7 +56,7 @@ from metaphrase.training.checkpoints import (
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.distributed import load_whole_weights
+from metaphrase.training.distributed import is_adapted, load_whole_weights
 from metaphrase.training.model_setup import (
     Data,
     longest_sequences,
@@ -69,8 +71,7 @@ from metaphrase.training.output_dir import (
 )
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
-from metaphrase.training.techniques import FrozenStart, check_optimizer, import_peft, is_adapted, merge_lora
-from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +126,8 @@ class Experiment:
             for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
                 if getattr(recipe, name) is not None:
                     refuse_missing_folder(getattr(recipe, name), name)
-            if recipe.lora_rank is not None:
-                import_peft()
+            if recipe.lora_rank is not None and not is_peft_available():
+                raise ImportError("LoRA needs peft, which is not installed: pip install metaphrase[lora]")
             self.corpus = open_corpus(recipe, self.arguments, longest_sequences(recipe))
             recipe = self.corpus.recipe
         else:
@@ -341,7 +342,7 @@ def make_trainer(
         if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
             sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
     if recipe.freeze and recipe.freeze_steps is not None:
-        callbacks.append(FrozenStart(recipe.freeze, recipe.freeze_steps))
+        callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
     callbacks.append(TrainingAlerts(scores.metrics))
     trainer = MetaphraseTrainer(
         model=model,
@@ -434,3 +435,16 @@ def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path)
         model = merge_lora(model, run)
         tokenizers.save_pretrained(run)
     return model
+
+
+def merge_lora(model: PreTrainedModel, output: str | Path) -> PreTrainedModel:
+    """Add an adapter to its base weights in place, save the sum as a model that needs no peft, and return it."""
+    is_tied = model.config.tie_word_embeddings
+    with warnings.catch_warnings():
+        # peft compares the output projection with the encoder's embedding, which is wrong for two vocabularies.
+        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+        merged = model.merge_and_unload(safe_merge=True)
+    merged.config.tie_word_embeddings = is_tied
+    merged.requires_grad_(True)
+    merged.save_pretrained(output)
+    return merged

@@ -10,13 +10,14 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, Pr
 
 from metaphrase.inference.progress import has_bar
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.plugins import needed_plugin
 from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.loading import load_pretrained, naming
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.distributed import whole_shape
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.techniques import ALL_LINEAR, add_lora, check_r_drop, freeze
+from metaphrase.training.training_loss import check_r_drop
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,10 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
     if recipe.r_drop_alpha:
         check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
     if recipe.freeze and recipe.freeze_steps is None:
-        freeze(model, recipe.freeze)
+        needed_plugin("freeze", "freeze")(model, recipe.freeze)
     if recipe.lora_rank is not None:
-        targets = recipe.lora_target_modules or ALL_LINEAR
-        model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
+        options = recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_target_modules
+        model = needed_plugin("adapter", "lora_rank")(model, *options)
     return model
 
 

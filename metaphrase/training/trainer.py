@@ -23,10 +23,14 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     Seq2SeqTrainer,
+    Trainer,
+    TrainingArguments,
     default_data_collator,
+    get_scheduler,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
+from transformers.training_args import OptimizerNames
 
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
 from metaphrase.data.encoding import data_fingerprint
@@ -60,28 +64,56 @@ from metaphrase.training.distributed import (
     as_plain_class,
     gather_model,
     ignore_repeated_pairs,
+    is_adapted,
     is_data_parallel,
     is_sharded,
     keep_embeddings_together,
     saves_whole_weights,
 )
-from metaphrase.training.techniques import (
-    check_r_drop,
-    is_adapted,
-    optimizer_class_and_options,
-    repeat_batch,
-    smooths_labels,
-)
-from metaphrase.training.training_loss import TrainingLoss
+from metaphrase.training.training_loss import TrainingLoss, check_r_drop, repeat_batch, smooths_labels
 
 logger = logging.getLogger(__name__)
 
+_READ_THE_MODEL = ("lomo", "galore", "apollo")
 # Updates in a row. With float16, an update that overflows is skipped and halves the scale of the loss, which may be 2 ** 24.
 _MOST_UPDATES, _MOST_UPDATES_IN_FLOAT16 = 2, 30
 # Packed rows in half precision have a multiple of this many tokens, so that kernels meet few lengths.
 TOKENS_MULTIPLE = 32
 # Collators that only pad, which a packed row does not need. A subclass may do more.
 _PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
+
+
+def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedModel | None = None) -> tuple:
+    """Return what `Trainer.get_optimizer_cls_and_kwargs` returns, with Adafactor's options, which it ignores.
+
+    `scale_parameter=true` makes an update proportional to the root mean square of the weights, as in T5's training (Shazeer and
+    Stern 2018, section 8, arXiv 1804.04235).
+    """
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    if arguments.optim == OptimizerNames.ADAFACTOR:
+        parts = [part.partition("=") for part in (arguments.optim_args or "").split(",") if part.strip()]
+        options |= {name.strip(): json.loads(value.lower()) for name, _, value in parts}
+    return optimizer_class, options
+
+
+def check_optimizer(arguments: TrainingArguments) -> None:
+    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    if arguments.optim_target_modules or any(name in arguments.optim for name in _READ_THE_MODEL):
+        return
+    owner, field = "optim", "optim_args"
+    try:
+        optimizer_class, options = optimizer_class_and_options(arguments)
+        optimizer = optimizer_class([nn.Parameter(torch.zeros(1))], **options)
+        owner, field = "lr_scheduler_type", "lr_scheduler_kwargs"
+        kwargs = arguments.lr_scheduler_kwargs
+        get_scheduler(arguments.lr_scheduler_type, optimizer, 0, 10, scheduler_specific_kwargs=kwargs)
+    except (ValueError, TypeError) as error:
+        name, value = getattr(arguments, owner).value, getattr(arguments, field)
+        raise ValueError(f"`{field}` must be options of `{owner}` {name}, got {value!r}: {error}") from error
 
 
 class MetaphraseTrainer(Seq2SeqTrainer):

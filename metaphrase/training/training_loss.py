@@ -1,13 +1,18 @@
 """Loss of training: with label smoothing and R-Drop, and in chunks if `metaphrase.ops` is there."""
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration, sequence_loss
 from metaphrase.modeling.loss import num_items
 from metaphrase.plugins import plugin
+from metaphrase.training.distributed import is_adapted
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,47 @@ def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     first, second = nn.functional.log_softmax(torch.where(is_label, logits, 0.0).float(), dim=-1).chunk(2)
     # KL(p, q) + KL(q, p) is the sum of (p - q)(log p - log q).
     return 0.5 * ((first.exp() - second.exp()) * (first - second)).sum()
+
+
+# R-Drop (Liang et al. 2021, section 2, arXiv 2106.14448)
+
+_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
+
+
+def smooths_labels(model: PreTrainedModel) -> bool:
+    """Return True if the model lets `TrainingLoss` compute the loss, as Metaphrase models do."""
+    base = model.get_base_model() if is_adapted(model) else model
+    return "loss_of_states" in inspect.signature(base.forward).parameters
+
+
+def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
+    """Check that R-Drop can train a model.
+
+    Args:
+        model: The model to train.
+        other_dropout: Dropout of an adapter beside the model.
+
+    Raises:
+        ValueError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
+    """
+    if not smooths_labels(model):
+        raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
+    if not other_dropout and not any(getattr(model.config, name) for name in _DROPOUTS):
+        raise ValueError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
+
+
+def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch with all its rows twice.
+
+    Args:
+        inputs: Tensors (B, ...), with `labels` among them. Plain values, and tensors without a row for each pair such as
+            positions (1, T), are not repeated. A packed batch, which has `source_lengths`, is a row (1, tokens) and gets longer.
+    """
+    num_rows, is_packed = len(inputs["labels"]), inputs.get("source_lengths") is not None
+    repeated = {}
+    for name, value in inputs.items():
+        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0
+        if is_batch and (is_packed or len(value) == num_rows):
+            value = torch.cat([value, value], dim=min(value.ndim - 1, 1) if is_packed else 0)
+        repeated[name] = value
+    return repeated

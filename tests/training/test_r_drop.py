@@ -10,8 +10,7 @@ from metaphrase import plugins
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.ops import projected_loss as projected
-from metaphrase.training.techniques import check_r_drop, repeat_batch
-from metaphrase.training.training_loss import TrainingLoss, divergence_of_halves
+from metaphrase.training.training_loss import TrainingLoss, check_r_drop, divergence_of_halves, repeat_batch
 
 
 def perturb_second_half(module, arguments, output):
