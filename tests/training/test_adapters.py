@@ -1,6 +1,7 @@
 """LoRA: what is trained, evaluated and saved, and that merging changes nothing that is said."""
 
 import json
+import sys
 
 import pytest
 import small_trainers
