@@ -30,7 +30,7 @@ from metaphrase.choices.rules import (
     tokens_per_update,
     with_network,
 )
-from metaphrase.data.pairs import SIDES, data_seed, possible_validation, split_pairs
+from metaphrase.data.pairs import SIDES, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.memory import free_main_memory
 from metaphrase.evaluation.evaluate import ValidationSample
@@ -99,8 +99,9 @@ def _prepare(recipe: Recipe, opened: Experiment) -> tuple[Recipe, Data]:
         recipe = choose_from_text(recipe, CorpusProfile.of(train))
         if is_open and recipe.num_validation:
             # Pairs with the same source stay together.
-            size = possible_validation(train, recipe.num_validation, recipe.num_test, data_seed(recipe))
-            recipe = recipe.replace(num_validation=size)
+            sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
+            splits = rows_of_splits(train, sizes, data_seed(recipe))
+            recipe = recipe.replace(num_validation=len(splits["validation"]))
         if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
             recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
         corpus = _with_recipe(corpus, recipe)

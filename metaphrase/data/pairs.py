@@ -292,12 +292,10 @@ class DataReport:
         return self.read - self.dropped
 
     def add(self, **counts: int) -> None:
-        """Add to counts."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all counts and statistics as plain values for JSON."""
         return {**asdict(self), "kept": self.kept, "dropped": self.dropped}
 
     def __str__(self) -> str:
@@ -370,11 +368,9 @@ class PairSource:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
         return " and ".join(self.paths) or f"{self.dataset_name} ({self.dataset_split})"
 
     def load_dataset(self, **options: Any) -> Any:
-        """Return the data set called `dataset_name`."""
         return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
 
     def records(self, **options: Any) -> Iterator[Record]:
@@ -517,7 +513,7 @@ def split_pairs(
             f"got {num_validation} and {num_test}."
         )
     sizes = {"validation": num_validation, "test": num_test}
-    splits = _rows_of_splits(dataset, sizes, seed)
+    splits = rows_of_splits(dataset, sizes, seed)
     for name, size in sizes.items():
         if len(splits[name]) != size:
             raise ValueError(
@@ -527,12 +523,7 @@ def split_pairs(
     return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})
 
 
-def possible_validation(dataset: datasets.Dataset, most: int, num_test: int = 0, seed: int = 42) -> int:
-    """Return the largest `num_validation` up to `most` with which `split_pairs` succeeds."""
-    return len(_rows_of_splits(dataset, {"validation": most, "test": num_test}, seed)["validation"])
-
-
-def _rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int) -> dict[str, list[int]]:
+def rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int) -> dict[str, list[int]]:
     """Return the rows of each split, with at most `sizes` rows. All other rows are for training."""
     groups: dict[str, list[int]] = defaultdict(list)
     for row, source in enumerate(column_texts(dataset, "source")):

@@ -191,12 +191,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """
         super().__init__(*args, **kwargs)
         self.tokenizers = tokenizers
-        self.score = score
+        self.score, self.decoded_rows = score, decoded_rows
         self.generation_options = dict(generation_options or {})
         self.max_tokens_per_batch = max_tokens_per_batch
-        self.decoded_rows = decoded_rows
-        self.r_drop_alpha = r_drop_alpha
-        self.r_drop_start_step = r_drop_start_step
+        self.r_drop_alpha, self.r_drop_start_step = r_drop_alpha, r_drop_start_step
         self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
         self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or DEFAULT_METRIC
         self.label_smoothing = self.args.label_smoothing_factor
@@ -429,11 +427,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self._num_not_finite = (self._num_not_finite + 1) * ~(is_finite_norm & self._has_finite_losses)
             self._has_finite_losses = True
         self._reported_step = self.state.global_step
-        self._report = {
-            "is_epoch_end_reported": is_epoch_end,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-        }
+        self._report = {"is_epoch_end_reported": is_epoch_end, "grad_norm": grad_norm, "learning_rate": learning_rate}
         control, is_alone = self.control, self.args.world_size == 1
         is_waiting = control.should_log or control.should_evaluate or control.should_save
         if is_waiting or (is_alone and self.args.device.type == "cpu"):
@@ -619,8 +613,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             # `eval_on_start`: the run started before the checkpoint.
             return {}
         self._is_own_dataset = eval_dataset is None or eval_dataset is self.eval_dataset
-        options = self._decoding_options(gen_kwargs)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **options)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **self._decoding_options(gen_kwargs))
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
         """Predict as the parent does. With `score`, predictions are token ids (rows, longest), padded with -100.
@@ -628,17 +621,15 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         The rows are all rows, but for `eval_dataset` only `decoded_rows`.
         """
         self._is_own_dataset = test_dataset is self.eval_dataset
-        options = self._decoding_options(gen_kwargs)
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **options)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **self._decoding_options(gen_kwargs))
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
         _draw_apart(dataloader, data_seed(self.args))
-        decodes = self.decodes
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._needs_loss_alone = is_loss_alone or decodes
+        self._needs_loss_alone = is_loss_alone or self.decodes
         try:
             output = super().evaluation_loop(
                 dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
@@ -651,7 +642,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if count:
             output.metrics[f"{metric_key_prefix}_loss"] = total / count
             output.metrics[f"{metric_key_prefix}_perplexity"] = float(torch.tensor(total / count).exp())
-        if decodes:
+        if self.decodes:
             decoded, labels = self._decode(dataloader.dataset)
             scores = self.score(decoded, labels)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in scores.items()})
@@ -751,11 +742,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             saved, scores = checkpoints_in(run), scores_in(self.state.log_history, self.best_kept_metric)
             scored = [path for path in saved if step_of(path) in scores]
             scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-            best_and_last = [
-                *scored[: self.num_best_kept],
-                *(saved[-self.num_last_kept :] if self.num_last_kept else []),
-            ]
-            protected = [checkpoint, self.state.best_model_checkpoint, *best_and_last]
+            last = saved[-self.num_last_kept :] if self.num_last_kept else []
+            protected = [checkpoint, self.state.best_model_checkpoint, *scored[: self.num_best_kept], *last]
             checkpoints.discard_surplus(run, self.args.save_total_limit, protected)
 
     # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
