@@ -52,34 +52,27 @@ def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
 
     A recipe is a file, or the name of a recipe in this package. A data set is a folder, or a name with its owner.
     """
+    if not names:
+        return None, []
     endings = [Path(name.lower().removesuffix(".gz")).suffix for name in names]
     if len(names) == 2 and not {*endings} & {*READERS, *_RECIPE_ENDINGS}:
         return None, ["--train_source_file", names[0], "--train_target_file", names[1]]
-    if len(names) > 1:
-        raise ValueError(
-            f"`metaphrase train` takes a recipe, a file of pairs, two parallel files or a data set, got {' '.join(names)}. Pass "
-            "other files as --train_file FILE, --validation_file FILE and --test_file FILE."
-        )
-    if not names:
-        return None, []
-    [name], [ending], path = names, endings, Path(names[0])
-    if ending in READERS:
-        return None, ["--train_file", name]
-    if path.is_file():
-        if ending in _RECIPE_ENDINGS:
+    if len(names) == 1:
+        [name], [ending], path = names, endings, Path(names[0])
+        if ending in READERS:
+            return None, ["--train_file", name]
+        if path.is_file() and ending in _RECIPE_ENDINGS:
             return path, []
-        raise ValueError(
-            f"A file of pairs must end in one of {', '.join(READERS)} and a recipe in .yaml, got {name}. Of parallel files, "
-            "pass both."
-        )
-    packaged = RECIPES / f"{name}.yaml"
-    if path.name == name and packaged.is_file():
-        return packaged, []
-    if path.is_dir() or _HUB_NAME.fullmatch(name):
-        return None, ["--dataset_name", name]
+        packaged = RECIPES / f"{name}.yaml"
+        if path.name == name and packaged.is_file():
+            return packaged, []
+        if path.is_dir() or (_HUB_NAME.fullmatch(name) and not path.is_file()):
+            return None, ["--dataset_name", name]
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     raise FileNotFoundError(
-        f"The recipe must be a file or one of {known}, got {name!r}. A data set must be a folder, or OWNER/NAME on the Hub."
+        f"`metaphrase train` takes a recipe (a .yaml file, or one of {known}), a file of pairs ({', '.join(READERS)}), two "
+        f"parallel files, or a data set (a folder, or OWNER/NAME on the Hub), got {' '.join(names)}. Pass other files as "
+        "--train_file FILE, --validation_file FILE and --test_file FILE."
     )
 
 

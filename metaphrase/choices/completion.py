@@ -215,12 +215,7 @@ def choose_dataset(recipe: Recipe) -> Recipe:
     name, config = recipe.dataset_name, recipe.dataset_config_name
     if name is None:
         return recipe
-    try:
-        splits = list(datasets.load_dataset(name, config))
-    except (FileNotFoundError, ConnectionError) as error:
-        raise FileNotFoundError(
-            f"`dataset_name` must be a data set of the Hub or a folder that exists, got {name!r}: {error}"
-        ) from error
+    splits = list(datasets.load_dataset(name, config))
     reason = f"{name} has the splits {', '.join(splits)}"
     validation = next((split for split in _VALIDATION_NAMES if split in splits), None)
     if validation is not None and recipe.is_open(*_VALIDATION):

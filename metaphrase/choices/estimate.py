@@ -187,11 +187,9 @@ def estimate_run(
         staged: The training pairs, if they have stages.
 
     Raises:
-        ValueError: If there are no lengths, or the budget cannot hold the longest pair.
+        ValueError: If the budget cannot hold the longest pair.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if lengths.ndim != 2 or lengths.shape[1] != 2 or not len(lengths):
-        raise ValueError(f"`lengths` must be those of at least one pair, `(pairs, 2)`, got the shape {lengths.shape}.")
     sharding = Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of

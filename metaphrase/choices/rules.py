@@ -243,7 +243,9 @@ def choose_updates(
         shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
         reason = f"{reason}; {shown} of them fit into the time"
     elif step_seconds:
-        reason = f"{reason}; about {duration(updates * step_seconds)} on this machine"
+        seconds = updates * step_seconds
+        shown = f"{seconds / 60:,.0f} minutes" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
+        reason = f"{reason}; about {shown if seconds >= 90 else '1 minute'} on this machine"
     return recipe.choose(reason, max_steps=updates), updates
 
 
@@ -338,13 +340,6 @@ def tokens_of_batch(tokens: TokenProfile, budget: int, batches: int) -> int:
 def _power_of_two(number: int) -> int:
     """Return the smallest power of two that is not below a number."""
     return 2 ** math.ceil(math.log2(number))
-
-
-def duration(seconds: float) -> str:
-    """Return a time for a reader, such as `12 minutes`."""
-    if seconds < 90:
-        return "1 minute"
-    return f"{seconds / 60:,.0f} minutes" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
 
 
 def tokens_per_batch(tokens: TokenProfile) -> int:
@@ -473,7 +468,9 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
     can_join = kind == target_kind != "word" and recipe.is_open("target_tokenizer_kind", "target_vocab_size")
     values["joint_vocabulary"] = must_join or (can_join and profile.shared_characters >= _SHARED_SCRIPT)
     if {kind, target_kind} & {*KINDS_THAT_FILL_A_VOCABULARY}:
-        values["vocab_size"] = vocabulary_size(profile)
+        # Entries grow with the square root of the text.
+        characters = profile.pairs * (source.mean_characters + target.mean_characters)
+        values["vocab_size"] = 500 * max(2, min(64, round(3 * math.sqrt(characters) / 500)))
     shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
     recipe = recipe.choose(f"{reason}; {shared}", **values)
     # A character of Hangul stands for several letters. Targets must stay as they are: they are compared with the references.
@@ -509,12 +506,6 @@ def bleu_tokenize(target: SideProfile) -> str | None:
     has_kana = any("\u3040" <= character <= "\u30ff" for character in target.alphabet)
     has_han = any("\u4e00" <= character <= "\u9fff" for character in target.alphabet)
     return "zh" if has_han and not has_kana else "char"
-
-
-def vocabulary_size(profile: CorpusProfile) -> int:
-    """Return the entries of a vocabulary of pieces: they grow with the square root of the text, from 1,000 to 32,000."""
-    characters = profile.pairs * (profile.source.mean_characters + profile.target.mean_characters)
-    return 500 * max(2, min(64, round(3 * math.sqrt(characters) / 500)))
 
 
 # Choices for fine-tuning. docs/choices.md lists the source of each rate, and a measurement with small bases.

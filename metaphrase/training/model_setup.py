@@ -209,10 +209,6 @@ def set_generation_config(
     for name, value in {"max_length": max_length, **options, **languages}.items():
         setattr(config, name, value)
     use_floats(vars(config))
-    if options.get("length_penalty", 1.0) != 1.0 and (config.num_beams or 1) == 1:
-        raise ValueError(
-            f"`length_penalty` must come with `num_beams` above 1, got {options['length_penalty']} and {config.num_beams or 1}."
-        )
     remove_ineffective_settings(config)
     # An error names the setting.
     config.validate(strict=True)
@@ -239,6 +235,6 @@ def remove_ineffective_settings(config: GenerationConfig) -> None:
         setattr(config, name, None)
     if dropped:
         logger.warning(
-            "These generation settings of the base model have no effect beside the others and are removed: %s.",
+            "These generation settings have no effect beside the others and are removed: %s.",
             ", ".join(f"{name} {value}" for name, value in dropped.items()),
         )

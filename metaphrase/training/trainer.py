@@ -281,12 +281,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             dataset.length_multiple = self._length_multiple
             return self._prepare_loader(dataset, is_training=True, batch_size=None)
         if self.max_tokens_per_batch is not None:
-            if not _has_lengths(dataset):
-                raise ValueError(
-                    f"`train_dataset` must have the columns {' and '.join(LENGTH_COLUMNS)}, in tokens, and an end with "
-                    f"`max_tokens_per_batch`, got a {type(dataset).__name__} with {getattr(dataset, 'column_names', None)}. "
-                    "Wrap a stream without end in a `TokenBudgetStream`."
-                )
             return self._loader_by_budget(dataset, is_training=True)
         column = self.args.length_column_name
         is_grouped = self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__")
@@ -304,8 +298,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         needs_loss_alone = self.args.prediction_loss_only or self.decodes or self.compute_metrics is None
+        has_lengths = hasattr(dataset, "__len__") and {*LENGTH_COLUMNS} <= {
+            *(getattr(dataset, "column_names", None) or ())
+        }
         # With fewer pairs than processes, the parent's loader repeats pairs that are not counted.
-        is_enough = _has_lengths(dataset) and len(dataset) >= self.args.world_size
+        is_enough = has_lengths and len(dataset) >= self.args.world_size
         if self.max_tokens_per_batch is not None and needs_loss_alone and is_enough:
             return self._loader_by_budget(dataset, is_training=False)
         with self._keeping_last_batch():
@@ -780,10 +777,6 @@ def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
 def _draw_apart(loader: DataLoader, seed: int) -> None:
     """Let a loader draw the seeds of its workers apart from training, whose random numbers a resumed run repeats."""
     getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(seed)
-
-
-def _has_lengths(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__") and set(LENGTH_COLUMNS) <= set(getattr(dataset, "column_names", None) or ())
 
 
 def _as_array(rows: Sequence[Sequence[int]]) -> np.ndarray:
