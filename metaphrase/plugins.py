@@ -30,6 +30,10 @@ PLACES: dict[str, str] = {
     "end_loops": "metaphrase.texts.loops:end_loops",
     "generate_whole_texts": "metaphrase.texts.commands:generate_whole_texts",
     "pivot": "metaphrase.texts.commands:load_pivot",
+    # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
+    "freeze": "metaphrase.techniques.partial_training:freeze",
+    "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",
+    "adapter": "metaphrase.techniques.partial_training:add_lora",
     # The experiment of a recipe with its open fields filled, and the reasons.
     "choose": "metaphrase.choices.completion:complete",
     # The search that decodes best: options of `generate()` and the reason.

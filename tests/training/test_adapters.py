@@ -11,7 +11,10 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.techniques import add_lora, is_adapted, merge_lora
+from metaphrase.techniques.partial_training import add_lora
+from metaphrase.training.distributed import is_adapted
+from metaphrase.training.experiment import Experiment, merge_lora
+from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.training_loss import TrainingLoss
 
 pytest.importorskip("peft")
@@ -67,10 +70,11 @@ def test_what_cannot_be_adapted_is_refused(target):
         add_lora(tiny_model(), target_modules=["q_proj", target])
 
 
-def test_missing_package_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
+def test_missing_package_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("metaphrase.training.experiment.is_peft_available", lambda: False)
+    fields = {"model_name_or_path": str(tmp_path), "output_dir": str(tmp_path / "run")}
     with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install metaphrase\[lora\]"):
-        add_lora(tiny_model())
+        Experiment(Recipe(train_file="a", lora_rank=2, **fields))
 
 
 def test_evaluation_of_an_adapted_model(tmp_path):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PackedCollator, PairCollator
-from metaphrase.training.techniques import add_lora
+from metaphrase.techniques.partial_training import add_lora
 from metaphrase.training.trainer import MetaphraseTrainer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

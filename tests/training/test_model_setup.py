@@ -127,9 +127,9 @@ def test_settings_of_a_base_that_do_not_apply_are_left_out(inherited, own, left_
     assert isinstance(config.repetition_penalty, float | None)
 
 
-def test_a_length_penalty_needs_beams(settled):
-    with pytest.raises(ValueError, match=r"`length_penalty` must .*`num_beams`"):
-        settled({}, length_penalty=2.0)
+def test_a_length_penalty_has_no_effect_without_beams(settled, caplog):
+    assert settled({}, length_penalty=2.0).length_penalty is None
+    assert "no effect beside the others and are removed: length_penalty 2.0" in caplog.text
 
 
 @pytest.mark.parametrize("given", [True, False])

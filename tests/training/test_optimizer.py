@@ -8,8 +8,8 @@ from other_families import other_model
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.training.techniques import check_optimizer, freeze
-from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.techniques.partial_training import freeze
+from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
 
 # Source and target have vocabularies of their own, and nothing is tied.
 UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}

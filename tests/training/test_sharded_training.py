@@ -20,6 +20,7 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.demo.corpus import make_demo_corpus
+from metaphrase.techniques.partial_training import add_lora
 from metaphrase.training.distributed import (
     gather_model,
     is_sharded,
@@ -27,7 +28,6 @@ from metaphrase.training.distributed import (
     saves_whole_weights,
     whole_shape,
 )
-from metaphrase.training.techniques import add_lora
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
 WAYS = {

@@ -54,10 +54,6 @@ BUDGET = {"max_tokens_per_batch": 60}
     [
         (BUDGET | {"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` must be left out with `max_tokens_per_batch`"),
         (BUDGET | {"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must be left out"),
-        (
-            BUDGET | {"train": Dataset.from_dict({"input_ids": [[5]], "labels": [[6]]})},
-            "columns source_length and target_length",
-        ),
         (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
         (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
         ({"compute_loss_func": max}, "`compute_loss_func` must be left out"),
@@ -65,8 +61,8 @@ BUDGET = {"max_tokens_per_batch": 60}
     ],
 )
 def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_path):
-    options = dict(options)
-    data, collator = options.pop("train", with_lengths(pairs)), options.pop("collator", None)
+    options, data = dict(options), with_lengths(pairs)
+    collator = options.pop("collator", None)
     with pytest.raises(ValueError, match=message):
         trainer = make_trainer(model, pairs, tmp_path, max_steps=1, **options)
         trainer.train_dataset, trainer.data_collator = data, collator or trainer.data_collator
