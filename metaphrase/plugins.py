@@ -27,9 +27,9 @@ PLACES: dict[str, str] = {
     "minimum_bayes_risk": "metaphrase.decoding.searches.minimum_bayes_risk:generate_mbr",
     "score": "metaphrase.analysis.scoring:score_targets",
     "split_sentences": "metaphrase.texts.documents:split_texts",
-    "end_loops": "metaphrase.texts.loops:end_loops",
-    "generate_whole_texts": "metaphrase.texts.commands:generate_whole_texts",
-    "pivot": "metaphrase.texts.commands:load_pivot",
+    "end_loops": "metaphrase.texts.documents:end_loops",
+    "generate_whole_texts": "metaphrase.texts.whole_texts:generate_whole_texts",
+    "pivot": "metaphrase.texts.whole_texts:load_pivot",
     # The experiment of a recipe with its open fields filled, and the reasons.
     "choose": "metaphrase.choices.completion:complete",
     # The search that decodes best: options of `generate()` and the reason.
@@ -44,7 +44,7 @@ PLACES: dict[str, str] = {
 # Public names of a core package that rings hold: the module by the name.
 PUBLIC_NAMES = {
     "metaphrase.hub_card": {
-        "draw_attention_map": "metaphrase.analysis.attention_map",
+        "draw_attention_map": "metaphrase.analysis.pages",
         "write_explanation_page": "metaphrase.analysis.pages",
     },
     "metaphrase.inference": {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.analysis.attention_map import draw_attention_map
+from metaphrase.analysis.pages import draw_attention_map
 from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
 from metaphrase.hub_card import renew_model_card
 from metaphrase.inference import Generator, cross_attention

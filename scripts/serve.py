@@ -17,9 +17,9 @@ try:
     import python_multipart  # noqa: F401  Starlette reads forms with files by this library
     import uvicorn
 
+    from metaphrase.serving import Limits
     from metaphrase.serving.app import make_app
     from metaphrase.serving.batcher import Batcher
-    from metaphrase.serving.limits import Limits
     from metaphrase.serving.models import ServedModel
     from metaphrase.serving.service import Service
 except ModuleNotFoundError as error:

@@ -233,7 +233,6 @@ def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
 
 
 def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    """Train the vocabulary of the settings' kind. Special tokens are its first entries."""
     specials = settings.special_tokens
     if settings.kind == "byte":
         return models.BPE({entry: index for index, entry in enumerate([*specials, *_BYTE_CHARACTERS])}, [])

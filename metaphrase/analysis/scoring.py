@@ -12,7 +12,7 @@ from metaphrase.inference.batches import TooLongError, evaluating, longest_sourc
 from metaphrase.inference.generator import Generator, check_single
 from metaphrase.inference.progress import progress_bar
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,6 @@ def forced_inputs(
 
 
 def _start_token(model: PreTrainedModel) -> int:
-    """Return the token that `generate()` starts with."""
     for name in ("decoder_start_token_id", "bos_token_id"):
         for config in (getattr(model, "generation_config", None), model.config):
             start = getattr(config, name, None)

@@ -31,7 +31,7 @@ from metaphrase.choices.rules import (
 )
 from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_validation, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
-from metaphrase.engines.memory import free_main_memory
+from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.plugins import plugin

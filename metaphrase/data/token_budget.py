@@ -15,7 +15,7 @@ from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.batches import cut_into_batches
+from metaphrase.tokenization.texts import cut_into_batches
 
 logger = logging.getLogger(__name__)
 

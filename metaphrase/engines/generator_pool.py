@@ -135,7 +135,6 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def _naming_deaths(self) -> Iterator[None]:
-        """Replace the executor's error for a dead process."""
         try:
             yield
         except BrokenProcessPool as error:
@@ -182,7 +181,6 @@ def _start(
 
 
 def _end_with(life: Connection) -> None:
-    """End this process when the other end of the pipe is closed."""
     wait([life])
     os._exit(0)
 
@@ -193,7 +191,6 @@ def _num_targets(options: dict[str, Any]) -> int:
 
 
 def _generate(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
-    """Return the candidates of a chunk, and the counts to add to the pool's."""
     generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant

@@ -19,7 +19,7 @@ from metaphrase.inference import Generator
 from metaphrase.inference.batches import longest_target
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TextFrame, TokenizerPair, check_target_language, shorten
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 
 logger = logging.getLogger(__name__)
 

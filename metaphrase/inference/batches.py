@@ -20,7 +20,7 @@ from metaphrase.storage.generation_options import (
     resolve_settings,
     use_floats,
 )
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 DEFAULT_BATCH_SIZE = 64
@@ -259,7 +259,6 @@ def _make_generate(
     search: Callable | None,
     vocabulary_map: VocabularyMap | None,
 ) -> GenerateBatch:
-    """Return a function that runs `generate()` of the first model for a batch."""
     model, settings = models[0], resolve_settings(models[0], options)
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
     options = {"synced_gpus": False, **options}
@@ -291,7 +290,10 @@ def _make_generate(
             additions["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
         output = model.generate(**inputs, **options, **additions)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        rows = [_cut(row, ends, forced_index) for row in sequences[:, 1:].tolist()]
+        rows = []
+        for ids in sequences[:, 1:].tolist():
+            end = next((index for index, token in enumerate(ids) if token in ends), None)
+            rows.append((ids if end is None else ids[: end + 1], end not in (None, forced_index)))
         scores = [None] * len(rows)
         if return_scores and getattr(output, "sequences_scores", None) is not None:
             scores = output.sequences_scores.tolist()
@@ -336,14 +338,6 @@ def _most_tokens(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
         max_length = GenerationConfig._get_default_generation_params()["max_length"] + 1
         max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
     return max_length
-
-
-def _cut(row: list[int], ends: set[int], forced_index: int | None) -> tuple[list[int], bool]:
-    """Return the ids up to the first end of sequence, and True if the model wrote that end itself."""
-    for index, token in enumerate(row):
-        if token in ends:
-            return row[: index + 1], index != forced_index
-    return row, False
 
 
 def _sum_log_probs(steps: Sequence[torch.Tensor] | None, rows: Sequence[Sequence[int]]) -> list[float]:

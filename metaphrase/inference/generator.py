@@ -256,7 +256,13 @@ class Generator(TextStream):
         self.source_prefix = source_prefix
         self.max_source_length = max_source_length
         if max_source_length is not None:
-            check_source_length(max_source_length, tokenizers, source_prefix)
+            # White space at the end of the prefix may be part of the next token.
+            [ids] = tokenizers.encode_sources([source_prefix.rstrip()])
+            if max_source_length <= len(ids):
+                raise ValueError(
+                    f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, "
+                    f"got {max_source_length}."
+                )
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.vocabulary_map = vocabulary_map
@@ -325,17 +331,19 @@ class Generator(TextStream):
             check_device(device)
         if engine == "ctranslate2" or torch_dtype(dtype) == torch.int8:
             load_engine = needed_plugin("engine", "engine" if engine == "ctranslate2" else "dtype")
-        parts, loading = [], {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        parts, loading = [], {"trust_remote_code": trust_remote_code}
         for name in names:
             with naming(name, "name_or_path"):
-                tokenizers = TokenizerPair.from_pretrained(name, trust_remote_code=trust_remote_code)
+                tokenizers = TokenizerPair.from_pretrained(name, **loading)
                 if use_vmap:
                     kwargs["vocabulary_map"] = VocabularyMap.from_pretrained(name, tokenizers)
                 if load_engine is None:
-                    model = load_model(name, **loading)
+                    model = load_pretrained(name, dtype=torch_dtype(dtype), **loading).to(device).eval()
                 else:
                     vocabulary_map = kwargs.get("vocabulary_map")
-                    model, choice = load_engine(name, tokenizers, vocabulary_map, engine=engine, **loading)
+                    model, choice = load_engine(
+                        name, tokenizers, vocabulary_map, engine=engine, device=device, dtype=dtype, **loading
+                    )
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
             parts.append((model, tokenizers))
         first, *rest = parts
@@ -370,7 +378,6 @@ class Generator(TextStream):
           `num_assistant_tokens` tokens at a time for greedy search. The result stays the same.
 
         Args:
-            texts: Sources.
             split_sentences: True to split sources into sentences; or a code of their language, such as de. True means the
                 language of a multilingual tokenizer, or else English.
             show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
@@ -402,10 +409,7 @@ class Generator(TextStream):
         The score of a sample is its log-probability under the model. Temperature, `top_p` and the like do not change the score.
 
         Args:
-            texts: Sources.
-            return_scores: True if targets carry their score.
-            split_sentences: As for `generate()`. Target i of a source has target i of each sentence; its score is their mean.
-            show_progress: As for `generate()`.
+            split_sentences: Target i of a source has target i of each sentence; its score is their mean.
             **generation_kwargs: As for `generate()`.
 
         Raises:
@@ -431,11 +435,8 @@ class Generator(TextStream):
         list, weighted by their scores. `length_penalty=0` makes the scores log-probabilities.
 
         Args:
-            texts: Sources.
-            num_candidates: Candidates for each source.
             num_references: Additional samples as pseudo-references. By default the candidates are the pseudo-references.
             utility: `chrf` or `bleu`, of a candidate against a pseudo-reference. The score is the expected utility, 0 to 100.
-            show_progress: As for `generate()`.
             **generation_kwargs: As for `generate()`, for the candidates.
 
         Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling: Freitag et al. 2023,
@@ -464,16 +465,12 @@ class Generator(TextStream):
         The sources of a chunk are sorted and share batches.
 
         Args:
-            lines: Sources.
             chunk_size: Sources of a chunk.
-            return_scores: True if candidates carry their score.
-            show_progress: As for `progress_bar`, over the stream.
             seed: Seed of the stream, at least 0. The random numbers of a chunk depend only on the seed and the chunk's number,
                 so that a stopped stream can be resumed. Chunk 0 has those of `torch.manual_seed(seed)`.
             first_chunk: Number of the first chunk in `lines`, for a resumed stream.
             total: Sources of the whole stream, for the progress bar.
             risk: Arguments of `generate_mbr()`, if its choice is to be the only candidate.
-            split_sentences: As for `generate_n_best()`.
             **generation_kwargs: As for `generate_n_best()`.
 
         Raises:
@@ -602,7 +599,6 @@ class Generator(TextStream):
         Args:
             sources: Source texts without `source_prefix`.
             targets: One for each source: a text, or token ids without the start token, such as `Hypothesis.ids`.
-            show_progress: As for `generate()`.
 
         Returns:
             One `ForcedScore` for each pair, in order.
@@ -636,16 +632,6 @@ def check_single(generator: "Generator", name: str) -> None:
         raise ValueError(f"`{name}` must be a single torch model here, got {actual}.")
 
 
-def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> None:
-    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix."""
-    # White space at the end of the prefix may be part of the next token.
-    [ids] = tokenizers.encode_sources([prefix.rstrip()])
-    if length <= len(ids):
-        raise ValueError(
-            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
-        )
-
-
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     """Return the type of weights that `dtype` names: auto, a type of floating point or int8. `ValueError` for another one."""
     weight_type = "auto" if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
@@ -655,12 +641,3 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
             f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(dtype)!r}."
         )
     return weight_type
-
-
-def load_model(
-    name_or_path: str | os.PathLike, *, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
-    """Load a model for generation, on a device and in a type of floating point."""
-    return (
-        load_pretrained(name_or_path, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code).to(device).eval()
-    )

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from metaphrase.inference.generator import ScoredText
@@ -66,14 +66,9 @@ def num_lines(path: str | None) -> int | None:
 
 def format_targets(index: int, candidates: Sequence[ScoredText], with_scores: bool) -> str:
     """Return the lines of the targets of one source: `index ||| target ||| score`, or the targets alone."""
-    if not with_scores:
-        return as_lines(candidate.text for candidate in candidates)
-    return as_lines(_SEPARATOR.join([str(index), c.text, f"{c.score:.6f}"]) for c in candidates)
-
-
-def as_lines(texts: Iterable[str]) -> str:
-    """Return one line for each text, with spaces in place of line breaks inside a text."""
-    return "".join(text.replace("\r", " ").replace("\n", " ") + "\n" for text in texts)
+    lines = (_SEPARATOR.join([str(index), c.text, f"{c.score:.6f}"]) if with_scores else c.text for c in candidates)
+    # A line break inside a text becomes a space.
+    return "".join(line.replace("\r", " ").replace("\n", " ") + "\n" for line in lines)
 
 
 class OutputFile(contextlib.AbstractContextManager):

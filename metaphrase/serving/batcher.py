@@ -15,7 +15,7 @@ import torch
 
 from metaphrase.inference.batches import Hypothesis
 from metaphrase.inference.generator import COUNTERS, EncodedTexts, Generator, Plan
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 
 Result = TypeVar("Result")
 # Weight of the newest batch in the mean time of a token.
@@ -63,8 +63,6 @@ class Ticket:
 
 @dataclass(eq=False)
 class _Search:
-    """Sentences of one request."""
-
     ticket: Ticket
     plan: Plan
     # Equal for searches whose sentences may share a batch.

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from metaphrase.analysis.alignment import aligned_layer, cross_attentions, word_weights
 from metaphrase.serving.batcher import Ticket
-from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.models import ServedModel, name_of
+from metaphrase.serving.models import ServedModel, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, answer, check_query, open_model
 from metaphrase.texts.documents import split_texts
 

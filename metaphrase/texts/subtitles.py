@@ -27,8 +27,6 @@ _LONGEST_LINE = 42
 
 @dataclass
 class _Event:
-    """Text of one event as markup with numbered tags, without the tags around all of it."""
-
     span: tuple[int, int]  # in the file
     text: str
     before: str
@@ -160,7 +158,6 @@ class Subtitles:
         return text, self._join_lines(before), self._join_lines(after)
 
     def _restore(self, text: str) -> str:
-        """Return a decoded text as the file writes it."""
         pieces = re.split(r"(<[^<>]*>)", text)
         if not self.is_vtt:
             pieces[::2] = map(html.unescape, pieces[::2])

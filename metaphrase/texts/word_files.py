@@ -205,7 +205,6 @@ def _stays_in_front(child: Any) -> bool:
 
 
 def _holder_of(container: Any) -> Any:
-    """Return the element that holds the runs of a container."""
     content = container.find(qn("w:sdtContent"))
     return container if content is None else content
 
