@@ -10,11 +10,7 @@ from metaphrase.analysis.pages import draw_attention_map, write_explanation_page
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, explain, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
 from metaphrase.inference.line_files import OutputFile, check_files, read_lines
-from metaphrase.scripts.parsers import (
-    chosen_generation_options,
-    chosen_loading_options,
-    given_options,
-)
+from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options, given_options
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +57,10 @@ def attention(arguments: argparse.Namespace) -> None:
     else:
         [attention] = compute_maps(generator, sources, targets, nonblank, **options)
         tokens = attention.source_tokens, attention.target_tokens
-        title = f"Cross-attention: {describe_choice(arguments.layer, arguments.head)}"
-        draw_attention_map(attention.weights, *tokens, output, title=title)
+        layer = "last layer" if arguments.layer == -1 else f"layer {arguments.layer}"
+        head = "mean over its heads" if arguments.head is None else f"head {arguments.head}"
+        choice = "mean over all layers and heads" if arguments.layer is None else f"{layer}, {head}"
+        draw_attention_map(attention.weights, *tokens, output, title=f"Cross-attention: {choice}")
         logger.info("Target: %s", attention.target)
     if len(nonblank) < len(sources):
         effect = "have an empty line" if form == "pharaoh" else "are left out"
@@ -87,14 +85,6 @@ def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | No
     if targets is not None and len(targets) != len(sources):
         raise ValueError(f"`source` and `target` must be equally many, got {len(sources)} and {len(targets)}.")
     return sources, targets
-
-
-def describe_choice(layer: int | None, head: int | None) -> str:
-    """Describe the weights that `cross_attention` returns for a layer and a head."""
-    if layer is None:
-        return "mean over all layers and heads"
-    name = "last layer" if layer == -1 else f"layer {layer}"
-    return f"{name}, " + ("mean over its heads" if head is None else f"head {head}")
 
 
 def compute_maps(

@@ -138,28 +138,23 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
             f"`output` must have no unfinished run, got {str(partial)!r}. Pass --resume to go on with the run, or --overwrite "
             "to start again."
         )
-    if arguments.resume and len(present) == len(paths) and _are_newer(paths, inputs):
-        return True
+    if arguments.resume and len(present) == len(paths):
+        oldest = min(path.stat().st_mtime_ns for path in paths)
+        if all(Path(path).stat().st_mtime_ns <= oldest for path in inputs):
+            return True
     if present:
         raise ValueError(f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace the file.")
     return False
 
 
-def _are_newer(outputs: Sequence[Path], inputs: Sequence[str]) -> bool:
-    oldest = min(path.stat().st_mtime_ns for path in outputs)
-    return all(Path(path).stat().st_mtime_ns <= oldest for path in inputs)
-
-
 def shortlist(arguments: argparse.Namespace) -> None:
     """Run `metaphrase shortlist MODEL PAIRS`: write the vocabulary map of a model, for --use_vmap."""
     path, files = Path(arguments.model, VOCABULARY_MAP_NAME), arguments.pairs
-    if not path.parent.is_dir():
-        raise ValueError(f"`model` must be a folder, to write {path.name} into, got {arguments.model!r}.")
+    check_model_folder(path.parent)
     if path.exists() and not arguments.overwrite:
         raise ValueError(f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file.")
     if len(files) > 2:
         raise ValueError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
-    check_model_folder(path.parent)
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
     columns = given_options(arguments, ("source_column", "target_column"))
     if columns and len(files) == 2:

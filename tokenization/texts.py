@@ -137,13 +137,10 @@ def iterate_lines(
     """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends (see `decode_lines`).
 
     Args:
-        paths: One file or several.
         keep_invalid: True to yield None for a line that is not valid UTF-8, instead of an error.
-        max_line_characters: Maximum length of a line.
 
     Raises:
         ValueError: If a line is too long or not valid UTF-8.
-        FileNotFoundError: If a file is missing.
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         for line in read_lines(path, max_line_characters):
@@ -158,8 +155,7 @@ def iterate_lines(
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
     """Yield the same texts, and check each of them.
 
-    Raises:
-        ValueError: If `texts` is a single string, or holds anything but strings that UTF-8 can write.
+    Raises `ValueError` if `texts` is a single string, or holds anything but strings that UTF-8 can write.
     """
     if isinstance(texts, str):
         raise ValueError(f"`{name}` must hold one text each, got the single string {texts[:40]!r}.")

@@ -118,11 +118,8 @@ def compare(
     """Compare each system with the first one. Return the report, for JSON, with all scores but external ones in percent.
 
     Args:
-        test_set: The texts.
         segments: Statistics of each score and system. A name that is no key of `METRICS` is an external score.
-        lower_is_better: Names of scores of which a lower value is better.
         word_tokenizer: Tokenizer of sacreBLEU, for the words of the buckets.
-        lowercase: True to count words without case.
         training_targets: Texts to count the frequency of words in; None for the references.
         num_sentences: Sentences with the largest differences, in each direction.
     """

@@ -29,13 +29,7 @@ from metaphrase.storage.folders import file_in_one_step
 def write_explanation_page(
     explanations: Sequence[Explanation], path: str | os.PathLike, *, title: str = "Explanation"
 ) -> Path:
-    """Write a page with tokens, shapes, positions, masks, attention, teacher forcing and decoding steps of each pair.
-
-    Args:
-        explanations: One for each pair, of one model.
-        path: The HTML file to write.
-        title: Title of the page.
-    """
+    """Write a page with tokens, shapes, positions, masks, attention, teacher forcing and decoding steps of each pair."""
     data = {"pairs": [_describe(explanation) for explanation in explanations]}
     script = Path(__file__).with_name("explanation_page.js").read_text(encoding="utf-8")
     return write_page(path, "explanation_page.html", title=title, data=_json(data), script=script)
@@ -261,10 +255,6 @@ def draw_attention_map(
 
     Args:
         weights: (target, source), from 0 to 1; an array or a tensor.
-        source_tokens: One for each column.
-        target_tokens: One for each row.
-        path: The PNG file to write.
-        title: A line above the picture.
 
     Raises:
         ValueError: If the shape does not fit the tokens, or there are too many tokens for one picture.

@@ -21,7 +21,6 @@ class ForcedScore:
 
     Attributes:
         ids: Token ids without the start token, with the end of sequence.
-        tokens: The tokens in a readable form.
         log_probabilities: One for each token, in nats.
     """
 

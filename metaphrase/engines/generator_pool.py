@@ -44,11 +44,7 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         """Start the processes and wait until each has loaded the model.
 
         Args:
-            name_or_path: As for `Generator.from_pretrained`.
-            num_processes: Number of processes. On a CPU they share this process' torch threads.
             device: Where to run. By default, and for a name without number (`cuda`), the processes take the accelerators in turn.
-            assistant_model: Name of a draft model, see `Generator.generate`.
-            **kwargs: As for `Generator.from_pretrained`.
 
         Raises:
             ChildProcessError: If a process died.

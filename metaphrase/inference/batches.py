@@ -201,16 +201,13 @@ def generate_hypotheses(
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
         sources: Token ids of each source, with end of sequence.
         options: Arguments of `generate()` that a `Plan` has read, in place of `generation_kwargs`.
-        return_scores: True if hypotheses carry their score.
         batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
         max_tokens_per_batch: Most source tokens in a batch, padding included.
-        show_progress: As for `progress_bar`.
         on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
         vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
-        **generation_kwargs: Arguments of `generate()`.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.

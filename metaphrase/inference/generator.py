@@ -91,7 +91,6 @@ class TextStream:
 
     Attributes:
         num_unfinished: Hypotheses that met the length limit before their end of sequence.
-        num_truncated: Sources that were truncated.
         num_cut: Sentences of whole texts that were too long and were cut into parts.
         num_loops: Targets that repeated themselves and were generated again, with `end_loops`.
         num_looping: Of these, targets that still repeat themselves.
@@ -232,12 +231,10 @@ class Generator(TextStream):
 
         Args:
             model: An encoder-decoder with a generation mixin, or an engine.
-            tokenizers: Of source and target.
             source_prefix: Text before every source, such as `summarize: `.
             max_source_length: Most tokens of a source, with prefix and end of sequence. Longer sources are truncated. Without
                 it no source is truncated, and a source with more tokens than the model has positions is an error. Members and
                 assistants have limits of their own.
-            batch_size: Most sources in a batch.
             max_tokens_per_batch: Most source tokens in a batch, padding included.
             members: Generators whose models join this one in an ensemble. All need the same target vocabulary; each reads
                 sources with its own tokenizer. Generation settings are those of this generator.
@@ -256,13 +253,7 @@ class Generator(TextStream):
         self.source_prefix = source_prefix
         self.max_source_length = max_source_length
         if max_source_length is not None:
-            # White space at the end of the prefix may be part of the next token.
-            [ids] = tokenizers.encode_sources([source_prefix.rstrip()])
-            if max_source_length <= len(ids):
-                raise ValueError(
-                    f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, "
-                    f"got {max_source_length}."
-                )
+            check_source_length(max_source_length, tokenizers, source_prefix)
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.vocabulary_map = vocabulary_map
@@ -300,7 +291,6 @@ class Generator(TextStream):
                 copy.
             engine: `torch`, `ctranslate2`, or `auto`: torch, and for each call on a CPU that CTranslate2 decodes faster and with
                 the same tokens, a copy of the model in CTranslate2, in memory beside it.
-            device: Where to run. The default is the accelerator if there is one.
             dtype: Type of the weights; `auto` is the type of the checkpoint. On a CPU, `int8` stores the linear layers in that
                 type and computes the rest in float32 (see `quantize`). `ctranslate2` also takes its own compute types.
             trust_remote_code: True to run code that comes with the model or its tokenizers. Metaphrase models do not need it.
@@ -308,12 +298,10 @@ class Generator(TextStream):
                 default is the tokenizer's.
             target_lang: Language code of the targets. The default is that of the model's generation config.
             use_vmap: True to use the vocabulary map of the model, `vmap.txt`.
-            **kwargs: As for the constructor.
 
         Raises:
             ValueError: If a language or the engine is unknown, the engine cannot run the model, or the models cannot form an
                 ensemble.
-            ImportError: If the engine is not installed.
         """
         if engine not in ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
@@ -630,6 +618,16 @@ def check_single(generator: "Generator", name: str) -> None:
     if not generator.is_single:
         actual = f"an ensemble of {1 + len(generator.members)}" if generator.members else type(generator.model).__name__
         raise ValueError(f"`{name}` must be a single torch model here, got {actual}.")
+
+
+def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> None:
+    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix."""
+    # White space at the end of the prefix may be part of the next token.
+    [ids] = tokenizers.encode_sources([prefix.rstrip()])
+    if length <= len(ids):
+        raise ValueError(
+            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
+        )
 
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

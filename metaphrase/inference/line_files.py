@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from metaphrase.inference.generator import ScoredText
@@ -67,8 +67,12 @@ def num_lines(path: str | None) -> int | None:
 def format_targets(index: int, candidates: Sequence[ScoredText], with_scores: bool) -> str:
     """Return the lines of the targets of one source: `index ||| target ||| score`, or the targets alone."""
     lines = (_SEPARATOR.join([str(index), c.text, f"{c.score:.6f}"]) if with_scores else c.text for c in candidates)
-    # A line break inside a text becomes a space.
-    return "".join(line.replace("\r", " ").replace("\n", " ") + "\n" for line in lines)
+    return as_lines(lines)
+
+
+def as_lines(texts: Iterable[str]) -> str:
+    """Return one line for each text, with spaces in place of line breaks inside a text."""
+    return "".join(text.replace("\r", " ").replace("\n", " ") + "\n" for text in texts)
 
 
 class OutputFile(contextlib.AbstractContextManager):
@@ -98,11 +102,7 @@ class OutputFile(contextlib.AbstractContextManager):
 
         Args:
             path: The file; `None` is standard output.
-            name: Option that names the file, for messages.
             resume: True to continue the regular file of a stopped run, or a missing one.
-            num_targets: Targets of each source.
-            with_scores: As for `format_targets`.
-            chunk_size: Sources that are decoded together.
         """
         self.path, self._with_scores = path, with_scores
         self.next_source = self.num_done = 0

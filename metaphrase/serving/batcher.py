@@ -231,7 +231,7 @@ class Batcher:
         for order in _ORDERS:
             seconds = 0.0
             for search in sorted(self._searches, key=order):
-                seconds += self._expected_seconds(search)
+                seconds += search.num_tokens * self._seconds_per_token / len(self._threads)
                 expected[search] = min(seconds, expected.get(search, seconds))
         for search, seconds in expected.items():
             try:
@@ -241,9 +241,6 @@ class Batcher:
                     )
             except (CancelledRequest, TimeoutError) as error:
                 self._fail(search, error)
-
-    def _expected_seconds(self, search: _Search) -> float:
-        return search.num_tokens * self._seconds_per_token / len(self._threads)
 
     def _has_turn(self) -> bool:
         return not self._num_calls and bool(self._searches or self._is_closed)

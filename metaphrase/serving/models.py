@@ -181,8 +181,7 @@ _MAX_FORM_FIELDS = 100
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
     """Return the fields of a JSON or form body. A form may repeat the fields `lists`.
 
-    Raises:
-        ValueError: If the body cannot be read, or a field is missing or wrong.
+    Raises `ValueError` if the body cannot be read, or a field is missing or wrong.
     """
     body = await request.body()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()

@@ -77,14 +77,8 @@ class TextDecoder:
 
         Args:
             generator: Decodes the sentences. Tags and terms need one torch model, for the alignment.
-            text_format: `text`, `html` or `xml`.
-            split_sentences: As for `Generator.generate()`.
             terms: Parts that targets keep, and terms with a given translation.
-            keep_tags: As for `parse_markup`.
             has_lines: True if a line break in markup ends a line, as in plain text, and is no space.
-
-        Raises:
-            ValueError: If the format is unknown.
         """
         if text_format not in FORMATS:
             raise ValueError(f"`text_format` must be one of {', '.join(FORMATS)}, got {text_format!r}.")
@@ -109,9 +103,8 @@ class TextDecoder:
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
         self.counts["num_cut"] += num_cut
         plans = [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        rows = iter(
-            self._decode_sentences([(plan, sentence) for plan in plans for sentence in plan.sentences], options)
-        )
+        planned = [(plan, sentence) for plan in plans for sentence in plan.sentences]
+        rows = iter(self._decode_sentences(planned, options))
         targets = iter([plan.join([next(rows) for _ in plan.sentences]) for plan in plans])
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
@@ -260,7 +253,17 @@ def generate_whole_texts(
     arguments: argparse.Namespace, options: dict, load: Callable[..., AbstractContextManager]
 ) -> None:
     """Write the target of a page, of a file of a known format, or of lines with terms, into the output, and log counts."""
-    _check_options(arguments, options)
+    refused = {name: getattr(arguments, name) for name in ("ensemble", "mbr_candidates", "resume", "shard", "n_best")}
+    refused["num_return_sequences"] = options.get("num_return_sequences", 1) > 1
+    refused |= {"num_processes": arguments.num_processes > 1, "engine": arguments.engine == "ctranslate2"}
+    if names := [name for name, value in refused.items() if value]:
+        raise ValueError(f"--format, --file, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
+    if arguments.file is not None:
+        suffix, output = Path(arguments.file).suffix, arguments.output
+        if arguments.input is not None or arguments.format != "text":
+            raise ValueError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
+        if output is None or Path(output).suffix.lower() != suffix.lower():
+            raise ValueError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     file = None if arguments.file is None else read_file(Path(arguments.file))
     is_page = arguments.format != "text"
@@ -309,18 +312,3 @@ def generate_whole_texts(
             logger.warning(text, counts[name])
     for sentence in [sentence for decoder in decoders for sentence in decoder.placed][:MAX_SHOWN]:
         logger.warning("  %s", sentence)
-
-
-def _check_options(arguments: argparse.Namespace, options: dict) -> None:
-    refused = {name: getattr(arguments, name) for name in ("ensemble", "mbr_candidates", "resume", "shard", "n_best")}
-    refused["num_return_sequences"] = options.get("num_return_sequences", 1) > 1
-    refused |= {"num_processes": arguments.num_processes > 1, "engine": arguments.engine == "ctranslate2"}
-    if names := [name for name, value in refused.items() if value]:
-        raise ValueError(f"--format, --file, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
-    if arguments.file is None:
-        return
-    suffix, output = Path(arguments.file).suffix, arguments.output
-    if arguments.input is not None or arguments.format != "text":
-        raise ValueError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
-    if output is None or Path(output).suffix.lower() != suffix.lower():
-        raise ValueError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
