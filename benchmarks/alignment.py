@@ -18,8 +18,21 @@ import torch
 from machine import describe_machine
 
 from metaphrase.demo.corpus import Sampler, split_of_sentence
-from metaphrase.demo.grammar import BE, CASES, HAVE, Adjective, Noun, Particle, Sentence, Verb
-from metaphrase.demo.languages import german_noun, german_present, third_person_singular, to_english, to_german
+from metaphrase.demo.grammar import (
+    BE,
+    CASES,
+    HAVE,
+    Adjective,
+    Noun,
+    Particle,
+    Sentence,
+    Verb,
+    german_noun,
+    german_present,
+    third_person_singular,
+    to_english,
+    to_german,
+)
 from metaphrase.inference import Generator, alignment_error_rate, cross_attentions, word_alignment
 
 Link = tuple[int, int]

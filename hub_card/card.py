@@ -59,11 +59,7 @@ class Facts:
         summary: Description of the model in Markdown. The default is a sentence made from the folder.
         license: Licence of the weights as the Hub writes it, such as `apache-2.0`. It is never guessed.
         task: `translation`, `summarization` or `text2text-generation`. The default depends on the languages.
-        source_language: Overrides the recipe.
-        target_language: Overrides the recipe.
         base_model: Hub name of the model that this one was fine-tuned from.
-        datasets: Hub names of the data.
-        tags: Additional tags.
     """
 
     title: str | None = None
@@ -81,7 +77,6 @@ class TrainedFolder:
     """Fields of the files of a trained folder, with None for a missing file.
 
     Attributes:
-        num_parameters: Number of weights.
         scores: Results by name of the score, possibly none.
         data_name: Name of the data that the scores were measured on.
         scored_pairs: Description of these data in Markdown.
@@ -144,12 +139,6 @@ def redact(value: Any) -> Any:
         shared = {name: item for name, item in value.items() if name not in SECRET_FIELDS}
         return {name: _without_secrets(item) if name in TEXT_FIELDS else redact(item) for name, item in shared.items()}
     return _without_machine_path(_without_secrets(value))
-
-
-def _source_prefix(recipe: Mapping[str, Any]) -> str:
-    """Return the text before each source in training, of the first task if there are several."""
-    fields = next(iter(recipe["tasks"].values())) if recipe.get("tasks") else recipe
-    return _without_secrets(str(fields.get("source_prefix") or ""))
 
 
 def _without_secrets(value: Any) -> Any:
@@ -239,8 +228,6 @@ def write_model_card(
     missing file would tell, the card calls unknown.
 
     Args:
-        folder: Folder of the model.
-        facts: Facts that no file of the folder tells.
         repo_id: Name of the model on the Hub, `user/name`, for the code in the card.
         overwrite: True to replace a `README.md` that this function did not write.
 
@@ -255,8 +242,20 @@ def write_model_card(
         )
     if repo_id is not None:
         validate_repo_id(repo_id)
-    facts = complete_facts(stated, trained, repo_id)
-    config, metrics = trained.config or {}, trained.metrics
+    if stated.task is not None and stated.task not in TASKS:
+        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {stated.task!r}.")
+    config, metrics, recipe = trained.config or {}, trained.metrics, trained.recipe or {}
+    languages = {name: getattr(stated, name) or recipe.get(name) for name in LANGUAGE_FIELDS}
+    is_translation = all(languages.values()) and len(set(languages.values())) == 2
+    facts = replace(
+        stated,
+        title=stated.title or (repo_id.split("/")[-1] if repo_id else trained.path.resolve().name),
+        task=stated.task or ("translation" if is_translation else "text2text-generation"),
+        **languages,
+    )
+    # Of several tasks, the first one.
+    task = next(iter(recipe["tasks"].values())) if recipe.get("tasks") else recipe
+    prefix = _without_secrets(str(task.get("source_prefix") or ""))
     data_rows = trained.recipe_rows(of_data=True)
     for name, value in ((metrics or {}).get("data") or {}).items():
         parts = value.items() if isinstance(value, dict) else [(None, value)]
@@ -277,7 +276,7 @@ def write_model_card(
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
         trust=", trust_remote_code=True" if config.get("auto_map") else "",
         # A JSON string is a Python string, too.
-        source=json.dumps(f"{_source_prefix(trained.recipe or {})}Your text here.", ensure_ascii=False),
+        source=json.dumps(f"{prefix}Your text here.", ensure_ascii=False),
         scores=list(_score_rows(trained.scores)),
         resamples=[result["bs"] for result in trained.scores.values() if "bs" in result],
         bleu=trained.scores.get("bleu", {}),
@@ -342,22 +341,6 @@ def read_facts(path: str | os.PathLike) -> Facts:
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]
     named = {"license": data.get("license"), "base_model": data.get("base_model"), "tags": tags}
     return Facts(**named, datasets=data.get("datasets") or (), **data.get(_FACTS_KEY) or {})
-
-
-def complete_facts(facts: Facts, trained: TrainedFolder, repo_id: str | None) -> Facts:
-    """Fill in title, languages and task."""
-    if facts.task is not None and facts.task not in TASKS:
-        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {facts.task!r}.")
-    recipe = trained.recipe or {}
-    source, target = (getattr(facts, name) or recipe.get(name) for name in LANGUAGE_FIELDS)
-    is_translation = source and target and source != target
-    return replace(
-        facts,
-        title=facts.title or (repo_id.split("/")[-1] if repo_id else trained.path.resolve().name),
-        source_language=source,
-        target_language=target,
-        task=facts.task or ("translation" if is_translation else "text2text-generation"),
-    )
 
 
 def _metadata(trained: TrainedFolder, stated: Facts, facts: Facts) -> ModelCardData:

@@ -66,8 +66,6 @@ def draw_training_curve(
 
     Args:
         log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like.
-        path: The PNG file to write.
-        title: A line above the picture.
         label_smoothing: Label smoothing of the training loss. The evaluation loss has none.
         metric: Score that is drawn, or `loss`. It decides which step is marked as the best. By default the first score of
             `SCORE_LABELS` in the log.

@@ -122,7 +122,6 @@ def _code_files(folder: Path) -> list[str]:
 
 
 def _card_pictures(folder: Path) -> list[str]:
-    """Return the pictures that the card shows."""
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     # `curve.png` must not match in `training_curve.png`.
     return [path.name for path in folder.glob("*.png") if re.search(rf"(?<![\w.%-]){re.escape(path.name)}", card)]

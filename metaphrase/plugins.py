@@ -27,9 +27,9 @@ PLACES: dict[str, str] = {
     "minimum_bayes_risk": "metaphrase.decoding.minimum_bayes_risk:generate_mbr",
     "score": "metaphrase.analysis.scoring:score_targets",
     "split_sentences": "metaphrase.texts.documents:split_texts",
-    "end_loops": "metaphrase.texts.loops:end_loops",
-    "generate_whole_texts": "metaphrase.texts.commands:generate_whole_texts",
-    "pivot": "metaphrase.texts.commands:load_pivot",
+    "end_loops": "metaphrase.texts.documents:end_loops",
+    "generate_whole_texts": "metaphrase.texts.whole_texts:generate_whole_texts",
+    "pivot": "metaphrase.texts.whole_texts:load_pivot",
     # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
     "freeze": "metaphrase.techniques.partial_training:freeze",
     "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",
@@ -48,7 +48,7 @@ PLACES: dict[str, str] = {
 # Public names of a core package that rings hold: the module by the name.
 PUBLIC_NAMES = {
     "metaphrase.hub_card": {
-        "draw_attention_map": "metaphrase.analysis.attention_map",
+        "draw_attention_map": "metaphrase.analysis.pages",
         "write_explanation_page": "metaphrase.analysis.pages",
     },
     "metaphrase.inference": {

@@ -1,12 +1,14 @@
 """`metaphrase backtranslate MODEL`: write pairs of a synthetic source and a real target."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from metaphrase.data.pairs import pair_formatter
+from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatter
+from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import num_lines
 from metaphrase.scripts.generate import line_records, prepare, write_targets
+from metaphrase.scripts.parsers import check_dependents, given_options
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -22,3 +24,59 @@ def main(arguments: argparse.Namespace) -> None:
         return "".join(format_pair(source, target) for source in sources)
 
     write_targets(arguments, options, line_records(arguments), num_lines(arguments.input), format_pairs)
+
+
+def distill(arguments: argparse.Namespace) -> None:
+    """Run `metaphrase distill TEACHER ...`: write pairs of a source and the target of the teachers."""
+    arguments.model, *more = arguments.teachers
+    arguments.ensemble = more or None
+    check_dependents(arguments, target="input")
+    inputs = {"input": arguments.input} | given_options(arguments, ("target",))
+    options = {"num_return_sequences": 1} | prepare(arguments, inputs)
+    format_pair, pairs, select = pair_formatter(arguments.output), chosen_pairs(arguments), arguments.select
+    if select is not None and (pairs is None or options["num_return_sequences"] < 2):
+        raise ValueError(
+            "`select` must come with pairs as input and `num_return_sequences` above 1, "
+            f"got {'sources alone' if pairs is None else options['num_return_sequences']}."
+        )
+
+    def format_pairs(index: int, record: tuple[str, ...], candidates: Sequence[ScoredText]) -> str:
+        if select is not None:
+            candidates = [nearest(candidates, record[1], select)]
+        return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
+
+    # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
+    total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.records())
+    records = line_records(arguments) if pairs is None else read_pairs(pairs)
+    num_targets = None if select is None else 1
+    write_targets(arguments, options, records, total, format_pairs, num_targets=num_targets)
+
+
+def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> ScoredText:
+    """Return the candidate with the highest score against a reference, and of equal ones the first.
+
+    Source: Kim and Rush 2016, arXiv 1606.07947, section 3.3 (sequence-level interpolation).
+    """
+    scores = expected_utilities([candidate.text for candidate in candidates], {reference: 1.0}, metric)
+    return candidates[scores.index(max(scores))]
+
+
+def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:
+    """Return the files of pairs; `None` for sources alone."""
+    options = given_options(arguments, ("source_column", "target_column", "max_line_characters"))
+    if arguments.target is None and (arguments.input or "").removesuffix(".gz").endswith(tuple(READERS)):
+        return PairSource(file=arguments.input, **options)
+    for name in ("source_column", "target_column"):
+        if name in options:
+            raise ValueError(f"`{name}` must come with one file of pairs as `input`, got {arguments.input!r}.")
+    if arguments.target is None:
+        return None
+    return PairSource(source_file=arguments.input, target_file=arguments.target, **options)
+
+
+def read_pairs(pairs: PairSource) -> Iterator[tuple[str, str]]:
+    """Yield each source and its reference. A line that holds no pair is an error."""
+    for record in pairs.records():
+        if isinstance(record, PairProblem):
+            raise ValueError(f"{record.message} `metaphrase filter` drops such lines.")
+        yield record

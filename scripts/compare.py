@@ -38,7 +38,14 @@ def main(arguments: argparse.Namespace) -> None:
     external_name = arguments.scores_name or "external"
     if external_name in METRICS:
         raise ValueError(f"`scores_name` must not be the name of one of `metrics`, got {external_name!r}.")
-    check_outputs(arguments)
+    inputs = given_options(arguments, ("target", "source", "train_target_file"))
+    for name in ("outputs", "scores"):
+        inputs |= {f"{name}[{number}]": path for number, path in enumerate(getattr(arguments, name) or ())}
+    for path in arguments.output:
+        if not path.endswith((".json", ".html")):
+            raise ValueError(f"`output` must end in .json or .html, got {path!r}.")
+        check_files(inputs, path)
+        check_writable(Path(path).parent, "output")
     test_set = read_test_set(arguments)
     check_references(test_set.references, metrics, "references")
     external = read_external_scores(arguments, test_set)
@@ -62,18 +69,6 @@ def main(arguments: argparse.Namespace) -> None:
     for path in arguments.output:
         write_comparison_page(report, path) if path.endswith(".html") else write_metrics(path, report)
         logger.info("Written to %s", path)
-
-
-def check_outputs(arguments: argparse.Namespace) -> None:
-    """Check the output files before any work."""
-    inputs = given_options(arguments, ("target", "source", "train_target_file"))
-    for name in ("outputs", "scores"):
-        inputs |= {f"{name}[{number}]": path for number, path in enumerate(getattr(arguments, name) or ())}
-    for path in arguments.output:
-        if not path.endswith((".json", ".html")):
-            raise ValueError(f"`output` must end in .json or .html, got {path!r}.")
-        check_files(inputs, path)
-        check_writable(Path(path).parent, "output")
 
 
 def read_test_set(arguments: argparse.Namespace) -> TestSet:
@@ -104,13 +99,7 @@ def read_external_scores(arguments: argparse.Namespace, test_set: TestSet) -> di
         counts = f"{len(paths)} files for {len(test_set.outputs)} systems"
         raise ValueError(f"`scores` must be one file for each system, got {counts}.")
     for name, path in zip(test_set.outputs, paths, strict=False):
-        lines = read_column(arguments, "scores", path, test_set.references)
-        try:
-            scores[name] = [float(line) for line in lines]
-        except ValueError as error:
-            raise ValueError(
-                f"`scores` must hold one number in each line, got an error in {path!r}: {error}."
-            ) from error
+        scores[name] = [float(line) for line in read_column(arguments, "scores", path, test_set.references)]
         if not all(map(math.isfinite, scores[name])):
             raise ValueError(f"`scores` must hold finite numbers, got others in {path!r}.")
     return scores

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.analysis.attention_map import draw_attention_map
+from metaphrase.analysis.pages import draw_attention_map
 from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
 from metaphrase.hub_card import renew_model_card
 from metaphrase.inference import Generator, cross_attention
@@ -59,7 +59,13 @@ def main(arguments: argparse.Namespace) -> None:
     card = renew_model_card(folder)
     generator = Generator.from_pretrained(folder)
     tests = [line.split("\t") for line in (folder / "data" / "test.tsv").read_text(encoding="utf-8").splitlines()]
-    show_translations(generator, tests[:NUM_SAMPLES])
+    set_seed(42)
+    sources = [source for source, _ in tests[:NUM_SAMPLES]]
+    decoded = {name: generator.generate(sources, **options) for name, options in DECODINGS.items()}
+    for index, (source, reference) in enumerate(tests[:NUM_SAMPLES]):
+        print(f"\n{'source':<12} {source}\n{'reference':<12} {reference}")
+        for name, translations in decoded.items():
+            print(f"{name:<12} {translations[index]}")
     # In a subordinate clause the German verb moves to the end.
     attention = cross_attention(
         generator, next((s for s, t in tests if ", weil " in t and len(s.split()) <= 12), tests[0][0]), num_beams=1
@@ -104,14 +110,3 @@ def prepare(folder: Path, source: Path, fields: Sequence[str], arguments: argpar
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER_NAME).write_text(MARKER_TEXT, encoding="utf-8")
         shutil.copytree(corpus, data, dirs_exist_ok=True)
-
-
-def show_translations(generator: Generator, pairs: Sequence[Sequence[str]]) -> None:
-    """Print each source with its reference and its translations."""
-    set_seed(42)
-    sources = [source for source, _ in pairs]
-    decoded = {name: generator.generate(sources, **options) for name, options in DECODINGS.items()}
-    for index, (source, reference) in enumerate(pairs):
-        print(f"\n{'source':<12} {source}\n{'reference':<12} {reference}")
-        for name, translations in decoded.items():
-            print(f"{name:<12} {translations[index]}")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.analysis.pages import write_explanation_page
-from metaphrase.inference import Generator, explain
-from metaphrase.inference.line_files import check_files
-from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
+from metaphrase.analysis.pages import draw_attention_map, write_explanation_page
+from metaphrase.inference import AttentionMap, Generator, cross_attentions, explain, format_pharaoh, word_alignment
+from metaphrase.inference.batches import numbering
+from metaphrase.inference.line_files import OutputFile, check_files, read_lines
+from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options, given_options
 
 logger = logging.getLogger(__name__)
 
@@ -28,3 +29,87 @@ def main(arguments: argparse.Namespace) -> None:
     name = Path(arguments.model).resolve().name if Path(arguments.model).is_dir() else arguments.model
     write_explanation_page(explanations, arguments.output, title=f"Explanation of {name}")
     logger.info("Written to %s", arguments.output)
+
+
+# A word alignment goes to standard output by default.
+DEFAULT_OUTPUTS = {"png": "attention.png", "pharaoh": None}
+SENTENCES_AT_A_TIME = 1024
+
+
+def attention(arguments: argparse.Namespace) -> None:
+    """Run `metaphrase attention MODEL`: show cross-attention as a picture or a word alignment."""
+    form = arguments.format or ("pharaoh" if Path(arguments.output or "").suffix in (".align", ".txt") else "png")
+    output = arguments.output or DEFAULT_OUTPUTS[form]
+    inputs = given_options(arguments, ("input", "target_input"))
+    if not arguments.source:
+        inputs["input"] = arguments.input
+    check_files(inputs, output)
+    sources, targets = read_pairs(arguments)
+    nonblank = [index for index, source in enumerate(sources) if source.strip()]
+    if form == "png" and len(nonblank) != 1:
+        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several.")
+    set_seed(arguments.seed)
+    generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
+    options = {"layer": arguments.layer, "head": arguments.head, **chosen_generation_options(arguments)}
+    options["show_progress"] = None if len(nonblank) > 1 else False
+    if form == "pharaoh":
+        write_links(generator, sources, targets, output, options)
+    else:
+        [attention] = compute_maps(generator, sources, targets, nonblank, **options)
+        tokens = attention.source_tokens, attention.target_tokens
+        layer = "last layer" if arguments.layer == -1 else f"layer {arguments.layer}"
+        head = "mean over its heads" if arguments.head is None else f"head {arguments.head}"
+        choice = "mean over all layers and heads" if arguments.layer is None else f"{layer}, {head}"
+        draw_attention_map(attention.weights, *tokens, output, title=f"Cross-attention: {choice}")
+        logger.info("Target: %s", attention.target)
+    if len(nonblank) < len(sources):
+        effect = "have an empty line" if form == "pharaoh" else "are left out"
+        logger.warning("Empty sources, which %s: %d of %d.", effect, len(sources) - len(nonblank), len(sources))
+    generator.log_counts(len(nonblank))
+    if output is not None:
+        logger.info("Written to %s", output)
+
+
+def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | None]:
+    """Read sources, and targets if there are any, from the command line, files or standard input."""
+    for name, text, file in (
+        ("source", arguments.source, arguments.input),
+        ("target", arguments.target, arguments.target_input),
+    ):
+        if text is not None and file is not None:
+            raise ValueError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
+    sources = list(arguments.source or read_lines(arguments.input, arguments.max_line_characters))
+    targets = arguments.target
+    if arguments.target_input is not None:
+        targets = list(read_lines(arguments.target_input, arguments.max_line_characters))
+    if targets is not None and len(targets) != len(sources):
+        raise ValueError(f"`source` and `target` must be equally many, got {len(sources)} and {len(targets)}.")
+    return sources, targets
+
+
+def compute_maps(
+    generator: Generator, sources: list[str], targets: list[str] | None, nonblank: list[int], **options
+) -> list[AttentionMap]:
+    """Return the maps of the sources at some indices."""
+    chosen_targets = None if targets is None else [targets[index] for index in nonblank]
+    with numbering([index + 1 for index in nonblank]):
+        return cross_attentions(generator, [sources[index] for index in nonblank], chosen_targets, **options)
+
+
+def write_links(
+    generator: Generator, sources: list[str], targets: list[str] | None, output: str | None, options: dict
+) -> None:
+    """Write one line of links for each source, an empty one for a blank source. Generated targets are logged."""
+    if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+    with OutputFile(output) as file:
+        for start in range(0, len(sources), SENTENCES_AT_A_TIME):
+            part = range(start, min(start + SENTENCES_AT_A_TIME, len(sources)))
+            nonblank = [index for index in part if sources[index].strip()]
+            maps = compute_maps(generator, sources, targets, nonblank, **options)
+            lines = dict(zip(nonblank, map(format_pharaoh, map(word_alignment, maps)), strict=True))
+            file.write("".join(lines.get(index, "") + "\n" for index in part))
+            if targets is None:
+                for attention in maps:
+                    logger.info("Target: %s", attention.target)
+        file.finish()

@@ -10,12 +10,17 @@ from pathlib import Path
 
 from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.data.pairs import PairSource
+from metaphrase.filtering.lexicon import MAX_PAIRS, make_vocabulary_map
 from metaphrase.filtering.rules import RULES, FilterSettings
-from metaphrase.filtering.run import PairScorer, filter_pairs, partial_path
+from metaphrase.filtering.run import PairScorer, check_sample, filter_pairs, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.scripts.parsers import given_options
+from metaphrase.storage.folders import file_in_one_step
 from metaphrase.storage.hints import did_you_mean
+from metaphrase.storage.loading import check_model_folder
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -133,13 +138,36 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
             f"`output` must have no unfinished run, got {str(partial)!r}. Pass --resume to go on with the run, or --overwrite "
             "to start again."
         )
-    if arguments.resume and len(present) == len(paths) and _are_newer(paths, inputs):
-        return True
+    if arguments.resume and len(present) == len(paths):
+        oldest = min(path.stat().st_mtime_ns for path in paths)
+        if all(Path(path).stat().st_mtime_ns <= oldest for path in inputs):
+            return True
     if present:
         raise ValueError(f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace the file.")
     return False
 
 
-def _are_newer(outputs: Sequence[Path], inputs: Sequence[str]) -> bool:
-    oldest = min(path.stat().st_mtime_ns for path in outputs)
-    return all(Path(path).stat().st_mtime_ns <= oldest for path in inputs)
+def shortlist(arguments: argparse.Namespace) -> None:
+    """Run `metaphrase shortlist MODEL PAIRS`: write the vocabulary map of a model, for --use_vmap."""
+    path, files = Path(arguments.model, VOCABULARY_MAP_NAME), arguments.pairs
+    check_model_folder(path.parent)
+    if path.exists() and not arguments.overwrite:
+        raise ValueError(f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file.")
+    if len(files) > 2:
+        raise ValueError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
+    names = ("file",) if len(files) == 1 else ("source_file", "target_file")
+    columns = given_options(arguments, ("source_column", "target_column"))
+    if columns and len(files) == 2:
+        raise ValueError(
+            f"`{next(iter(columns))}` must be left out with two parallel files, got {files[0]} and {files[1]}."
+        )
+    source = PairSource(**dict(zip(names, files, strict=True)), **columns)
+    num_records, pairs = sample_pairs(source.records(), MAX_PAIRS)
+    check_sample(source, num_records, pairs)
+    logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
+    tokenizers = TokenizerPair.from_pretrained(path.parent)
+    sizes = {"num_per_token": arguments.num_per_token, "num_frequent": arguments.num_frequent}
+    vocabulary_map = make_vocabulary_map(pairs, tokenizers, **sizes)
+    with file_in_one_step(path) as partial:
+        vocabulary_map.save(partial, tokenizers)
+    logger.info("Written to %s", path)

@@ -114,13 +114,9 @@ def write_targets(
     """Write the targets of sources into the output, and log counts and speed.
 
     Args:
-        arguments: Options of the subcommand: models, output, resume, shard, chunks.
-        options: Generation options.
         records: Each a source and what belongs to it, such as a reference.
-        total: Number of the records; `None` if it is unknown.
         format_lines: Returns the lines for the index of a source, its record and its candidates.
         num_targets: Lines for each source. By default, the options and the model decide.
-        risk: As for `generate_stream`.
         with_scores: True if the lines are those of an n-best list with scores.
     """
     if total is None and arguments.shard is not None:
@@ -139,7 +135,12 @@ def write_targets(
         first_source = output.next_source
         if first_source:
             logger.info("Resuming %s at line %d.", arguments.output, first_source + 1)
-            warn_of_changed_input(arguments.input, arguments.output)
+            if arguments.input and os.path.getmtime(arguments.input) > os.path.getmtime(arguments.output):
+                logger.warning(
+                    "%s changed after the last line of %s was written. If lines changed that have their targets already, "
+                    "start again without --resume.",
+                    *(arguments.input, arguments.output),
+                )
         started = time.perf_counter()
         records, written = itertools.tee(itertools.islice(records, start + first_source, stop))
         results = generator.generate_stream(
@@ -168,14 +169,3 @@ def write_targets(
         seconds = time.perf_counter() - started
         logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)
         generator.log_counts(count)
-
-
-def warn_of_changed_input(source: str | None, output: str) -> None:
-    """Log that the input changed after the output, whose earlier lines stay as they are."""
-    if source is not None and os.path.getmtime(source) > os.path.getmtime(output):
-        logger.warning(
-            "%s changed after the last line of %s was written. If lines changed that have their targets already, start again "
-            "without --resume.",
-            source,
-            output,
-        )

@@ -17,9 +17,9 @@ try:
     import python_multipart  # noqa: F401  Starlette reads forms with files by this library
     import uvicorn
 
+    from metaphrase.serving import Limits
     from metaphrase.serving.app import make_app
     from metaphrase.serving.batcher import Batcher
-    from metaphrase.serving.limits import Limits
     from metaphrase.serving.models import ServedModel
     from metaphrase.serving.service import Service
 except ModuleNotFoundError as error:
@@ -40,7 +40,13 @@ def main(arguments: argparse.Namespace) -> None:
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}
     keys = read_keys(arguments.api_keys)
     batcher = Batcher(num_batches)
-    models = load_models(arguments, batcher)
+    models = []
+    for word in arguments.models:
+        name, path = split_name(word) if "=" in word else (None, word)
+        loading = chosen_loading_options(arguments)
+        models.append(ServedModel.from_pretrained(name, path, batcher, task=arguments.task, **loading))
+        # The options of the command line are the defaults of the model.
+        models[-1].generator.model.generation_config.update(**chosen_generation_options(arguments))
     service = Service(models, batcher, limits=limits, api_keys=keys, glossaries=glossaries)
     for model in models:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
@@ -78,17 +84,6 @@ def divide_threads(device: str | None) -> int:
     num_batches = min(_MAX_BATCHES, num_threads)
     torch.set_num_threads(num_threads // num_batches)
     return num_batches
-
-
-def load_models(arguments: argparse.Namespace, batcher: Batcher) -> list[ServedModel]:
-    """Load the models of the command line, with its generation options as their defaults."""
-    loading, models = chosen_loading_options(arguments), []
-    for word in arguments.models:
-        name, path = split_name(word) if "=" in word else (None, word)
-        model = ServedModel.from_pretrained(name, path, batcher, task=arguments.task, **loading)
-        model.generator.model.generation_config.update(**chosen_generation_options(arguments))
-        models.append(model)
-    return models
 
 
 def split_name(word: str) -> tuple[str, str]:

@@ -4,12 +4,13 @@ import codecs
 import contextlib
 import gzip
 import itertools
+import math
 import os
 import re
 import sys
 import unicodedata
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 DEFAULT_JOINER = "@@"
@@ -136,13 +137,10 @@ def iterate_lines(
     """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends (see `decode_lines`).
 
     Args:
-        paths: One file or several.
         keep_invalid: True to yield None for a line that is not valid UTF-8, instead of an error.
-        max_line_characters: Maximum length of a line.
 
     Raises:
         ValueError: If a line is too long or not valid UTF-8.
-        FileNotFoundError: If a file is missing.
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         for line in read_lines(path, max_line_characters):
@@ -157,8 +155,7 @@ def iterate_lines(
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
     """Yield the same texts, and check each of them.
 
-    Raises:
-        ValueError: If `texts` is a single string, or holds anything but strings that UTF-8 can write.
+    Raises `ValueError` if `texts` is a single string, or holds anything but strings that UTF-8 can write.
     """
     if isinstance(texts, str):
         raise ValueError(f"`{name}` must hold one text each, got the single string {texts[:40]!r}.")
@@ -182,3 +179,37 @@ def join_pieces(text: str, joiner: str | None = None) -> str:
         joiner: Suffix of each piece that the next piece continues. None means `@@`.
     """
     return re.sub(re.escape(joiner or DEFAULT_JOINER) + "(?: |$)", "", text)
+
+
+def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_batch: int) -> list[list[int]]:
+    """Return batches of the indices of sources of similar length, longest first.
+
+    A batch that does not fit into memory fails at once. A source of more than `max_tokens_per_batch` has a separate batch.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    # A source alone counts as a pair with an empty target.
+    return cut_into_batches(longest_first, [(lengths[i], 0) for i in longest_first], max_tokens_per_batch, batch_size)
+
+
+def cut_into_batches(
+    order: Sequence[int],
+    lengths: Sequence[Sequence[int]],
+    max_tokens_per_batch: int,
+    batch_size: float = math.inf,
+) -> list[list[int]]:
+    """Cut an order of pairs into consecutive batches, each as large as the bounds allow.
+
+    `lengths` are those of source and target in that order. The tokens of a batch count padding, on both sides. A longer pair has
+    a separate batch.
+    """
+    batches: list[list[int]] = []
+    longest_source = longest_target = 0
+    for index, (source, target) in zip(order, lengths, strict=True):
+        longest_source, longest_target = max(longest_source, source), max(longest_target, target)
+        width = longest_source + longest_target
+        if batches and len(batches[-1]) < batch_size and (len(batches[-1]) + 1) * width <= max_tokens_per_batch:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            longest_source, longest_target = source, target
+    return batches

@@ -34,7 +34,6 @@ class TokenizerPair:
     """Source tokenizer and target tokenizer. A joint pair holds the same object twice.
 
     Attributes:
-        source: Encodes texts for the encoder.
         target: Encodes labels and decodes generated ids.
         whole: The tokenizer with two vocabularies that both were split from, saved in their place; else None.
     """
@@ -78,14 +77,9 @@ class TokenizerPair:
         """Train one tokenizer on the texts of both sides, or one for each side.
 
         Args:
-            source_texts: Texts of the source side.
-            target_texts: Texts of the target side.
-            joint: True for one tokenizer of both sides.
-            kind: Kind of both tokenizers, as for `train_tokenizer`.
             target_kind: Kind of the target tokenizer, if different. Needs `joint=False`.
             vocab_size: Size of the joint vocabulary, or of each of two.
             target_vocab_size: Size of the target vocabulary, if different. Needs `joint=False`.
-            options: Further arguments of `train_tokenizer`, for both tokenizers.
 
         Raises:
             ValueError: If a kind or a size of one side is given for a joint tokenizer, or `train_tokenizer` raises it.
@@ -121,7 +115,6 @@ class TokenizerPair:
 
         Raises:
             ValueError: If a separate target tokenizer is missing, or a tokenizer needs code that is not trusted.
-            OSError: If a tokenizer cannot be found.
         """
         kwargs["trust_remote_code"] = trust_remote_code
         source = _load(name_or_path, **kwargs)
@@ -174,11 +167,7 @@ class TokenizerPair:
         """Return the ids of each text with the end of sequence, never truncated.
 
         Args:
-            texts: The texts.
             segment: Returns the ids of another segmentation from the number of a text and its encoding (fast tokenizers).
-
-        Raises:
-            ValueError: If `texts` is not a list of strings.
         """
         return _encode(self.source, texts, "text", segment)
 
@@ -310,7 +299,6 @@ def set_languages(
         tokenizers: Tokenizers of a multilingual model, changed in place.
         source_lang: A code of the tokenizer, such as eng_Latn for NLLB, en_XX for mBART, en for M2M100. None keeps the
             current language.
-        target_lang: The same for targets.
 
     Returns:
         `forced_bos_token_id` if targets begin with the code; `decoder_start_token_id` if targets end with it, since the

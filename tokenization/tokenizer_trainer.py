@@ -53,11 +53,9 @@ class TokenizerSettings:
     """Settings of `train_tokenizer`. None in `vocab_size`, `min_frequency` or `joiner` becomes the kind's default.
 
     Attributes:
-        kind: One of the kinds of `train_tokenizer`.
         vocab_size: Largest size of the vocabulary, with special tokens. None means 8000 for kinds that learn pieces, and
             no limit for others. Small texts give a smaller vocabulary.
         min_frequency: Least count of a merge, a character, a word or a piece. None means 2 for merges, else 1.
-        normalization: `"nfc"`, `"nfd"`, `"nfkc"`, `"nfkd"` or None.
         joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
         additional_special_tokens: More tokens, such as sentinels or language codes, each one entry that is never split.
         model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
@@ -139,10 +137,6 @@ def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenize
     Source: byte_bpe, section 2.2 of Radford et al. 2019 (Language Models are Unsupervised Multitask Learners); byte, Xue
     et al. 2022 (arXiv 2105.13626); bpe, Sennrich et al. 2016 (arXiv 1508.07909); unigram, Kudo 2018 (arXiv 1804.10959),
     both with the white space of Kudo and Richardson 2018 (arXiv 1808.06226).
-
-    Args:
-        texts: The training texts, read once.
-        **settings: Fields of `TokenizerSettings`.
 
     Raises:
         ValueError: If a setting is invalid, or the texts hold no visible character or more than fit into `vocab_size`.
@@ -233,7 +227,6 @@ def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
 
 
 def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    """Train the vocabulary of the settings' kind. Special tokens are its first entries."""
     specials = settings.special_tokens
     if settings.kind == "byte":
         return models.BPE({entry: index for index, entry in enumerate([*specials, *_BYTE_CHARACTERS])}, [])

@@ -35,9 +35,7 @@ class AttentionMap:
 
     Attributes:
         weights: `(target, source)` in float32. Row i sums to 1 and is the attention while predicting target token i.
-        source_ids: Ids of the source tokens, one for each column.
         target_ids: Ids of the target tokens, one for each row, with the end of sequence.
-        source_tokens: The source tokens in a readable form.
         source: The source text without `source_prefix`.
         source_word_ids: Index of the word of each column; `None` for special tokens and the prefix. The attribute is `None` if
             the tokens cannot be mapped to words. `target_word_ids` are those of the rows.
@@ -79,11 +77,9 @@ def cross_attentions(
     Args:
         generator: Model and tokenizers. The model keeps its mode and its attention kernel. A batch has at most `batch_size`
             pairs, and at most `MAX_TOKENS_PER_BATCH` or `max_tokens_per_batch` tokens of either side.
-        sources: Source texts.
         targets: One for each source. By default the model generates them.
         layer: A decoder layer, from 0; negative numbers count from the last.
         head: A head of that layer, from 0; negative numbers count from the last.
-        show_progress: True for progress bars; `None` shows them on a terminal only.
         **generation_kwargs: As for `generate()`, if the model generates the targets.
 
     Raises:
@@ -244,9 +240,6 @@ def alignment_error_rate(
         predicted: Links of each sentence (A).
         sure: Links that a sentence must have (S).
         possible: Links that a sentence may have (P). Sure links are possible, too.
-
-    Raises:
-        ValueError: If the numbers of sentences differ.
 
     Source: section 2.3 of Och and Ney 2003, "A systematic comparison of various statistical alignment models".
     """

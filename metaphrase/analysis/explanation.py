@@ -222,10 +222,8 @@ class Explanation:
     """Stages of one pair in a model. T is the number of target tokens, S that of source tokens.
 
     Attributes:
-        is_generated: True if the model wrote the target.
         source_tokens: S tokens that the encoder reads.
         decoder_tokens: T tokens that the decoder reads: the start token, then the target without its last token.
-        target_tokens: T labels.
         stages: Modules in the order in which they returned. Of several layers only the first is listed.
         masks: For each kind of attention True where a query may read a key, `(query, key)`. As keys the source has some padding
             tokens more.
@@ -233,7 +231,6 @@ class Explanation:
         probabilities: Probability of each label, `(T,)`.
         ranks: Rank of each label among all tokens, from 1, `(T,)`.
         paths: Next tokens along `target`, `greedy` and `beam`. A path equal to an earlier one is left out.
-        beam_tree: Hypotheses of beam search.
         notes: Stages that this model does not show, one sentence each.
     """
 
@@ -266,13 +263,9 @@ def explain(
 
     Args:
         generator: Model and tokenizers. The model keeps its mode and its attention kernel.
-        source: The source text.
         target: The target text. By default the model generates the target with the generation options.
         seed: Seed of the tokens that are drawn with top-k and top-p.
         **generation_kwargs: As for `generate()`. The searches use the lengths, penalties and forced tokens.
-
-    Raises:
-        ValueError: As `cross_attention`.
     """
     model, tokenizer = generator.model, generator.tokenizers.target
     generation_kwargs = read_options(generation_kwargs)

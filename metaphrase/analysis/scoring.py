@@ -12,7 +12,7 @@ from metaphrase.inference.batches import TooLongError, evaluating, longest_sourc
 from metaphrase.inference.generator import Generator, check_single
 from metaphrase.inference.progress import progress_bar
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class ForcedScore:
 
     Attributes:
         ids: Token ids without the start token, with the end of sequence.
-        tokens: The tokens in a readable form.
         log_probabilities: One for each token, in nats.
     """
 
@@ -132,7 +131,6 @@ def forced_inputs(
 
 
 def _start_token(model: PreTrainedModel) -> int:
-    """Return the token that `generate()` starts with."""
     for name in ("decoder_start_token_id", "bos_token_id"):
         for config in (getattr(model, "generation_config", None), model.config):
             start = getattr(config, name, None)

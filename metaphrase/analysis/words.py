@@ -25,11 +25,9 @@ def words_of_source(
     """Return the words of a source, and the index of each token's word.
 
     Args:
-        tokenizer: The tokenizer of the ids.
         text: The source without the prefix.
         ids: Ids of prefix and text, with special tokens.
         prefix: Text before the source. Its tokens belong to no word.
-        argument: Argument of the tokenizer that takes the text.
 
     Returns:
         The words, and one index per id: None for special tokens and the prefix. The indices are None as a whole if the

@@ -4,7 +4,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from random import Random
 from typing import Any
@@ -15,13 +17,116 @@ import torch
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
 from metaphrase.filtering.lexicon import learn_terms
 from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
 from metaphrase.training.corpora import PairCorpus
+
+# Share of the pairs with a source word that have its translation.
+_TRANSLATED = 0.95
+_OUTSIDE = ""
+# A neighbor of a source word, whether it stands behind the word, and the two words behind each occurrence of the translation.
+Context = tuple[str, bool, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class RareWords:
+    """Rare words, with their translations, that may take the places of other words.
+
+    Attributes:
+        translations: The target word of each source word that has one.
+        substitutes: For a source word, the source words that may replace it, each with its number of pairs.
+    """
+
+    translations: Mapping[str, str]
+    substitutes: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def learn(cls, pairs: Iterable[tuple[str, str]]) -> "RareWords":
+        """Learn which words may replace which, from pairs of texts with spaces between words.
+
+        A word may replace another word that is seen in all of its contexts, and in more.
+        """
+        split = [(source.split(), target.split()) for source, target in pairs]
+        counts = Counter(word for source, _ in split for word in set(source))
+        translations = _find_translations(split)
+        contexts = _find_contexts(split, translations)
+        words_in: dict[Context, list[str]] = defaultdict(list)
+        for word, contexts_of_word in contexts.items():
+            for context in contexts_of_word:
+                words_in[context].append(word)
+        substitutes: dict[str, dict[str, int]] = defaultdict(dict)
+        for word, contexts_of_word in contexts.items():
+            # The context that the fewest words share leaves the fewest sets to compare.
+            for other in words_in[min(contexts_of_word, key=lambda context: len(words_in[context]))]:
+                if contexts_of_word < contexts[other]:
+                    substitutes[other][word] = counts[word]
+        return cls(translations, dict(substitutes))
+
+    def draw(self, source: str, target: str, random: Random) -> tuple[tuple[str, str], tuple[str, str]] | None:
+        """Draw a word of a pair and another one for its place, the rarer ones more often.
+
+        Returns:
+            For source and target, the word and its replacement. None if the pair has no word to replace.
+        """
+        words, target_words = dict.fromkeys(source.split()), set(target.split())
+        counts = Counter(map(self.translations.get, words))
+        replaceable = [word for word in words if word in self.substitutes]
+        # With another source word of the same translation, it is unknown which target word belongs to which.
+        replaceable = [word for word in replaceable if counts[self.translations[word]] == 1]
+        replaceable = [word for word in replaceable if self.translations[word] in target_words]
+        if not replaceable:
+            return None
+        old = random.choice(replaceable)
+        substitutes = self.substitutes[old]
+        [new] = random.choices(list(substitutes), [1 / count for count in substitutes.values()])
+        return (old, new), (self.translations[old], self.translations[new])
+
+
+def _find_translations(pairs: Sequence[tuple[list[str], list[str]]]) -> dict[str, str]:
+    """Return the target word that goes with each source word the most by Dice's coefficient, unless several do equally."""
+    counts: tuple[Counter, Counter] = Counter(), Counter()
+    together: dict[str, Counter] = defaultdict(Counter)
+    for source, target in pairs:
+        words, outputs = set(source), set(target)
+        counts[0].update(words)
+        counts[1].update(outputs)
+        for word in words:
+            together[word].update(outputs)
+    translations = {}
+    for word, number in counts[0].items():
+        dice = {
+            output: 2 * both / (number + counts[1][output])
+            for output, both in together[word].items()
+            if both >= _TRANSLATED * number
+        }
+        best = max(dice.values(), default=0.0)
+        tied = [output for output, value in dice.items() if value == best]
+        # A target word that is a source word, too, translates that one.
+        candidates = [word] if word in tied else [output for output in tied if output not in counts[0]] or tied
+        if len(candidates) == 1:
+            [translations[word]] = candidates
+    return translations
+
+
+def _find_contexts(
+    pairs: Sequence[tuple[list[str], list[str]]], translations: Mapping[str, str]
+) -> dict[str, set[Context]]:
+    contexts: dict[str, set[Context]] = defaultdict(set)
+    for source, target in pairs:
+        behind: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        padded = [*target, _OUTSIDE, _OUTSIDE]
+        for index, word in enumerate(target):
+            behind[word].add((padded[index + 1], padded[index + 2]))
+        padded = [_OUTSIDE, *source, _OUTSIDE]
+        for index, word in enumerate(source, start=1):
+            if translations.get(word) in behind:
+                after = frozenset(behind[translations[word]])
+                contexts[word] |= {(padded[index - 1], False, after), (padded[index + 1], True, after)}
+    return contexts
+
 
 _MAX_TERMS = 3
 _IDS = ("input_ids", "labels")
@@ -242,7 +347,6 @@ class Augmenter:
         return source, target
 
     def _replace_word(self, source: str, target: str, random: Random) -> tuple[str, str]:
-        """Return the pair with a rare word and its translation, or as it is if there is no word to replace."""
         texts = source, target
         drawn = self._rare_words.draw(*(" ".join(self._unchanged.split(text)[::2]) for text in texts), random)
         if drawn is None:

@@ -32,7 +32,7 @@ from metaphrase.choices.rules import (
 )
 from metaphrase.data.pairs import SIDES, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
-from metaphrase.engines.memory import free_main_memory
+from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.plugins import plugin

@@ -17,7 +17,7 @@ from metaphrase.data.encoding import OUTCOMES, PairEncoder
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.batches import cut_into_batches
+from metaphrase.tokenization.texts import cut_into_batches
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from metaphrase.demo.grammar import (
     NounPhrase,
     PrepositionalPhrase,
     Sentence,
+    to_english,
+    to_german,
 )
-from metaphrase.demo.languages import to_english, to_german
 
 # Repetition in a tuple is the weight of an item.
 _SUBJECT_PRONOUNS = (*grammar.PRONOUNS[:2], *grammar.PRONOUNS)  # I and you have verb forms of their own
@@ -52,7 +53,6 @@ def _adjectives_of(noun: grammar.Noun, is_colour: bool) -> tuple[grammar.Adjecti
 
 @cache
 def _verbs_of(kind: str) -> tuple[tuple[grammar.Verb, ...], tuple[grammar.Verb, ...]]:
-    """Return the verbs whose subject may be of a kind, and those whose object may be."""
     verbs = (*grammar.INTRANSITIVE_VERBS, *grammar.OBJECT_VERBS)
     with_subject = tuple(verb for verb in verbs if kind in verb.subjects and not verb.needs_phrase)
     return with_subject, tuple(verb for verb in grammar.OBJECT_VERBS if kind in verb.objects)
@@ -207,7 +207,6 @@ class Sampler:
         return self._noun_phrase(nouns, is_known, 0.2 if is_simple else 0.4)
 
     def _objects(self, clause: Clause, is_simple: bool) -> dict[str, grammar.Nominal]:
-        """Draw the objects of a clause, as arguments of `Clause`."""
         verb, subject = clause.verb, clause.subject
         # *Heute hilft ein Lehrer mir* would be odd: an object pronoun wants a subject that is known.
         may_be_pronoun = not isinstance(subject, NounPhrase) or subject.determiner in (*_KNOWN_DETERMINERS, RELATIVE)
@@ -277,7 +276,6 @@ class Sampler:
         return NounPhrase(noun, determiner, is_plural, described, possessor)
 
     def _adjectives(self, noun: grammar.Noun) -> tuple[grammar.Adjective, ...]:
-        """Draw one adjective, sometimes followed by a colour."""
         plain, colours = _adjectives_of(noun, False), _adjectives_of(noun, True)
         if colours and self._chance(0.12):
             return (self._pick(plain), self._pick(colours))

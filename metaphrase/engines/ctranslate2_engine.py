@@ -253,7 +253,13 @@ class CTranslate2Engine:
     def make_generate(self, options: Mapping[str, Any], return_scores: bool) -> GenerateBatch:
         """See `Engine`. `translate_options` lists the options that mean something else in CTranslate2."""
         search = translate_options(self.generation_config, options, vocab_size=len(self.targets))
-        prefix = self._prefix(search)
+        forced = [self.targets[index] for index in search.forced]
+        start = None if search.start is None else self.targets[search.start]
+        if start is None or start != (self._start or start):
+            expected = "set for a model whose start varies" if self._start is None else f"that of {self._start!r}"
+            raise ValueError(f"`decoder_start_token_id` must be {expected}, got {search.start}.")
+        # The config of the folder may state the start token.
+        prefix = [start, *forced] if self._start is None else forced
         translator = self.translator
         if search.is_sampling:
             # CTranslate2 seeds its random numbers when a thread starts. A new translator has new threads.
@@ -275,28 +281,16 @@ class CTranslate2Engine:
                 suppress_sequences=suppressed or None,
                 **search.options,
             )
-            return [self._hypotheses(result, search, return_scores) for result in results]
+            rows = []
+            for result in results:
+                rows.append([])
+                scores = result.scores if return_scores else [None] * len(result.hypotheses)
+                for tokens, score in zip(result.hypotheses, scores, strict=True):
+                    ids = [self._target_ids[token] for token in tokens]
+                    is_finished = bool(ids) and ids[-1] in search.ends
+                    if search.forced_end is not None and ids and not is_finished:
+                        ids[-1] = search.forced_end
+                    rows[-1].append(Hypothesis(ids, score, is_finished))
+            return rows
 
         return generate_batch
-
-    def _prefix(self, search: Search) -> list[str]:
-        """Return the tokens that targets begin with, without the start token that the folder's config states."""
-        forced = [self.targets[index] for index in search.forced]
-        start = None if search.start is None else self.targets[search.start]
-        if start is None or start != (self._start or start):
-            expected = "set for a model whose start varies" if self._start is None else f"that of {self._start!r}"
-            raise ValueError(f"`decoder_start_token_id` must be {expected}, got {search.start}.")
-        return [start, *forced] if self._start is None else forced
-
-    def _hypotheses(
-        self, result: "ctranslate2.TranslationResult", search: Search, return_scores: bool
-    ) -> list[Hypothesis]:
-        scores = result.scores if return_scores else [None] * len(result.hypotheses)
-        hypotheses = []
-        for tokens, score in zip(result.hypotheses, scores, strict=True):
-            ids = [self._target_ids[token] for token in tokens]
-            is_finished = bool(ids) and ids[-1] in search.ends
-            if search.forced_end is not None and ids and not is_finished:
-                ids[-1] = search.forced_end
-            hypotheses.append(Hypothesis(ids, score, is_finished))
-        return hypotheses

@@ -1,5 +1,6 @@
 """Choice between torch and CTranslate2 for each call of a generator, by measured speed."""
 
+import contextlib
 import logging
 import math
 import os
@@ -10,17 +11,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.prepacked_weights import WeightRecord
 from metaphrase.decoding.quantization import quantization_of, quantize
-from metaphrase.engines.memory import free_main_memory
 from metaphrase.inference.batches import Engine, longest_target
-from metaphrase.inference.generator import load_model
+from metaphrase.inference.generator import torch_dtype
 from metaphrase.modeling import MetaphraseForConditionalGeneration
+from metaphrase.storage.loading import load_pretrained
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
+
+
+def free_main_memory() -> int:
+    """Return the free bytes of main memory. A container may have less than the machine."""
+    free = psutil.virtual_memory().available
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()))
+    return free
+
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +81,8 @@ def load_engine(
         model.use_vmap = vocabulary_map is not None
         return model, None
     quantization = quantization_of(dtype, device)
-    model = load_model(name_or_path, device=device, dtype="float32" if quantization else dtype, **loading)
+    model = load_pretrained(name_or_path, dtype=torch_dtype("float32" if quantization else dtype), **loading)
+    model = model.to(device).eval()
     choice = EngineChoice(model, tokenizers, quantization, vocabulary_map) if engine == "auto" else None
     if quantization is not None:
         quantize(model)
@@ -162,7 +175,6 @@ class EngineChoice:
         batch_size: int,
         return_scores: bool,
     ) -> str | None:
-        """Return the reason why this call should run in torch, or None."""
         # Needs an extra.
         from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
         from metaphrase.engines.ctranslate2_engine import translate_exactly

@@ -44,11 +44,7 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         """Start the processes and wait until each has loaded the model.
 
         Args:
-            name_or_path: As for `Generator.from_pretrained`.
-            num_processes: Number of processes. On a CPU they share this process' torch threads.
             device: Where to run. By default, and for a name without number (`cuda`), the processes take the accelerators in turn.
-            assistant_model: Name of a draft model, see `Generator.generate`.
-            **kwargs: As for `Generator.from_pretrained`.
 
         Raises:
             ChildProcessError: If a process died.
@@ -135,7 +131,6 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def _naming_deaths(self) -> Iterator[None]:
-        """Replace the executor's error for a dead process."""
         try:
             yield
         except BrokenProcessPool as error:
@@ -182,7 +177,6 @@ def _start(
 
 
 def _end_with(life: Connection) -> None:
-    """End this process when the other end of the pipe is closed."""
     wait([life])
     os._exit(0)
 
@@ -193,7 +187,6 @@ def _num_targets(options: dict[str, Any]) -> int:
 
 
 def _generate(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
-    """Return the candidates of a chunk, and the counts to add to the pool's."""
     generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant

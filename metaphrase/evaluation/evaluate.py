@@ -19,7 +19,7 @@ from metaphrase.inference import Generator
 from metaphrase.inference.batches import longest_target
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TextFrame, TokenizerPair, check_target_language, shorten
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,8 @@ def evaluate_generator(
     """Generate targets for a test set and score them.
 
     Args:
-        generator: Model and tokenizers.
-        sources: Source texts.
         targets: One target for each source, as in training, for the loss.
         references: Texts for the scores; by default the targets as decoding writes them, with `pretokenized` pieces joined.
-        metrics: Names of scores (see `metaphrase.evaluation.metrics`).
-        metric_options: Options of each metric.
         generation_options: Arguments of `generate()`, over the generation config of the model.
         num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
         show_progress: True for a bar, or lines without a terminal; None for a bar on a terminal only.

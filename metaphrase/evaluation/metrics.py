@@ -272,7 +272,6 @@ def compute_metrics(
     """Return `{name: result}` for JSON.
 
     Args:
-        predictions: One text for each example.
         references: One text, or a list of texts, for each example.
         names: Keys of `METRICS`.
         options: Keyword arguments of a score by its name: `{"bleu": {"tokenize": "none"}}`.

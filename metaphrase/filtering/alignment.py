@@ -63,7 +63,6 @@ class WordPairs(NamedTuple):
         words: Numbers of all source words, one text after the other, and of all target words.
         texts: Index of the text of each word, for both sides.
         positions: Index in `words` of both words of each pair.
-        num_texts: Number of pairs of texts.
     """
 
     words: tuple[np.ndarray, np.ndarray]

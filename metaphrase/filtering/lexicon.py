@@ -119,7 +119,6 @@ def _words_of_letters(text: str) -> list[str]:
 
 
 def _frequent_words(texts: Iterable[Iterable[str]]) -> list[str]:
-    """Return the words that are not rare, the most frequent first."""
     counts = Counter(chain.from_iterable(texts))
     words = (word for word, count in counts.items() if count >= _MIN_COUNT)
     return sorted(words, key=lambda word: (-counts[word], word))

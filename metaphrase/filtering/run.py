@@ -189,9 +189,7 @@ class WorkFolder(contextlib.AbstractContextManager):
         """Read the state of a stopped run. Nothing is written before `with`.
 
         Args:
-            outputs: Final path of each output by name.
             key: Settings and input of the run, as values of JSON. A stopped run must have the same.
-            resume: False to begin again.
         """
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
@@ -296,11 +294,9 @@ def filter_pairs(
     Args:
         outputs: One file of pairs, `.tsv` or `.jsonl`, or two text files; each may end in `.gz`.
         rejected: TSV file for the dropped pairs: rule, source, target.
-        report: JSON file for the counts and examples.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
         on_start: Called with the number of pairs, and that of the pairs that a stopped run has done.
-        on_chunk: Called with a number of pairs that are done.
     """
     files = {f"output_{number}": Path(path) for number, path in enumerate(outputs)}
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
@@ -318,12 +314,22 @@ def filter_pairs(
             folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)
             on_start(len(part), result.num_read)
+            format_pair = None if "output_1" in files else pair_formatter(files["output_0"].name.removesuffix(".gz"))
             seen_pairs, seen_sources = (SeenHashes(folder.read(name)) for name in ("pairs", "sources"))
             records = itertools.islice(source.records(), part.start + result.num_read, part.stop)
             while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
                 verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
                 result.add(verdicts)
-                _append_verdicts(folder, verdicts)
+                pairs = [pair for rule, pair in verdicts if not rule]
+                if "output_1" in files:
+                    breaks = _LINE_BREAKS
+                    lines = {f"output_{i}": [f"{pair[i].translate(breaks)}\n" for pair in pairs] for i in (0, 1)}
+                else:
+                    lines = {"output_0": [format_pair(*pair) for pair in pairs]}
+                if rejected is not None:
+                    lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
+                for name, texts in lines.items():
+                    folder.append(name, "".join(texts).encode("utf-8"))
                 folder.append("pairs", pair_hashes)
                 folder.append("sources", source_hashes)
                 folder.save({"report": result.to_dict()})
@@ -337,16 +343,3 @@ def filter_pairs(
             folder.save({"report": result.to_dict(), "is_finished": True})
         folder.finish()
     return result
-
-
-def _append_verdicts(folder: WorkFolder, verdicts: Sequence[Verdict]) -> None:
-    pairs = [pair for rule, pair in verdicts if not rule]
-    if "output_1" in folder.outputs:
-        lines = {f"output_{side}": [f"{pair[side].translate(_LINE_BREAKS)}\n" for pair in pairs] for side in (0, 1)}
-    else:
-        format_pair = pair_formatter(folder.outputs["output_0"].name.removesuffix(".gz"))
-        lines = {"output_0": [format_pair(*pair) for pair in pairs]}
-    if "rejected" in folder.outputs:
-        lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
-    for name, texts in lines.items():
-        folder.append(name, "".join(texts).encode("utf-8"))

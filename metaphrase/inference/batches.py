@@ -20,7 +20,7 @@ from metaphrase.storage.generation_options import (
     resolve_settings,
     use_floats,
 )
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 DEFAULT_BATCH_SIZE = 64
@@ -201,16 +201,13 @@ def generate_hypotheses(
         model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
         sources: Token ids of each source, with end of sequence.
         options: Arguments of `generate()` that a `Plan` has read, in place of `generation_kwargs`.
-        return_scores: True if hypotheses carry their score.
         batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
         max_tokens_per_batch: Most source tokens in a batch, padding included.
-        show_progress: As for `progress_bar`.
         on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
         vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
-        **generation_kwargs: Arguments of `generate()`.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
@@ -259,7 +256,6 @@ def _make_generate(
     search: Callable | None,
     vocabulary_map: VocabularyMap | None,
 ) -> GenerateBatch:
-    """Return a function that runs `generate()` of the first model for a batch."""
     model, settings = models[0], resolve_settings(models[0], options)
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
     options = {"synced_gpus": False, **options}
@@ -291,7 +287,10 @@ def _make_generate(
             additions["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
         output = model.generate(**inputs, **options, **additions)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        rows = [_cut(row, ends, forced_index) for row in sequences[:, 1:].tolist()]
+        rows = []
+        for ids in sequences[:, 1:].tolist():
+            end = next((index for index, token in enumerate(ids) if token in ends), None)
+            rows.append((ids if end is None else ids[: end + 1], end not in (None, forced_index)))
         scores = [None] * len(rows)
         if return_scores and getattr(output, "sequences_scores", None) is not None:
             scores = output.sequences_scores.tolist()
@@ -336,14 +335,6 @@ def _most_tokens(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
         max_length = GenerationConfig._get_default_generation_params()["max_length"] + 1
         max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
     return max_length
-
-
-def _cut(row: list[int], ends: set[int], forced_index: int | None) -> tuple[list[int], bool]:
-    """Return the ids up to the first end of sequence, and True if the model wrote that end itself."""
-    for index, token in enumerate(row):
-        if token in ends:
-            return row[: index + 1], index != forced_index
-    return row, False
 
 
 def _sum_log_probs(steps: Sequence[torch.Tensor] | None, rows: Sequence[Sequence[int]]) -> list[float]:

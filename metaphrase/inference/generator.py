@@ -91,7 +91,6 @@ class TextStream:
 
     Attributes:
         num_unfinished: Hypotheses that met the length limit before their end of sequence.
-        num_truncated: Sources that were truncated.
         num_cut: Sentences of whole texts that were too long and were cut into parts.
         num_loops: Targets that repeated themselves and were generated again, with `end_loops`.
         num_looping: Of these, targets that still repeat themselves.
@@ -232,12 +231,10 @@ class Generator(TextStream):
 
         Args:
             model: An encoder-decoder with a generation mixin, or an engine.
-            tokenizers: Of source and target.
             source_prefix: Text before every source, such as `summarize: `.
             max_source_length: Most tokens of a source, with prefix and end of sequence. Longer sources are truncated. Without
                 it no source is truncated, and a source with more tokens than the model has positions is an error. Members and
                 assistants have limits of their own.
-            batch_size: Most sources in a batch.
             max_tokens_per_batch: Most source tokens in a batch, padding included.
             members: Generators whose models join this one in an ensemble. All need the same target vocabulary; each reads
                 sources with its own tokenizer. Generation settings are those of this generator.
@@ -294,7 +291,6 @@ class Generator(TextStream):
                 copy.
             engine: `torch`, `ctranslate2`, or `auto`: torch, and for each call on a CPU that CTranslate2 decodes faster and with
                 the same tokens, a copy of the model in CTranslate2, in memory beside it.
-            device: Where to run. The default is the accelerator if there is one.
             dtype: Type of the weights; `auto` is the type of the checkpoint. On a CPU, `int8` stores the linear layers in that
                 type and computes the rest in float32 (see `quantize`). `ctranslate2` also takes its own compute types.
             trust_remote_code: True to run code that comes with the model or its tokenizers. Metaphrase models do not need it.
@@ -302,12 +298,10 @@ class Generator(TextStream):
                 default is the tokenizer's.
             target_lang: Language code of the targets. The default is that of the model's generation config.
             use_vmap: True to use the vocabulary map of the model, `vmap.txt`.
-            **kwargs: As for the constructor.
 
         Raises:
             ValueError: If a language or the engine is unknown, the engine cannot run the model, or the models cannot form an
                 ensemble.
-            ImportError: If the engine is not installed.
         """
         if engine not in ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
@@ -325,17 +319,19 @@ class Generator(TextStream):
             check_device(device)
         if engine == "ctranslate2" or torch_dtype(dtype) == torch.int8:
             load_engine = needed_plugin("engine", "engine" if engine == "ctranslate2" else "dtype")
-        parts, loading = [], {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        parts, loading = [], {"trust_remote_code": trust_remote_code}
         for name in names:
             with naming(name, "name_or_path"):
-                tokenizers = TokenizerPair.from_pretrained(name, trust_remote_code=trust_remote_code)
+                tokenizers = TokenizerPair.from_pretrained(name, **loading)
                 if use_vmap:
                     kwargs["vocabulary_map"] = VocabularyMap.from_pretrained(name, tokenizers)
                 if load_engine is None:
-                    model = load_model(name, **loading)
+                    model = load_pretrained(name, dtype=torch_dtype(dtype), **loading).to(device).eval()
                 else:
                     vocabulary_map = kwargs.get("vocabulary_map")
-                    model, choice = load_engine(name, tokenizers, vocabulary_map, engine=engine, **loading)
+                    model, choice = load_engine(
+                        name, tokenizers, vocabulary_map, engine=engine, device=device, dtype=dtype, **loading
+                    )
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
             parts.append((model, tokenizers))
         first, *rest = parts
@@ -370,7 +366,6 @@ class Generator(TextStream):
           `num_assistant_tokens` tokens at a time for greedy search. The result stays the same.
 
         Args:
-            texts: Sources.
             split_sentences: True to split sources into sentences; or a code of their language, such as de. True means the
                 language of a multilingual tokenizer, or else English.
             show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
@@ -402,10 +397,7 @@ class Generator(TextStream):
         The score of a sample is its log-probability under the model. Temperature, `top_p` and the like do not change the score.
 
         Args:
-            texts: Sources.
-            return_scores: True if targets carry their score.
-            split_sentences: As for `generate()`. Target i of a source has target i of each sentence; its score is their mean.
-            show_progress: As for `generate()`.
+            split_sentences: Target i of a source has target i of each sentence; its score is their mean.
             **generation_kwargs: As for `generate()`.
 
         Raises:
@@ -431,11 +423,8 @@ class Generator(TextStream):
         list, weighted by their scores. `length_penalty=0` makes the scores log-probabilities.
 
         Args:
-            texts: Sources.
-            num_candidates: Candidates for each source.
             num_references: Additional samples as pseudo-references. By default the candidates are the pseudo-references.
             utility: `chrf` or `bleu`, of a candidate against a pseudo-reference. The score is the expected utility, 0 to 100.
-            show_progress: As for `generate()`.
             **generation_kwargs: As for `generate()`, for the candidates.
 
         Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling: Freitag et al. 2023,
@@ -464,16 +453,12 @@ class Generator(TextStream):
         The sources of a chunk are sorted and share batches.
 
         Args:
-            lines: Sources.
             chunk_size: Sources of a chunk.
-            return_scores: True if candidates carry their score.
-            show_progress: As for `progress_bar`, over the stream.
             seed: Seed of the stream, at least 0. The random numbers of a chunk depend only on the seed and the chunk's number,
                 so that a stopped stream can be resumed. Chunk 0 has those of `torch.manual_seed(seed)`.
             first_chunk: Number of the first chunk in `lines`, for a resumed stream.
             total: Sources of the whole stream, for the progress bar.
             risk: Arguments of `generate_mbr()`, if its choice is to be the only candidate.
-            split_sentences: As for `generate_n_best()`.
             **generation_kwargs: As for `generate_n_best()`.
 
         Raises:
@@ -602,7 +587,6 @@ class Generator(TextStream):
         Args:
             sources: Source texts without `source_prefix`.
             targets: One for each source: a text, or token ids without the start token, such as `Hypothesis.ids`.
-            show_progress: As for `generate()`.
 
         Returns:
             One `ForcedScore` for each pair, in order.
@@ -655,12 +639,3 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
             f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(dtype)!r}."
         )
     return weight_type
-
-
-def load_model(
-    name_or_path: str | os.PathLike, *, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
-    """Load a model for generation, on a device and in a type of floating point."""
-    return (
-        load_pretrained(name_or_path, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code).to(device).eval()
-    )

@@ -66,9 +66,8 @@ def num_lines(path: str | None) -> int | None:
 
 def format_targets(index: int, candidates: Sequence[ScoredText], with_scores: bool) -> str:
     """Return the lines of the targets of one source: `index ||| target ||| score`, or the targets alone."""
-    if not with_scores:
-        return as_lines(candidate.text for candidate in candidates)
-    return as_lines(_SEPARATOR.join([str(index), c.text, f"{c.score:.6f}"]) for c in candidates)
+    lines = (_SEPARATOR.join([str(index), c.text, f"{c.score:.6f}"]) if with_scores else c.text for c in candidates)
+    return as_lines(lines)
 
 
 def as_lines(texts: Iterable[str]) -> str:
@@ -103,11 +102,7 @@ class OutputFile(contextlib.AbstractContextManager):
 
         Args:
             path: The file; `None` is standard output.
-            name: Option that names the file, for messages.
             resume: True to continue the regular file of a stopped run, or a missing one.
-            num_targets: Targets of each source.
-            with_scores: As for `format_targets`.
-            chunk_size: Sources that are decoded together.
         """
         self.path, self._with_scores = path, with_scores
         self.next_source = self.num_done = 0

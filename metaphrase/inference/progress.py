@@ -44,8 +44,9 @@ class ProgressLines(contextlib.AbstractContextManager):
         if self.total:
             share = min(1.0, max(self.done / self.total, seconds / self.time_limit))
             left = seconds / max(self.done - self._first, 1) * (self.total - self.done)
-            left = short_duration(min(left, self.time_limit - seconds))
-            parts = [f"{100 * share:3.0f} %", f"{parts[0]}/{self.total}", f"{left} left"]
+            left = max(0.0, min(left, self.time_limit - seconds))
+            size, unit = (3600, "h") if left >= 7200 else (60, "min") if left >= 120 else (1, "s")
+            parts = [f"{100 * share:3.0f} %", f"{parts[0]}/{self.total}", f"{left / size:.0f} {unit} left"]
         logger.info("%s", "  ".join([*parts, note]).rstrip())
 
 
@@ -62,11 +63,3 @@ def progress_bar(total: int | None, unit: str, show_progress: bool | None, initi
     is_shown = has_bar() if show_progress is None else show_progress
     # A run evaluates many times: bars that stay would fill a notebook.
     return tqdm(total=total, initial=initial, unit=unit, disable=not is_shown, leave=bool(show_progress))
-
-
-def short_duration(seconds: float) -> str:
-    """Return a duration such as `12 min`. A negative one is `0 s`."""
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

@@ -15,7 +15,7 @@ import torch
 
 from metaphrase.inference.batches import Hypothesis
 from metaphrase.inference.generator import COUNTERS, EncodedTexts, Generator, Plan
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 
 Result = TypeVar("Result")
 # Weight of the newest batch in the mean time of a token.
@@ -63,8 +63,6 @@ class Ticket:
 
 @dataclass(eq=False)
 class _Search:
-    """Sentences of one request."""
-
     ticket: Ticket
     plan: Plan
     # Equal for searches whose sentences may share a batch.
@@ -233,7 +231,7 @@ class Batcher:
         for order in _ORDERS:
             seconds = 0.0
             for search in sorted(self._searches, key=order):
-                seconds += self._expected_seconds(search)
+                seconds += search.num_tokens * self._seconds_per_token / len(self._threads)
                 expected[search] = min(seconds, expected.get(search, seconds))
         for search, seconds in expected.items():
             try:
@@ -243,9 +241,6 @@ class Batcher:
                     )
             except (CancelledRequest, TimeoutError) as error:
                 self._fail(search, error)
-
-    def _expected_seconds(self, search: _Search) -> float:
-        return search.num_tokens * self._seconds_per_token / len(self._threads)
 
     def _has_turn(self) -> bool:
         return not self._num_calls and bool(self._searches or self._is_closed)

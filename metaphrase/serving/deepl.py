@@ -8,8 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-from metaphrase.serving.bodies import check_fields, read_body, schema_of
-from metaphrase.serving.models import base_code, name_of
+from metaphrase.serving.models import base_code, check_fields, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service
 from metaphrase.texts.plan import Terms
 

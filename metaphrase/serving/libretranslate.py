@@ -12,9 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from metaphrase.serving.bodies import read_body, read_upload, schema_of
 from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
-from metaphrase.serving.models import base_code, identify_languages, name_of
+from metaphrase.serving.models import base_code, identify_languages, name_of, read_body, read_upload, schema_of
 from metaphrase.serving.service import Query, Service
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 

@@ -13,9 +13,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.gate import stream_response
-from metaphrase.serving.models import ServedModel
+from metaphrase.serving.models import ServedModel, read_body, schema_of
 from metaphrase.serving.service import Query, Service, TargetStream, cut_at
 
 

@@ -17,8 +17,8 @@ import anyio
 from fastapi import Request
 
 from metaphrase.inference.generator import Generator
+from metaphrase.serving import Limits
 from metaphrase.serving.batcher import Batcher, Ticket
-from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import Pivot, ServedModel, UnknownModelError, base_code, identify_languages
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, complete_sampling
 from metaphrase.texts.documents import Document, split_texts

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from metaphrase.analysis.alignment import aligned_layer, cross_attentions, word_weights
 from metaphrase.serving.batcher import Ticket
-from metaphrase.serving.bodies import read_body, schema_of
-from metaphrase.serving.models import ServedModel, name_of
+from metaphrase.serving.models import ServedModel, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, answer, check_query, open_model
 from metaphrase.texts.documents import split_texts
 
@@ -26,33 +25,43 @@ _POLICY = (
 _MAX_ATTENTION_TOKENS = 512
 
 
-class TextFields(BaseModel):
-    """Body of a request for targets."""
+class Fields(BaseModel):
+    """Model and languages of a request."""
 
-    text: str
     model: str | None = None
     source_lang: str | None = None
     target_lang: str | None = None
+
+
+class TextFields(Fields):
+    """Body of a request for targets."""
+
+    text: str
     num_targets: int = 1
 
 
-class PairFields(BaseModel):
+class PairFields(Fields):
     """Body of a request for attention."""
 
     source: str
     target: str
-    model: str | None = None
-    source_lang: str | None = None
-    target_lang: str | None = None
 
 
 def make_router(service: Service) -> APIRouter:
     """Return the page and its endpoints."""
     router = APIRouter(tags=["Page"])
-    content, headers = load_page()
+    page, style, script = ((_FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    content = page.replace("{{style}}", style).replace("{{script}}", script)
+    headers = {
+        "Content-Security-Policy": _POLICY.format(*digests),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
 
     @router.get("/ui", response_class=HTMLResponse)
-    async def page() -> HTMLResponse:
+    async def show_page() -> HTMLResponse:
         """Return the page."""
         return HTMLResponse(content, headers=headers)
 
@@ -86,19 +95,6 @@ def make_router(service: Service) -> APIRouter:
         )
 
     return router
-
-
-def load_page() -> tuple[str, dict[str, str]]:
-    """Return the page with its style and script inside, and headers that allow these and no others."""
-    page, style, script = ((_FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
-    headers = {
-        "Content-Security-Policy": _POLICY.format(*digests),
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }
-    return page.replace("{{style}}", style).replace("{{script}}", script), headers
 
 
 def _describe(model: ServedModel) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Whole texts: sentences to generate from, and the layout between them, which stays as it is."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import sentencex
 
-from metaphrase.inference.batches import longest_source
-from metaphrase.inference.generator import Document, Generator
+from metaphrase.inference.batches import Hypothesis, longest_source
+from metaphrase.inference.generator import Document, EncodedTexts, Generator, Plan
 
 _GAP = re.compile(r"\s+")
 # White space with one of these ends a line, or parts its columns.
@@ -124,3 +125,38 @@ def _halve(text: str, find_long: Callable[[list[str]], list[bool]]) -> list[str]
         for part, is_long in zip(parts, flags, strict=True)
         for piece in (_halve(part, find_long) if is_long else [part])
     ]
+
+
+# Tokens of a phrase that a target may not repeat, once it is a loop.
+_LOOP_TOKENS = 3
+_LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
+# Dots and laughter are no loops.
+_SHORTEST_LOOP = 12
+
+
+def find_loop(source: str, target: str) -> str | None:
+    """Return a part of a target that follows itself three times or more, if the source has no such part."""
+    match = next((match for match in _LOOP.finditer(target) if len(match.group()) >= _SHORTEST_LOOP), None)
+    return match.group(1) if match and not _LOOP.search(source) else None
+
+
+def end_loops(generator: Generator, plan: Plan, encoded: EncodedTexts, hypotheses: list[list[Hypothesis]]) -> None:
+    """Replace the hypotheses of sentences whose best target repeats itself, if others do not."""
+    sentences = [sentence for document in encoded.documents for sentence in document.sentences]
+
+    def find_looping(rows: Mapping[int, list[Hypothesis]]) -> list[int]:
+        targets = generator.tokenizers.decode_targets([best.ids for best, *_ in rows.values()])
+        return [i for i, target in zip(rows, targets, strict=True) if find_loop(sentences[i], target)]
+
+    looping = find_looping(dict(enumerate(hypotheses)))
+    if not looping:
+        return
+    again = replace(plan, options=plan.options | {"no_repeat_ngram_size": _LOOP_TOKENS})
+    part = EncodedTexts([[ids[i] for i in looping] for ids in encoded.ids], [], {})
+    rows = dict(zip(looping, generator.generate_encoded(again, part), strict=True))
+    still_looping = find_looping(rows)
+    for i in {*looping} - {*still_looping}:
+        hypotheses[i], rows[i] = rows[i], hypotheses[i]
+    generator.count({"num_loops": len(looping), "num_looping": len(still_looping)})
+    # The hypotheses that are left out count no longer.
+    generator.count_unfinished(rows.values(), -1)

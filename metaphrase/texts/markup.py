@@ -210,7 +210,6 @@ def _unescape(raw: str) -> str:
 
 
 def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
-    """Yield tags, comments and texts. Together they are the page."""
     position = 0
     while match := _TOKEN.match(page, position):
         raw, position, name = match.group(), match.end(), match["name"] or ""
@@ -227,7 +226,6 @@ def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
 
 
 def _find_ends(tokens: Sequence[_Token]) -> dict[int, int]:
-    """Return the position of the closing tag for that of each opening tag."""
     waiting: dict[str, list[int]] = {}
     ends: dict[int, int] = {}
     for position, token in enumerate(tokens):

@@ -317,7 +317,6 @@ def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims:
 
 
 def _render_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], offset: int, end: int) -> str:
-    """Return the markup of a part between sentences, with the tags at its borders."""
     inside = [(atom.start, atom.end, atom.output) for atom in atoms if offset <= atom.start and atom.end <= end]
     inside += [(tag.offset, tag.offset, tag.markup) for tag in tags if offset <= tag.offset <= end]
     parts = []

@@ -27,8 +27,6 @@ _LONGEST_LINE = 42
 
 @dataclass
 class _Event:
-    """Text of one event as markup with numbered tags, without the tags around all of it."""
-
     span: tuple[int, int]  # in the file
     text: str
     before: str
@@ -100,7 +98,10 @@ class Subtitles:
     def _read_events(self) -> Iterator[_Event]:
         for match in (_DIALOGUE if self.is_ass else _CUE).finditer(self.content):
             raw = match[3].rstrip()
-            times = [_seconds(*time.groups()) for time in _TIME.finditer(match[1])][:2]
+            times = [
+                3600 * int(hours or 0) + 60 * int(minutes) + float(f"{seconds}.{fraction}")
+                for hours, minutes, seconds, fraction in _TIME.findall(match[1])[:2]
+            ]
             if len(times) < 2 or _NO_TEXT.search(raw) or not _HAS_TEXT.search(_TAG.sub("", raw)):
                 continue
             # Times of single words.
@@ -160,7 +161,6 @@ class Subtitles:
         return text, self._join_lines(before), self._join_lines(after)
 
     def _restore(self, text: str) -> str:
-        """Return a decoded text as the file writes it."""
         pieces = re.split(r"(<[^<>]*>)", text)
         if not self.is_vtt:
             pieces[::2] = map(html.unescape, pieces[::2])
@@ -168,10 +168,6 @@ class Subtitles:
 
     def _join_lines(self, text: str) -> str:
         return text.replace("\n", "\\N") if self.is_ass else text
-
-
-def _seconds(hours: str | None, minutes: str, seconds: str, fraction: str) -> float:
-    return 3600 * int(hours or 0) + 60 * int(minutes) + int(seconds) + float(f"0.{fraction}")
 
 
 def _strip_tags(text: str) -> str:

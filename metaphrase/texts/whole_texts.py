@@ -1,18 +1,22 @@
 """Decode whole texts, HTML, XML and files: sentences one by one, with layout, tags and terms in their places."""
 
+import argparse
+import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metaphrase.analysis.alignment import AttentionMap, aligned_layer, cross_attentions, membership
 from metaphrase.decoding.fast_generation import is_metaphrase
-from metaphrase.inference.generator import Generator
-from metaphrase.texts.documents import split_texts
-from metaphrase.texts.loops import find_loop
+from metaphrase.inference.generator import Generator, ScoredText, TextStream, read_chunks
+from metaphrase.inference.line_files import OutputFile, read_lines
+from metaphrase.storage.folders import file_in_one_step
+from metaphrase.texts.documents import find_loop, split_texts
 from metaphrase.texts.markup import MarkedText, parse_markup
-from metaphrase.texts.plan import Links, Sentence, Terms, TextPlan, find_words
+from metaphrase.texts.plan import Links, Sentence, Terms, TextPlan, find_words, read_glossary
 from metaphrase.texts.subtitles import Subtitles
 from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
 
@@ -73,14 +77,8 @@ class TextDecoder:
 
         Args:
             generator: Decodes the sentences. Tags and terms need one torch model, for the alignment.
-            text_format: `text`, `html` or `xml`.
-            split_sentences: As for `Generator.generate()`.
             terms: Parts that targets keep, and terms with a given translation.
-            keep_tags: As for `parse_markup`.
             has_lines: True if a line break in markup ends a line, as in plain text, and is no space.
-
-        Raises:
-            ValueError: If the format is unknown.
         """
         if text_format not in FORMATS:
             raise ValueError(f"`text_format` must be one of {', '.join(FORMATS)}, got {text_format!r}.")
@@ -105,9 +103,8 @@ class TextDecoder:
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
         self.counts["num_cut"] += num_cut
         plans = [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        rows = iter(
-            self._decode_sentences([(plan, sentence) for plan in plans for sentence in plan.sentences], options)
-        )
+        planned = [(plan, sentence) for plan in plans for sentence in plan.sentences]
+        rows = iter(self._decode_sentences(planned, options))
         targets = iter([plan.join([next(rows) for _ in plan.sentences]) for plan in plans])
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
@@ -170,7 +167,6 @@ class TextDecoder:
         return True
 
     def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
-        """Return the alignment of words of each sentence and its target."""
         texts = [sentence.text for sentence in sentences]
         maps = cross_attentions(self.generator, texts, targets, layer=aligned_layer(self.generator.model))
         return [_find_links(self.generator, attention) for attention in maps]
@@ -201,3 +197,118 @@ def _find_links(generator: Generator, attention: AttentionMap) -> Links:
     # Attention of a punctuation mark often goes to the word before it.
     is_word = [attention.target[start:end].isalnum() for start, end in words[1]]
     return Links(*words, [index if flag else None for index, flag in zip(best, is_word, strict=True)])
+
+
+logger = logging.getLogger(__name__)
+
+MAX_SHOWN = 10
+
+
+class PivotGenerator(TextStream):
+    """Two generators, of which the second one reads the targets of the first: German to English, then English to French."""
+
+    def __init__(self, first: Generator, second: Generator):
+        self.generators = [first, second]
+
+    def num_targets(self, **options) -> int:
+        """Return the number of candidates of a source with these options."""
+        return self.generators[1].num_targets(**options)
+
+    def generate_stream(
+        self, lines: Iterable[str], *, split_sentences: bool | str = False, chunk_size: int, **options
+    ) -> Iterator[list[ScoredText]]:
+        """Yield the candidates of the second generator, as `Generator.generate_stream` does."""
+        first, second = self.generators
+        shown = {**options, "return_scores": False, "risk": None, "show_progress": False}
+        rows = first.generate_stream(
+            lines, split_sentences=split_sentences, chunk_size=chunk_size, **options_of_first(shown)
+        )
+        # A language of `split_sentences` is that of the input.
+        sources, is_split = (row[0].text for row in rows), bool(split_sentences)
+        return second.generate_stream(sources, split_sentences=is_split, chunk_size=chunk_size, **options)
+
+    def log_counts(self, num_sources: int) -> None:
+        for generator in self.generators:
+            generator.log_counts(num_sources)
+
+
+def load_pivot(arguments: argparse.Namespace, loading: dict[str, Any]) -> PivotGenerator:
+    """Load the models of `--pivot`. Raises `ValueError` if other options do not fit."""
+    names = ("ensemble", "assistant_model", "glossary", "source_lang", "target_lang", "source_prefix")
+    refused = {name: getattr(arguments, name) for name in names} | {"num_processes": arguments.num_processes > 1}
+    if names := [name for name, value in refused.items() if value]:
+        raise ValueError(
+            f"`{names[0]}` must be left out with `pivot`, which has two models for a pair of languages each."
+        )
+    return PivotGenerator(*(Generator.from_pretrained([n], **loading) for n in (arguments.model, arguments.pivot)))
+
+
+def options_of_first(options: dict) -> dict:
+    """Return the generation options of a model whose targets another one reads: one for each source, in another language."""
+    refused = ("must_contain", "never_contain")
+    return {name: value for name, value in options.items() if name not in refused} | {"num_return_sequences": 1}
+
+
+def generate_whole_texts(
+    arguments: argparse.Namespace, options: dict, load: Callable[..., AbstractContextManager]
+) -> None:
+    """Write the target of a page, of a file of a known format, or of lines with terms, into the output, and log counts."""
+    refused = {name: getattr(arguments, name) for name in ("ensemble", "mbr_candidates", "resume", "shard", "n_best")}
+    refused["num_return_sequences"] = options.get("num_return_sequences", 1) > 1
+    refused |= {"num_processes": arguments.num_processes > 1, "engine": arguments.engine == "ctranslate2"}
+    if names := [name for name, value in refused.items() if value]:
+        raise ValueError(f"--format, --file, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
+    if arguments.file is not None:
+        suffix, output = Path(arguments.file).suffix, arguments.output
+        if arguments.input is not None or arguments.format != "text":
+            raise ValueError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
+        if output is None or Path(output).suffix.lower() != suffix.lower():
+            raise ValueError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
+    terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
+    file = None if arguments.file is None else read_file(Path(arguments.file))
+    is_page = arguments.format != "text"
+    lines = read_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
+    if is_page:
+        lines = iter(["\n".join(lines)])
+    split_sentences = arguments.split_sentences or is_page or file is not None
+    with load(arguments, options) as generator:
+        # A language of `--split_sentences` is that of the input.
+        decoders = [
+            TextDecoder(
+                part,
+                text_format=arguments.format if file is None else "xml",
+                split_sentences=split_sentences if number == 0 else bool(split_sentences),
+                terms=terms,
+                has_lines=file is not None,
+            )
+            for number, part in enumerate(getattr(generator, "generators", [generator]))
+        ]
+
+        def generate(texts: list[str]) -> list[str]:
+            for decoder in decoders[:-1]:
+                texts = decoder.decode(texts, **options_of_first(options))
+            return decoders[-1].decode(texts, **options)
+
+        targets = (target for chunk in read_chunks(lines, arguments.chunk_size) for target in generate(chunk.texts))
+        if file is not None:
+            targets = list(targets)
+            with file_in_one_step(Path(arguments.output)) as path:
+                file.write(targets, path)
+        else:
+            with OutputFile(arguments.output) as output:
+                for target in targets:
+                    output.write(target + "\n")
+                output.finish()
+    for decoder in decoders:
+        decoder.generator.log_counts(decoder.counts["num_sentences"])
+    counts = sum((decoder.counts for decoder in decoders), Counter())
+    logger.info("Sentences: %d.", counts["num_sentences"])
+    for name, text in (
+        ("num_cut", "Sentences that were too long and were cut between clauses: %d."),
+        ("num_forced", "Sentences generated again, so that they contain their terms: %d."),
+        ("num_placed", "In %d places the model left out a term, which attention put in. Check the sentences below."),
+    ):
+        if counts[name]:
+            logger.warning(text, counts[name])
+    for sentence in [sentence for decoder in decoders for sentence in decoder.placed][:MAX_SHOWN]:
+        logger.warning("  %s", sentence)

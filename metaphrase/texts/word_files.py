@@ -65,7 +65,8 @@ class WordFile:
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:
-                fields = _OpenFields()
+                # A field, such as a table of contents, may go over many paragraphs.
+                fields: Counter[str] = Counter()
                 paragraphs = [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
                 self._paragraphs += [paragraph for paragraph in paragraphs if paragraph.has_text]
         self.texts = [paragraph.text for paragraph in self._paragraphs]
@@ -75,12 +76,6 @@ class WordFile:
         for paragraph, target in zip(self._paragraphs, targets, strict=True):
             paragraph.fill(target)
         self._document.save(str(path))
-
-
-class _OpenFields:
-    """Fields without their end so far. A table of contents goes over many paragraphs."""
-
-    number = 0
 
 
 class _Piece(NamedTuple):
@@ -106,7 +101,7 @@ class _Piece(NamedTuple):
 class _Paragraph:
     """A paragraph, and its text as XML. The numbers in the tags are indices of `_parts`."""
 
-    def __init__(self, element: Any, fields: _OpenFields):
+    def __init__(self, element: Any, fields: Counter[str]):
         self._element, self._parts, self.text = element, [], ""
         pieces = list(_read_pieces(element, fields))
         self.has_text = any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces)
@@ -166,18 +161,18 @@ class _Paragraph:
                 _add_run(holder, formatting).text = child.tail
 
 
-def _read_pieces(holder: Any, fields: _OpenFields) -> Iterator[_Piece]:
+def _read_pieces(holder: Any, fields: Counter[str]) -> Iterator[_Piece]:
     for child in holder:
         if _stays_in_front(child) or str(child.tag).endswith("End") or child.tag in _NO_CONTENT:
             continue
-        if child.tag in _CONTAINERS and not fields.number:
+        if child.tag in _CONTAINERS and not fields["open"]:
             yield _Piece("begin", child)
             yield from _read_pieces(_holder_of(child), fields)
             yield _Piece("end", child)
             continue
         marks = [mark.get(qn("w:fldCharType")) for mark in child.iter(qn("w:fldChar"))]
-        if marks or fields.number or child.tag == qn("w:fldSimple"):
-            fields.number = max(0, fields.number + marks.count("begin") - marks.count("end"))
+        if marks or fields["open"] or child.tag == qn("w:fldSimple"):
+            fields["open"] = max(0, fields["open"] + marks.count("begin") - marks.count("end"))
             yield _Piece("field", child)
         elif child.tag != _RUN:
             yield _Piece("kept", child)
@@ -205,7 +200,6 @@ def _stays_in_front(child: Any) -> bool:
 
 
 def _holder_of(container: Any) -> Any:
-    """Return the element that holds the runs of a container."""
     content = container.find(qn("w:sdtContent"))
     return container if content is None else content
 

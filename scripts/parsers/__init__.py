@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.plugins import plugin
-from metaphrase.scripts.parsers import core
+from metaphrase.scripts.parsers import options
 from metaphrase.scripts.parsers.options import LOADING_OPTIONS
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.storage.hints import did_you_mean
@@ -22,14 +22,14 @@ MAX_HELP_LINES = 40
 COMMON_GROUP = "options of all subcommands"
 
 # Files of subcommands that share a file with another one.
-FILES = {"adapt": "convert"}
+FILES = {"adapt": "convert", "average": "convert", "export": "convert"}
+FILES |= {"shortlist": "filter", "attention": "explain", "distill": "backtranslate"}
 
 
 def _find_subcommands() -> Iterator[tuple[str, Callable[[argparse.ArgumentParser], None]]]:
-    """Yield name and options of each subcommand whose file is there."""
     list_rings = plugin("subcommands")
     rings = () if list_rings is None else list_rings()
-    for add_options in (core.train, core.evaluate, core.generate, core.push, *rings):
+    for add_options in (options.train, options.evaluate, options.generate, options.push, *rings):
         name = add_options.__name__
         if (Path(__file__).parents[1] / f"{FILES.get(name, name)}.py").is_file():
             yield name, add_options

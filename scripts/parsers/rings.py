@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 
 from metaphrase.scripts.parsers import options
-from metaphrase.scripts.parsers.values import count, file, layer, layers, path
+from metaphrase.scripts.parsers.options import count, file, layer, layers, path
 
 
 def demo(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
     add("--lowercase", action="store_true", help="lowercase all text")
     add("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
     add("--additional_special_tokens", metavar="TOKEN", nargs="+", default=[], help="such as language codes")
-    options.add_line_limit(parser)
+    options.add_shared(parser, "max_line_characters")
     options.add_overwrite(parser, "tokenizer")
 
 
@@ -71,12 +71,12 @@ def filter(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models of the rule dual_cross_entropy")
     options.add_model(group, "--forward_model", help="folder or Hub id of a model from source to target")
     options.add_model(group, "--backward_model", help="folder or Hub id of a model from target to source")
-    options.add_device(group)
+    options.add_shared(group, "device")
     group = parser.add_argument_group("columns, lines and parts")
-    options.add_columns(group)
+    options.add_shared(group, *options.COLUMNS)
     text = "most characters of a line; longer lines are dropped"
     group.add_argument("--max_line_characters", type=int, default=100_000, help=text)
-    options.add_shard(group)
+    options.add_shared(group, "shard")
 
 
 def backtranslate(parser: argparse.ArgumentParser) -> None:
@@ -85,13 +85,13 @@ def backtranslate(parser: argparse.ArgumentParser) -> None:
     options.add_stream(parser, "file with one target in each line, UTF-8", output)
     parser.add_argument("--tag", help="text before each synthetic source, such as '<BT>'")
     options.add_model(parser, help="folder or Hub id of a model from the target to the source language")
-    options.add_languages(parser)
-    options.add_loading(parser)
+    options.add_shared(parser, *options.LANGUAGES)
+    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
     group = parser.add_argument_group("ensemble, batches and engine")
-    options.add_ensemble(group)
-    options.add_engine(group)
+    options.add_shared(group, "ensemble")
+    options.add_shared(group, *options.ENGINE)
     options.add_chunks(group)
-    options.add_sentences(group)
+    options.add_shared(group, "split_sentences")
     options.add_generation(parser)
 
 
@@ -103,13 +103,13 @@ def distill(parser: argparse.ArgumentParser) -> None:
     add("--target", type=file, help="file with one reference in each line, for an input of sources")
     add("--select", choices=("bleu", "chrf"), help="write the target nearest to the reference [write all]")
     options.add_model(parser, "teachers", nargs="+")
-    options.add_languages(parser)
-    options.add_loading(parser)
+    options.add_shared(parser, *options.LANGUAGES)
+    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
     group = parser.add_argument_group("ensemble, batches and engine")
-    options.add_engine(group)
+    options.add_shared(group, *options.ENGINE)
     options.add_chunks(group)
-    options.add_sentences(group)
-    options.add_columns(group)
+    options.add_shared(group, "split_sentences")
+    options.add_shared(group, *options.COLUMNS)
     options.add_generation(parser)
 
 
@@ -132,11 +132,11 @@ def compare(parser: argparse.ArgumentParser) -> None:
     add("--names", metavar="NAME", nargs="+", help="names of the systems [those of the files]")
     add("--output", type=path, nargs="+", default=[], help="report to write beside the text: .json, .html or both")
     options.add_metrics(parser)
-    options.add_scoring(parser)
+    options.add_shared(parser, *options.SCORING)
     add("--paired_bs_n", type=count, default=1000, help="paired bootstrap resamples, as in sacreBLEU")
     add("--paired_ar_n", type=count, default=10_000, help="approximate randomization trials, as in sacreBLEU")
     add("--num_sentences", type=count, default=20, help="sentences of largest differences in --output")
-    options.add_line_limit(parser)
+    options.add_shared(parser, "max_line_characters")
     add = parser.add_argument_group("external scores").add_argument
     add("--scores", type=file, nargs="+", help="files with one score in each line, one for each system")
     add("--scores_name", metavar="NAME", help="name of the external scores [external]")
@@ -187,7 +187,7 @@ def shortlist(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, help="folder of a Metaphrase model")
     add = parser.add_argument
     add("pairs", type=file, nargs="+", help="training pairs: one file of pairs, or two parallel files")
-    options.add_columns(parser)
+    options.add_shared(parser, *options.COLUMNS)
     add("--num_per_token", type=int, default=200, help="target tokens that a source token permits")
     add("--num_frequent", type=int, default=100, help="most frequent target tokens, which all sources permit")
     options.add_overwrite(parser, "vmap.txt")
@@ -220,9 +220,9 @@ def attention(parser: argparse.ArgumentParser) -> None:
     add("--output", type=path, help="file to write: .png, .align or .txt [attention.png, or standard output]")
     add("--format", choices=("png", "pharaoh"), help="format [by the suffix of the output, or png]")
     options.add_model(parser)
-    options.add_languages(parser)
-    options.add_loading(parser)
-    options.add_line_limit(parser.add_argument_group("texts"))
+    options.add_shared(parser, *options.LANGUAGES)
+    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
+    options.add_shared(parser.add_argument_group("texts"), "max_line_characters")
     options.add_generation(parser)
 
 
@@ -233,8 +233,8 @@ def explain(parser: argparse.ArgumentParser) -> None:
     add("--target", action="append", help="target text for each --source [generated]")
     add("--output", type=path, default="explanation.html", help="HTML file to write")
     options.add_model(parser)
-    options.add_languages(parser)
-    options.add_loading(parser)
+    options.add_shared(parser, *options.LANGUAGES)
+    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
     options.add_generation(parser)
 
 
@@ -251,7 +251,7 @@ def average(parser: argparse.ArgumentParser) -> None:
 
 def serve(parser: argparse.ArgumentParser) -> None:
     """Serve models by HTTP, with a page to try them at /ui and the API at /docs."""
-    from metaphrase.serving.limits import Limits
+    from metaphrase.serving import Limits
 
     add = parser.add_argument
     add("models", nargs="+", help="folders or Hub ids; en-de=FOLDER gives a model a name and its languages")
@@ -262,8 +262,8 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--glossaries", metavar="NAME=FILE", nargs="+", default=[], help="files of terms; NAME is their id in requests")
     tasks, text = ("translation", "summarization", "text2text-generation"), "task of the models"
     add("--task", choices=tasks, help=f"{text} [translation with two languages]")
-    options.add_loading(parser, with_seed=False)
-    options.add_engine(parser.add_argument_group("batches and engine"))
+    options.add_shared(parser.add_argument_group("loading"), *options.LOADING)
+    options.add_shared(parser.add_argument_group("batches and engine"), *options.ENGINE)
     add = parser.add_argument_group("limits").add_argument
     for field in dataclasses.fields(Limits):
         add(f"--{field.name}", type=field.type, default=field.default, help=field.metadata["help"])

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter, SubwordSampler
-from metaphrase.augmentation.rare_words import RareWords
+from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter, RareWords, SubwordSampler
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import PairSource
 from metaphrase.data.token_budget import PairStream

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from metaphrase.augmentation.rare_words import RareWords
+from metaphrase.augmentation.augmentation import RareWords
 
 NOUNS, VERBS = ("cat", "dog", "bird"), {"saw": "see", "liked": "like"}
 PAIRS = [

@@ -18,7 +18,6 @@ from metaphrase.conversion.ctranslate2 import export_ctranslate2, find_obstacles
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
 from metaphrase.inference import Generator, decode
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.scripts import export
 
 GREEDY = {"num_beams": 1}
 # One of four: among the worse ones there are ties, as between texts that repeat a token and differ in where they do not.
@@ -228,7 +227,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("is_joint", [True, False])
 def test_export_by_command_line(is_joint, models, tmp_path):
     output = tmp_path / "exported"
-    execute(export, [str(models[is_joint]), str(output), "--format", "ctranslate2"])
+    execute("export", [str(models[is_joint]), str(output), "--format", "ctranslate2"])
     names = {"shared_vocabulary.json"} if is_joint else {"source_vocabulary.json", "target_vocabulary.json"}
     assert names | {"model.bin", "config.json", "export.json", "generation_config.json"} <= {
         path.name for path in output.iterdir()

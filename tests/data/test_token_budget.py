@@ -24,7 +24,7 @@ from metaphrase.data.token_budget import (
     TokenBudgetStream,
     WithFillers,
 )
-from metaphrase.tokenization.batches import cut_into_batches
+from metaphrase.tokenization.texts import cut_into_batches
 
 
 def padded_cost(lengths):

@@ -22,7 +22,7 @@ from metaphrase.demo.corpus import (
     write_demo_corpus,
     write_demo_summaries,
 )
-from metaphrase.demo.languages import to_english
+from metaphrase.demo.grammar import to_english
 
 CORES = {
     "Although the brother wants to know this castle, the small king has the brown suitcase.": "The king has the suitcase.",

@@ -1,7 +1,7 @@
 """English and German of sampled sentences against translations by hand."""
 
 from metaphrase.demo.corpus import Sampler
-from metaphrase.demo.languages import to_english, to_german
+from metaphrase.demo.grammar import to_english, to_german
 
 GOLD = """\
 No old man lives in the forests. | Kein alter Mann wohnt in den Wäldern.

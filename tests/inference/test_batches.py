@@ -7,7 +7,7 @@ from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers.generation import utils
 
 from metaphrase.inference.batches import decode
-from metaphrase.tokenization.batches import batches_by_length
+from metaphrase.tokenization.texts import batches_by_length
 
 BEAM = {"num_beams": 3, "num_return_sequences": 3}
 

@@ -8,8 +8,8 @@ from transformers import GenerationMixin
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, ScoredText, batches
 from metaphrase.inference import generator as module
-from metaphrase.texts import loops
-from metaphrase.texts.loops import find_loop
+from metaphrase.texts import documents
+from metaphrase.texts.documents import find_loop
 
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 
@@ -149,7 +149,7 @@ def test_a_target_that_repeats_itself_is_decoded_again(beams, members):
 def test_a_target_that_still_repeats_itself_stays(generator, monkeypatch):
     plain = generator.generate(SOURCES, max_new_tokens=20)
     assert plain != generator.generate(SOURCES, max_new_tokens=20, no_repeat_ngram_size=3)
-    monkeypatch.setattr(loops, "find_loop", lambda source, target: target)
+    monkeypatch.setattr(documents, "find_loop", lambda source, target: target)
     assert generator.generate(SOURCES, max_new_tokens=20, end_loops=True) == plain
     assert generator.num_looping == len(SOURCES)
 

@@ -12,7 +12,7 @@ from tiny_models import POSITIONS, tiny_model
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, batches, cross_attentions
 from metaphrase.inference.batches import TooLongError, longest_source, longest_target
-from metaphrase.scripts import attention, evaluate, generate
+from metaphrase.scripts import evaluate, generate
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
@@ -97,7 +97,7 @@ def test_the_command_names_the_line_among_empty_ones(generator, tmp_path, capsys
     source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
     output.write_text("older\n", encoding="utf-8")
     words = [folder, "--device", "cpu", "--input", str(source), "--output", str(output)]
-    for verb, more in ((generate, ["--overwrite"]), (attention, ["--format", "pharaoh"])):
+    for verb, more in ((generate, ["--overwrite"]), ("attention", ["--format", "pharaoh"])):
         assert run(name_of(verb), [*words, *more]) == 2
         assert "got 181 in number 5 (in a file: line 5)" in capsys.readouterr().err
     assert output.read_text(encoding="utf-8") == "older\n"

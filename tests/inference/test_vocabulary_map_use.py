@@ -7,7 +7,7 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.engines import engine_choice
 from metaphrase.inference import Generator
-from metaphrase.scripts import generate, shortlist
+from metaphrase.scripts import generate
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
@@ -21,7 +21,7 @@ def folder(request, tmp_path_factory):
     path = save_generator(tiny_generator(request.param, kind="byte_bpe"), tmp_path_factory.mktemp("map") / "model")
     pairs = path.parent / "pairs.tsv"
     pairs.write_text("".join(f"{source}\t{target}\n" for source, target in PAIRS), encoding="utf-8")
-    execute(shortlist, [str(path), str(pairs), "--num_per_token", "3", "--num_frequent", "5"])
+    execute("shortlist", [str(path), str(pairs), "--num_per_token", "3", "--num_frequent", "5"])
     return path
 
 
@@ -98,7 +98,7 @@ def test_command_line(folder, tmp_path, capsys):
     words = [str(folder), *map(str, sides), "--num_per_token", "3", "--num_frequent", "5"]
     assert run("shortlist", words) == 2
     assert "`model` must have no vmap.txt" in capsys.readouterr().err
-    execute(shortlist, [*words, "--overwrite"])
+    execute("shortlist", [*words, "--overwrite"])
     assert (folder / VOCABULARY_MAP_NAME).read_bytes() == made
     for mistake, message in (
         ([*words, "--source_column", "en"], "`source_column` must be left out with two parallel files"),

@@ -11,7 +11,7 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tin
 from tiny_models import tiny_model
 
 from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
-from metaphrase.scripts import attention
+from metaphrase.scripts import explain
 from metaphrase.scripts.__main__ import run
 
 
@@ -21,7 +21,7 @@ def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
     for name, words in {"all": ["--layer", "mean"], "last": [], "head": ["--layer", "0", "--head", "1"]}.items():
         path = tmp_path / f"{name}.png"
         words += ["--source", "the cat", "--target", "die $x$", "--output", str(path)]
-        execute(attention, [cli_model, "--device", "cpu", *words])
+        execute("attention", [cli_model, "--device", "cpu", *words])
         pictures[name] = path.read_bytes()
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values()) and len(set(pictures.values())) == 3
     assert "Target: die $x$" in caplog.text
@@ -30,7 +30,7 @@ def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
 def test_attention_generates_a_target(cli_model, tmp_path, caplog):
     caplog.set_level("INFO")
     words = [cli_model, "--device", "cpu", "--source", SOURCES[0], "--output", str(tmp_path / "a.png")]
-    execute(attention, [*words, "--max_new_tokens", "3"])
+    execute("attention", [*words, "--max_new_tokens", "3"])
     assert f"Target: {targets_of(SOURCES[:1], max_new_tokens=3)[0]}" in caplog.text
     assert "are unfinished at the length limit" in caplog.text
 
@@ -42,7 +42,7 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     # The last layer is the default.
     words = [cli_model, "--device", "cpu", "--target_input", str(tmp_path / "target")]
-    execute(attention, [*words, "--input", str(tmp_path / "source"), "--output", str(tmp_path / "words.align")])
+    execute("attention", [*words, "--input", str(tmp_path / "source"), "--output", str(tmp_path / "words.align")])
     maps = cross_attentions(
         tiny_generator(kind="byte"), *([*side[:2], side[2]] for side in (SOURCES, TARGETS)), layer=-1
     )
@@ -52,11 +52,11 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
     assert all(re.fullmatch(r"[0-9]+-[0-9]+( [0-9]+-[0-9]+)+", line) for line in expected if line)
     assert "Empty sources, which have an empty line: 1 of 4." in caplog.text and "Target:" not in caplog.text
     # The same from standard input to standard output, in small parts.
-    monkeypatch.setattr(attention, "SENTENCES_AT_A_TIME", 2)
+    monkeypatch.setattr(explain, "SENTENCES_AT_A_TIME", 2)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "source").read_bytes())))
-    execute(attention, [*words, "--format", "pharaoh"])
+    execute("attention", [*words, "--format", "pharaoh"])
     assert capsys.readouterr().out.splitlines() == expected
-    execute(attention, [cli_model, "--device", "cpu", "--source", "a", "--source", "the", "--format", "pharaoh"])
+    execute("attention", [cli_model, "--device", "cpu", "--source", "a", "--source", "the", "--format", "pharaoh"])
     assert len(capsys.readouterr().out.splitlines()) == caplog.text.count("Target: ") == 2
 
 

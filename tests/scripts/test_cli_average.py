@@ -11,7 +11,6 @@ from subcommands import execute
 from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
-from metaphrase.scripts import average as script
 from metaphrase.scripts.__main__ import run
 
 
@@ -36,7 +35,7 @@ def test_command_averages_checkpoints_of_a_run(trained, tmp_path):
         ([str(trained / "checkpoint-1"), str(trained / "checkpoint-3")], (1, 3)),
     ):
         output = tmp_path / "-".join(Path(word).name for word in words)
-        execute(script, [*words, "--output", str(output)])
+        execute("average", [*words, "--output", str(output)])
         for name, weight in load_file(output / "model.safetensors").items():
             assert torch.equal(weight, (sum(checkpoints[step][name].double() for step in steps) / 2).float()), name
         AutoModelForSeq2SeqLM.from_pretrained(output)

@@ -79,7 +79,7 @@ def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
         (["--scores_name", "x"], "`scores` must be given with `scores_name`, got None and 'x'."),
         (["--scores", "short.de"], "`scores` must be one file for each system, got 1 files for 2 systems."),
         (["--scores", "nan", "nan"], "`scores` must hold finite numbers, got others in 'nan'."),
-        (["--scores", "a.txt", "a.txt"], "`scores` must hold one number in each line, got an error in 'a.txt'"),
+        (["--scores", "a.txt", "a.txt"], "could not convert string to float: 'ein"),
         (["--scores", "nan", "nan", "--scores_name", "chrf"], "`scores_name` must not be the name of one of `metrics`"),
     ],
     ids=str,

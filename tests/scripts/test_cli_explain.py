@@ -11,7 +11,6 @@ from cli_texts import targets_of
 from matplotlib.figure import Figure
 from subcommands import execute, name_of
 
-from metaphrase.scripts import attention
 from metaphrase.scripts import explain as subcommand
 from metaphrase.scripts.__main__ import run
 
@@ -41,7 +40,7 @@ def test_sources_and_targets_must_be_equally_many(cli_model, capsys):
 def test_a_full_disk_leaves_no_half_file_and_no_name_of_this_machine(cli_model, tmp_path, kind, monkeypatch, capsys):
     path = tmp_path / ("page.html" if kind == "page" else "map.png")
     words = [cli_model, "--device", "cpu", "--source", "the cat", "--target", "a", "--output", str(path)]
-    module = subcommand if kind == "page" else attention
+    module = subcommand if kind == "page" else "attention"
     execute(module, words)
     written = path.read_bytes()
     assert Path(cli_model).parent.name.encode() not in written

@@ -9,8 +9,8 @@ from metaphrase.decoding.minimum_bayes_risk import UTILITIES
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.scripts.attention import DEFAULT_OUTPUTS
-from metaphrase.scripts.export import EXPORTS
+from metaphrase.scripts.convert import EXPORTS
+from metaphrase.scripts.explain import DEFAULT_OUTPUTS
 from metaphrase.scripts.parsers import MAX_HELP_LINES, SUBCOMMANDS, chosen_generation_options, make_parser, parse
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.texts.plan import PATTERNS

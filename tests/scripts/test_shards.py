@@ -4,7 +4,7 @@ import pytest
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS
 
-from metaphrase.scripts import backtranslate, distill, filter, generate
+from metaphrase.scripts import backtranslate, filter, generate
 from metaphrase.scripts.parsers import parse
 from metaphrase.tokenization.texts import shard_range
 
@@ -13,7 +13,7 @@ SEARCHES = {
     "greedy": (generate, []),
     "n_best": (generate, ["--num_beams", "2", "--num_return_sequences", "2"]),
     "sampling": (backtranslate, ["--temperature", "3", "--seed", "5"]),
-    "pairs": (distill, ["--num_beams", "2", "--num_return_sequences", "2", "--select", "chrf"]),
+    "pairs": ("distill", ["--num_beams", "2", "--num_return_sequences", "2", "--select", "chrf"]),
 }
 
 
@@ -27,7 +27,7 @@ def words(cli_model, tmp_path):
     (tmp_path / "in.tsv").write_text(text, encoding="utf-8")
     return lambda subcommand: [
         *(cli_model, "--device", "cpu", "--chunk_size", str(CHUNK_SIZE)),
-        *("--input", str(tmp_path / ("in.tsv" if subcommand is distill else "in.txt"))),
+        *("--input", str(tmp_path / ("in.tsv" if subcommand == "distill" else "in.txt"))),
     ]
 
 

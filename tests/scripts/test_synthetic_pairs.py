@@ -6,12 +6,12 @@ import signal
 import datasets
 import pytest
 from sacrebleu import sentence_bleu, sentence_chrf
-from subcommands import execute
+from subcommands import execute, name_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.data.pairs import PairSource
 from metaphrase.inference import Generator, ScoredText
-from metaphrase.scripts import backtranslate, distill
+from metaphrase.scripts import backtranslate
 from metaphrase.scripts.__main__ import run
 
 CPU = ["--device", "cpu"]
@@ -64,9 +64,9 @@ def test_back_translation_may_sample_several_sources_of_a_target(cli_model, fold
 
 def test_distilled_targets_are_those_of_the_ensemble(cli_model, other_cli_model, folder):
     words = [cli_model, other_cli_model, *CPU, "--num_beams", "3"]
-    execute(distill, [*words, "--input", "train.tsv", "--output", "best.tsv"])
-    execute(distill, [*words, "--input", "train.en", "--output", "sources.tsv"])
-    execute(distill, [*words, "--input", "train.tsv", "--output", "all.tsv", "--num_return_sequences", "3"])
+    execute("distill", [*words, "--input", "train.tsv", "--output", "best.tsv"])
+    execute("distill", [*words, "--input", "train.en", "--output", "sources.tsv"])
+    execute("distill", [*words, "--input", "train.tsv", "--output", "all.tsv", "--num_return_sequences", "3"])
     teachers = Generator.from_pretrained([cli_model, other_cli_model], device="cpu")
     best = [*zip(SOURCES, map(as_field, teachers.generate(SOURCES, num_beams=3)), strict=True)]
     assert pairs_of("best.tsv") == pairs_of("sources.tsv") == best
@@ -86,7 +86,7 @@ def test_the_candidate_nearest_to_the_reference_is_selected(cli_model, folder, m
     references = [as_field(row[2].text) for row in n_best]
     (folder / "train.de").write_text("".join(f"{line}\n" for line in references), encoding="utf-8")
     words = [cli_model, *CPU, *options, "--input", "train.en", "--target", "train.de", "--output", "selected.jsonl"]
-    execute(distill, words)
+    execute("distill", words)
     selected = [target for _, target in pairs_of("selected.jsonl")]
     score = sentence_chrf if metric == "chrf" else lambda text, references: sentence_bleu(text, references)
     best = [
@@ -101,21 +101,21 @@ def test_a_file_of_pairs_is_read_to_its_end(cli_model, folder):
     (folder / "one_line.json").write_text(json.dumps(rows), encoding="utf-8")
     datasets.Dataset.from_list(rows).to_parquet(folder / "pairs.parquet")
     for name in ("one_line.json", "pairs.parquet"):
-        execute(distill, [cli_model, *CPU, "--num_beams", "1", "--input", name, "--output", f"{name}.tsv"])
+        execute("distill", [cli_model, *CPU, "--num_beams", "1", "--input", name, "--output", f"{name}.tsv"])
         assert [source for source, _ in pairs_of(f"{name}.tsv")] == SOURCES
 
 
 def test_of_equally_near_candidates_the_first_is_selected():
     candidates = [ScoredText(text, None) for text in ("a dog", "the cat", "the  cat")]
-    assert distill.nearest(candidates, "the cat", "chrf") is candidates[1]
-    assert distill.nearest(candidates, "zzz", "chrf") is candidates[0]
+    assert backtranslate.nearest(candidates, "the cat", "chrf") is candidates[1]
+    assert backtranslate.nearest(candidates, "zzz", "chrf") is candidates[0]
 
 
 @pytest.mark.parametrize(
     ("verb", "words"),
     [
         (backtranslate, ["--input", "mono.de", "--tag", "<BT>", *SAMPLES]),
-        (distill, ["--input", "train.tsv", "--select", "chrf", "--num_beams", "2", "--num_return_sequences", "2"]),
+        ("distill", ["--input", "train.tsv", "--select", "chrf", "--num_beams", "2", "--num_return_sequences", "2"]),
     ],
     ids=["backtranslate", "distill"],
 )
@@ -125,8 +125,7 @@ def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server
     whole, output = (folder / "whole.tsv").read_bytes(), folder / "out.tsv"
     resumed = [*words, "--output", str(output), "--resume"]
     for most_bytes in (len(whole) // 3, 2 * len(whole) // 3):
-        name = verb.__name__.rpartition(".")[2]
-        assert server.run(resumed, output, subcommand=name, most_bytes=most_bytes) == -signal.SIGXFSZ
+        assert server.run(resumed, output, subcommand=name_of(verb), most_bytes=most_bytes) == -signal.SIGXFSZ
         assert output.read_bytes() == whole[:most_bytes]
     execute(verb, resumed)
     assert output.read_bytes() == whole
@@ -141,12 +140,16 @@ def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server
         (backtranslate, ["--input", "mono.de", "--output", "out.txt"], "`output` must end in .tsv or .jsonl, got"),
         (backtranslate, ["--output", "out.tsv", "--shard", "1/2"], "`input` must be a file with `shard`, got a pipe"),
         (backtranslate, ["--input", "mono.de", "--resume"], "`output` must be given with `resume`"),
-        (distill, ["--input", "train.en", "--select", "chrf"], "`select` must come with pairs .* got sources alone"),
-        (distill, ["--input", "train.tsv", "--select", "chrf"], "`num_return_sequences` above 1, got 1"),
-        (distill, ["--input", "train.en", "--source_column", "1"], "`source_column` must come with one file of pairs"),
-        (distill, ["--target", "train.de"], "`input` must be given with `target`"),
-        (distill, ["--input", "broken.tsv"], "got 1 in line 2. `metaphrase filter` drops such lines"),
-        (distill, ["--input", "train.tsv", "--output", "train.tsv", "--overwrite"], "another file than `input`"),
+        ("distill", ["--input", "train.en", "--select", "chrf"], "`select` must come with pairs .* got sources alone"),
+        ("distill", ["--input", "train.tsv", "--select", "chrf"], "`num_return_sequences` above 1, got 1"),
+        (
+            "distill",
+            ["--input", "train.en", "--source_column", "1"],
+            "`source_column` must come with one file of pairs",
+        ),
+        ("distill", ["--target", "train.de"], "`input` must be given with `target`"),
+        ("distill", ["--input", "broken.tsv"], "got 1 in line 2. `metaphrase filter` drops such lines"),
+        ("distill", ["--input", "train.tsv", "--output", "train.tsv", "--overwrite"], "another file than `input`"),
     ],
 )
 def test_wrong_words_are_refused(cli_model, folder, capsys, verb, words, message):

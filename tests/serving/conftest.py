@@ -3,7 +3,7 @@
 import pytest
 from local_server import running, upper_service
 
-from metaphrase.serving.limits import Limits
+from metaphrase.serving import Limits
 from metaphrase.texts.plan import Terms
 
 

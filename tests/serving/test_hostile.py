@@ -14,7 +14,7 @@ import psutil
 import requests
 from local_server import running, upper_service
 
-from metaphrase.serving.limits import Limits
+from metaphrase.serving import Limits
 
 NUM_REQUESTS = int(os.environ.get("METAPHRASE_REQUESTS", "200"))
 SECRET = "SENTENCE OF ANOTHER CLIENT"

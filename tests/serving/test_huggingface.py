@@ -7,8 +7,8 @@ from huggingface_hub.errors import HfHubHTTPError, ValidationError
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
+from metaphrase.serving import Limits
 from metaphrase.serving.batcher import Batcher
-from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
 

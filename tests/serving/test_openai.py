@@ -6,7 +6,7 @@ import requests
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
-from metaphrase.serving.limits import Limits
+from metaphrase.serving import Limits
 
 
 def client_of(url, key="right"):

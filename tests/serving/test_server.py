@@ -15,7 +15,7 @@ from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
 from metaphrase.scripts import serve
-from metaphrase.serving.limits import Limits
+from metaphrase.serving import Limits
 from metaphrase.serving.service import Query, TargetStream, cut_pieces
 from metaphrase.texts.whole_texts import TextDecoder
 

@@ -14,8 +14,8 @@ from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
 from metaphrase.analysis.alignment import cross_attentions, word_weights
+from metaphrase.serving import Limits
 from metaphrase.serving.batcher import Batcher
-from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
 

@@ -1,6 +1,5 @@
 """Runs of `metaphrase generate` and its like that are killed, for the tests of what is resumed."""
 
-import importlib
 import os
 import resource
 import signal
@@ -32,7 +31,7 @@ def carry_out(job):
     def work():
         if job["most_bytes"] is not None:
             generate.OutputFile = limited(generate.OutputFile, job["most_bytes"])
-        execute(importlib.import_module(f"metaphrase.scripts.{job['subcommand']}"), job["words"])
+        execute(job["subcommand"], job["words"])
 
     child = fork(work)
     if job["seen_bytes"] is not None:
@@ -69,6 +68,6 @@ def kill_when_seen(child, output, seen_bytes):
 
 
 if __name__ == "__main__":
-    from metaphrase.scripts import backtranslate, distill  # noqa: F401 (children find them imported)
+    from metaphrase.scripts import backtranslate  # noqa: F401 (children find them imported)
 
     serve(carry_out)

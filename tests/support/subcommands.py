@@ -5,11 +5,11 @@ from metaphrase.scripts.parsers import parse
 
 
 def name_of(subcommand):
-    """Return the name of a subcommand from its module."""
-    return subcommand.__name__.rpartition(".")[2]
+    """Return the name of a subcommand, given as its module or its name."""
+    return subcommand if isinstance(subcommand, str) else subcommand.__name__.rpartition(".")[2]
 
 
 def execute(subcommand, words):
     """Carry out a subcommand, given as its module or its name, with the words of a command line. Errors are exceptions."""
-    name = subcommand if isinstance(subcommand, str) else name_of(subcommand)
+    name = name_of(subcommand)
     find_main(name)(parse(name, words))

@@ -6,7 +6,7 @@ from subcommands import execute
 from tiny_generator import tiny_generator
 
 from metaphrase.scripts import generate
-from metaphrase.texts.loops import find_loop
+from metaphrase.texts.documents import find_loop
 from metaphrase.texts.markup import Atom, MarkedText
 from metaphrase.texts.plan import Links, Sentence, Terms, find_words, read_glossary
 from metaphrase.texts.whole_texts import TextDecoder

@@ -22,7 +22,6 @@ from metaphrase.conversion.onnx.export import (
     write_graphs,
 )
 from metaphrase.inference import Generator
-from metaphrase.scripts import export
 
 GRAPHS = (ENCODER_NAME, DECODER_NAME)
 
@@ -45,7 +44,7 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("onnx")
     generator = make_generator()
     source = save_generator(generator, folder / "model")
-    execute(export, [str(source), str(folder / "exported"), "--format", "onnx"])
+    execute("export", [str(source), str(folder / "exported"), "--format", "onnx"])
     return generator.model, source, folder / "exported"
 
 
@@ -162,6 +161,11 @@ def test_what_cannot_be_exported_is_refused_by_name(kind, tmp_path):
     assert not find_obstacles(tiny_config(position_embedding_type="none", rope_parameters=rotation))
 
 
+def test_quantization_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`--quantization` must be left out with --format onnx, got 'int8'"):
+        execute("export", ["model", str(tmp_path / "exported"), "--format", "onnx", "--quantization", "int8"])
+
+
 def test_without_the_packages_the_error_says_what_to_install(tmp_path, monkeypatch):
     for name in list(sys.modules):
         if name.startswith("metaphrase.conversion.onnx"):
@@ -175,4 +179,4 @@ def test_without_the_packages_the_error_says_what_to_install(tmp_path, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ImportError, match=r"pip install metaphrase\[onnx\]"):
-        execute(export, ["model", str(tmp_path / "exported"), "--format", "onnx"])
+        execute("export", ["model", str(tmp_path / "exported"), "--format", "onnx"])

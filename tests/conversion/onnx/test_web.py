@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, GenerationConfig
 from metaphrase.conversion.onnx.export import GRAPH_NAMES, empty_cache, run_step
 from metaphrase.conversion.onnx.web import LIBRARY_FILES, export_web, quantize_graph
 from metaphrase.inference import Generator
-from metaphrase.scripts import export
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 
@@ -35,7 +34,7 @@ def exported(tmp_path_factory):
     generator = tiny_generator(joint=False, layers=1)
     source = save_generator(generator, folder / "model")
     library = make_library(folder / "node_modules")
-    execute(export, [str(source), str(folder / "exported"), "--format", "web", "--library", str(library)])
+    execute("export", [str(source), str(folder / "exported"), "--format", "web", "--library", str(library)])
     return generator, folder / "exported"
 
 
@@ -200,4 +199,4 @@ def test_a_library_without_its_files_is_refused(tmp_path):
 def test_options_of_other_formats_are_refused(name, other, tmp_path):
     words = ["model", str(tmp_path / "exported"), "--format", other, f"--{name}", "int8"]
     with pytest.raises(ValueError, match=f"`--{name}` must be left out with --format {other}, got 'int8'"):
-        execute(export, words)
+        execute("export", words)
