@@ -1,5 +1,3 @@
-"""Augmentation: changes that depend on seed, epoch and row alone, and happen at their rates."""
-
 import pickle
 import random
 from collections import Counter
@@ -159,8 +157,6 @@ def test_prefixes_and_special_tokens_stay(tokenizers):
     assert {source[14:] for source, _ in texts} == {"ODG", "OG", "DDOG", "DGO", "DG", "DOOG"}
     assert {target for _, target in texts} == {"HUND"}
 
-
-# Tests of BPE-dropout
 
 TEXTS = [*SOURCES, *TARGETS, "the cats, dogs' dog's <2de> </s> 12 Katzen!"]
 

@@ -1,5 +1,3 @@
-"""Denoising: noise as the papers define it, from seed, epoch and index alone; every token of a text is used or counted."""
-
 import copy
 import gzip
 import json
@@ -60,9 +58,6 @@ SMALL_CHOICES = ("ul2", "prefix_lm")
 
 def generator(seed=0):
     return np.random.default_rng(seed)
-
-
-# Span corruption
 
 
 def restored(source, target):
@@ -137,9 +132,6 @@ def test_limits_and_sentinels_that_do_not_suffice_are_refused():
         longest_block(corruption(), 2)
     with pytest.raises(ValueError, match="`num_sentinels` must be at least 28 for blocks of 568 tokens"):
         longest_block(corruption(sentinels=SENTINELS[:27]), 512)
-
-
-# Text infilling
 
 
 def text_of(num_sentences, random):
@@ -222,9 +214,6 @@ def test_full_stops_of_a_tokenizer(kind):
     assert [tokenizer.decode(part).strip() for part in parts] == ["It rains.", "Does it?", "It does!", "No"]
 
 
-# UL2
-
-
 def test_the_seven_denoisers_have_equal_shares_their_modes_and_no_lost_token():
     mixture, block, seen, longest = OBJECTIVES["ul2"], np.arange(20, 276), Counter(), [0, 0]
     for seed in range(700):
@@ -247,9 +236,6 @@ def test_suffixes_of_the_sequential_denoiser_have_the_mean_of_the_paper():
     assert max(len(source) for source, _ in sides) == OBJECTIVES["ul2"].lengths(40)[0]
 
 
-# Prefix LM
-
-
 def test_a_prefix_and_its_continuation_are_the_block():
     block, starts = np.arange(20, 26), Counter()
     for seed in range(500):
@@ -258,9 +244,6 @@ def test_a_prefix_and_its_continuation_are_the_block():
         starts[len(target) - 1] += 1
     assert starts.keys() == {1, 2, 3, 4, 5} and min(starts.values()) > 70
     assert make_objective("prefix_lm", tokenizer_with()) == PrefixLM(2) and not objective_tokens("prefix_lm")
-
-
-# Tokens of a tokenizer
 
 
 def tokenizer_with(*tokens):
@@ -290,9 +273,6 @@ def test_objectives_take_their_tokens_from_the_tokenizer():
     for name in ("span_corruption", "text_infilling"):
         with pytest.raises(ValueError, match=f"A tokenizer must have .* for `objective` {name}, got n"):
             make_objective(name, tokenizer_with())
-
-
-# Data set
 
 
 def make_dataset(name="span_corruption", seed=0, count=24, length=60):
@@ -371,8 +351,6 @@ def test_epochs_reach_every_process_and_resumed_loaders(skipped):
             pairs += found
     assert len({str(pair) for pair in pairs}) == len(pairs) == 2 * (24 - 6 * skipped)
 
-
-# Texts and blocks
 
 TEXTS = ["abcde", "f", "", "gh ij", " \u3000", "\t", "klmnopqrstuvwxyzabc", "~", "xy"]
 

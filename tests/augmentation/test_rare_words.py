@@ -1,5 +1,3 @@
-"""Rare words: the words that they may replace, and the draw of one."""
-
 from random import Random
 
 import pytest

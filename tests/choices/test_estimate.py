@@ -1,5 +1,3 @@
-"""The plan of a run: steps, data and memory, against those of the trainer. A dry run leaves nothing behind."""
-
 import datasets
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the choices for fine-tuning: rates by family and size, batches by memory, limits by the model's positions."""
-
 import json
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The estimate of weights, gradients, optimizer and activations, against what torch keeps."""
-
 import weakref
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the search for a better recipe: its space, its trials, resumption, and the files that it leaves."""
-
 import csv
 import time
 
@@ -41,9 +39,6 @@ def data(data, monkeypatch):
     return data
 
 
-# Search space
-
-
 def test_a_range_holds_the_value_of_the_recipe_and_whole_numbers_stay_whole():
     space, start = space_of(
         learning_rate={"low": 1e-2, "high": 1e-1, "log": True},
@@ -80,9 +75,6 @@ def test_the_default_search_is_around_the_rule():
 def test_a_search_that_cannot_be_is_refused(search, message):
     with pytest.raises(ValueError, match=message):
         space_of(**search)
-
-
-# Trials
 
 
 def test_trials_differ_and_the_best_recipe_is_complete(data, tmp_path):
@@ -149,9 +141,6 @@ def test_a_killed_search_is_resumed(data, tmp_path, monkeypatch):
 def test_what_cannot_be_tuned_is_refused(fields, trials, message, data, tmp_path):
     with pytest.raises(ValueError, match=message):
         search(data, tmp_path / "run", trials, **fields)
-
-
-# Command line
 
 
 def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,3 @@
-"""Padded batches, and packed rows filled up to few lengths."""
-
 import pytest
 import torch
 from tiny_models import tiny_model

@@ -1,5 +1,3 @@
-"""Encoded pairs: ids, filtering with counts, and a cache that works across processes."""
-
 import json
 import os
 import subprocess
@@ -164,9 +162,6 @@ def test_fingerprint_forgets_what_a_call_leaves_behind():
     assert tokenizer_fingerprint(used) == tokenizer_fingerprint(fresh)
     swapped = WordPair(fresh.target, fresh.source)
     assert tokenizer_fingerprint(swapped) != tokenizer_fingerprint(fresh)
-
-
-# Fingerprints of data
 
 
 def dataset_of(pairs):

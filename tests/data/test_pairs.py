@@ -1,5 +1,3 @@
-"""Raw pairs: every file format, refused and counted pairs, and splits without a shared source."""
-
 import csv
 import gzip
 import json

@@ -1,5 +1,3 @@
-"""Stages: how often each pair is read, in which order, and for several processes."""
-
 from collections import Counter
 
 import datasets

@@ -1,5 +1,3 @@
-"""Batches within a token budget, and batches of similar length."""
-
 import itertools
 from itertools import islice
 from types import SimpleNamespace
@@ -172,8 +170,6 @@ def test_no_pair_of_any_corpus_is_lost(lengths, processes, more, seed):
         assert all(padded_cost(lengths[batch]) <= budget for batch in pairs if batch)
 
 
-# Batches within a token budget from a stream
-
 PAIRS = 700
 
 
@@ -254,8 +250,6 @@ def test_an_empty_stream_and_a_pair_that_no_batch_can_hold_are_refused(pairs):
     with pytest.raises(ValueError, match="number 501 of those to train on, with 200 source and 101 target"):
         list(islice(stream_of(pairs), PAIRS))
 
-
-# Streamed pairs
 
 LINES = ["ab\tc", "abcd\tbcde", "", "a\tabc", "x\ty\tz", " \tb", "abcd\tbcd", "c\tcc", "d\td"]
 LIMITS = {"max_source_length": 4, "max_target_length": 4}

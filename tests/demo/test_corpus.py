@@ -1,5 +1,3 @@
-"""The demo corpus and its summaries: forms and combinations of the splits, and equal files for equal arguments."""
-
 import hashlib
 import json
 import re

@@ -1,5 +1,3 @@
-"""English and German of sampled sentences against translations by hand."""
-
 from metaphrase.demo.corpus import Sampler
 from metaphrase.demo.languages import to_english, to_german
 

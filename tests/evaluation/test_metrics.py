@@ -1,5 +1,3 @@
-"""Every score against its source or a count by hand, wrong arguments, and `metrics.json`."""
-
 import json
 import math
 

@@ -1,5 +1,3 @@
-"""The lexical model finds pairs of strangers in a corpus, and leaves a clean corpus alone."""
-
 import numpy as np
 import pytest
 from artificial_pairs import make_pairs

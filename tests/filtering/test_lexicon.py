@@ -1,5 +1,3 @@
-"""The lexicon finds translations, and the vocabulary map permits what a target may hold."""
-
 import numpy as np
 import pytest
 from artificial_pairs import make_pairs

@@ -1,5 +1,3 @@
-"""Rules for one pair: each drops its kind of noise and keeps pairs that are close to it."""
-
 import random
 from collections import Counter
 
@@ -115,9 +113,6 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"`encoding` needs the package ftfy. .*pip install 'metaphrase\[filter\]'"):
         broken_rule(*GOOD, {"encoding"})
-
-
-# Forms of texts, and counts of hashes that occurred before
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Runs over whole files: all outputs, duplicates, resuming after a kill at any chunk, formats."""
-
 import gzip
 import itertools
 import json

@@ -1,5 +1,3 @@
-"""Tests of `metaphrase.hub_card`: the card and its metadata, and what it says of missing pieces."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of `metaphrase.hub_card.figures`: curves of training."""
-
 import subprocess
 import sys
 

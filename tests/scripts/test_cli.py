@@ -1,5 +1,3 @@
-"""The command line: finding subcommands, their options and errors, and `metaphrase tokenize`."""
-
 import contextlib
 import gzip
 import sys

@@ -1,5 +1,3 @@
-"""The command line: `metaphrase attention` on tiny models."""
-
 import io
 import re
 import sys

@@ -1,5 +1,3 @@
-"""The command line: `metaphrase compare`, and the page that it writes."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""The command line: `metaphrase demo` replaces its own earlier work, nothing else, and only for a run that can be."""
-
 import shutil
 from functools import partial
 

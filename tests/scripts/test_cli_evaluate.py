@@ -1,5 +1,3 @@
-"""The command line: `metaphrase evaluate` on tiny models."""
-
 import json
 import os
 import shutil

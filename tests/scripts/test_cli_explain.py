@@ -1,5 +1,3 @@
-"""The command line: `metaphrase explain` on tiny models."""
-
 import errno
 import json
 import os

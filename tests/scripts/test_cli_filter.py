@@ -1,5 +1,3 @@
-"""`metaphrase filter`: the words of the command, its checks, its table."""
-
 import gzip
 import json
 import logging

@@ -1,5 +1,3 @@
-"""The command line: `metaphrase generate` on tiny models."""
-
 import contextlib
 import io
 import itertools

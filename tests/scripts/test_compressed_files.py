@@ -1,5 +1,3 @@
-"""Compressed files on the command line: a damaged input is a mistake, and no output is what its name says."""
-
 import gzip
 import tracemalloc
 from pathlib import Path

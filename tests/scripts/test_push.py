@@ -1,5 +1,3 @@
-"""Pushing to the Hub: what goes up and what never does, against a server on this machine that answers as the Hub does."""
-
 import json
 import os
 import re

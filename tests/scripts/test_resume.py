@@ -1,5 +1,3 @@
-"""Runs that are killed and resumed end as the run that was never stopped, bit for bit."""
-
 import json
 import random
 

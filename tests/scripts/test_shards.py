@@ -1,5 +1,3 @@
-"""Parts of an input: the outputs of all shards, one after the other, are the output of a run without shards."""
-
 import pytest
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS

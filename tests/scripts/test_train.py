@@ -1,5 +1,3 @@
-"""The command line: `metaphrase train` on tiny recipes."""
-
 import json
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Tests of multilingual tokenizers, and of those that need sentencepiece: codes around a text, and the start of decoding."""
-
 import json
 
 import pytest
@@ -103,9 +101,6 @@ def test_tokenizer_without_languages_refuses_them():
     with pytest.raises(ValueError, match=r"`source_lang` must be left out for a .*, which has no languages, got 'en'"):
         set_languages(tiny_pair(), source_lang="en")
     assert set_languages(tiny_pair()) == {}
-
-
-# Tokenizers that need sentencepiece
 
 
 @pytest.fixture

@@ -1,5 +1,3 @@
-"""Tests of `TokenizerPair`: joint and separate, saved and loaded, ends of sequence, decoding, config fields, phrases."""
-
 import numpy as np
 import pytest
 import torch

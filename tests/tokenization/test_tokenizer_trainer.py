@@ -1,5 +1,3 @@
-"""Tests of tokenizer training: exact round trips, stable vocabularies, clear errors."""
-
 import functools
 import json
 import logging

@@ -1,5 +1,3 @@
-"""Tests of tokenizers with two vocabularies: each side is encoded and decoded by its own."""
-
 import json
 import pickle
 

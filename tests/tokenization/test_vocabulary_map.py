@@ -1,5 +1,3 @@
-"""Vocabulary map: the file and what it permits."""
-
 import pytest
 from tiny_generator import tiny_pair
 

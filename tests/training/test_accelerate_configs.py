@@ -1,5 +1,3 @@
-"""Settings for `accelerate launch`: accelerate takes each file as it is, and it agrees with the recipe."""
-
 import os
 from pathlib import Path
 from unittest.mock import patch

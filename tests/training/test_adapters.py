@@ -1,5 +1,3 @@
-"""LoRA: what is trained, evaluated and saved, and that merging changes nothing that is said."""
-
 import json
 import sys
 

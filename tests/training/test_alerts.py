@@ -1,5 +1,3 @@
-"""Tests of alerts: each one is said in a run that deserves it, and not in a run that does not."""
-
 import json
 from pathlib import Path
 
@@ -28,9 +26,6 @@ def alerts_of_data(folder, pairs, caplog, **fields):
     experiment.prepare()
     experiment.make_model()
     return [record.getMessage() for record in caplog.records if record.name == "metaphrase.training.alerts"]
-
-
-# Pairs and vocabulary
 
 
 def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
@@ -76,9 +71,6 @@ def test_an_alert_explains_the_error_of_empty_targets(tmp_path, pairs, caplog):
     assert "train: 100 % of the targets are the same text, ''" in caplog.text
 
 
-# Settings
-
-
 @pytest.mark.parametrize(
     ("fields", "width", "direction"),
     [
@@ -97,9 +89,6 @@ def test_a_learning_rate_of_another_order_is_named(fields, width, direction, tmp
     messages = list(rate_alerts(recipe, recipe.training_arguments(), width))
     assert len(messages) == (direction is not None)
     assert all(f"is far too {direction} of width {width}" in message for message in messages)
-
-
-# Training and scores
 
 
 def test_a_run_that_deserves_them_gets_all_alerts(data, tmp_path, caplog):

@@ -1,5 +1,3 @@
-"""Several tasks in one recipe, on a few made-up pairs of two tasks."""
-
 import json
 import sys
 

@@ -1,5 +1,3 @@
-"""Several processes: their random numbers, how they meet, and how they part."""
-
 import contextlib
 import gc
 import random

@@ -1,5 +1,3 @@
-"""Tests of trainings that diverge: they end with an error, and leave checkpoints that are finite."""
-
 import math
 
 import pytest

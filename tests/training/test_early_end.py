@@ -1,5 +1,3 @@
-"""Tests of early ends: by the clock, which lowers the learning rate, without a better score, and by Ctrl-C."""
-
 import json
 import signal
 import time

@@ -1,5 +1,3 @@
-"""How a trainer evaluates: the loss over all tokens, and what is decoded and scored."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""The experiment: recipes carried out end to end on a few made-up pairs."""
-
 import json
 
 import datasets

@@ -1,5 +1,3 @@
-"""The experiment that starts from a model that is there."""
-
 import math
 
 import pytest

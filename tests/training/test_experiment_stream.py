@@ -1,5 +1,3 @@
-"""The experiment on what is streamed or plain text."""
-
 import json
 import shutil
 

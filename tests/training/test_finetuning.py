@@ -1,5 +1,3 @@
-"""The recipes that fine-tune converted models, on tiny ones of random weights, with and without an adapter."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The end of a run: the mean of its checkpoints, its beams and length penalty, and the time that is left for both."""
-
 import logging
 
 import pytest

@@ -1,5 +1,3 @@
-"""Length limits: what is too long for a model is found before it is trained, and what is scored is scored whole."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Several processes: each pair of an epoch counts once, though accelerate repeats some."""
-
 import pytest
 import torch
 from accelerate import skip_first_batches

@@ -1,5 +1,3 @@
-"""The setup of a model: a base grows to its tokenizers, and its decoding settings cannot stop a checkpoint."""
-
 import copy
 
 import pytest

@@ -1,5 +1,3 @@
-"""Optimizer: frozen weights, and Adafactor's options."""
-
 import contextlib
 import logging
 
@@ -24,9 +22,6 @@ def names_below(model, *parts):
     found = {name for name in names if name.startswith(tuple(f"{part}." for part in parts))}
     assert all(any(name.startswith(f"{part}.") for name in found) for part in parts)
     return found
-
-
-# Freezing
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""The folder of a run: what is there is no victim of a new run, and a resumed one goes on as it began."""
-
 import contextlib
 import json
 import shutil

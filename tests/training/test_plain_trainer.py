@@ -1,5 +1,3 @@
-"""The model in transformers' own `Seq2SeqTrainer`, with nothing else of this project: it trains, evaluates and accumulates."""
-
 import numpy as np
 import pytest
 import torch

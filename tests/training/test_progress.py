@@ -1,5 +1,3 @@
-"""Tests of the progress of training: plain lines, and no bar."""
-
 import io
 import logging
 import re

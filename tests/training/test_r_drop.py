@@ -1,5 +1,3 @@
-"""R-Drop: the divergence against torch's own, the loss against two passes by hand, and its division under accumulation."""
-
 import pytest
 import torch
 from small_trainers import make_sgd_trainer, pairs_of_eight_lengths
@@ -35,9 +33,6 @@ def reference_divergence(first, second, labels):
     return (there + back) / 2
 
 
-# The divergence
-
-
 def test_divergence_and_its_gradients_equal_torch():
     first, second, labels = two_predictions()
     expected = reference_divergence(first, second, labels)
@@ -60,9 +55,6 @@ def test_rows_without_a_label_have_no_say_whatever_stands_there():
     for logits in (first, second):
         assert torch.equal(logits.grad[[4, 5, 20]], torch.zeros(3, 11)) and logits.grad.isfinite().all()
     assert divergence_of_halves(torch.cat((first, second)), torch.full((46,), IGNORED_LABEL)).item() == 0
-
-
-# The loss
 
 
 def twice(batch, alpha, num_items_in_batch=None, smoothing=0.0):
@@ -149,9 +141,6 @@ def test_packed_batch_equals_padded_batch():
     expected = model(**twice(padded, 3.0, 50)).loss
     assert loss - model(**twice(packed, 0.0, 50)).loss > 0.04
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-
-
-# The trainer
 
 
 def test_the_trainer_computes_the_loss_of_two_passes(tmp_path):

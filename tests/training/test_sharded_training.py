@@ -1,5 +1,3 @@
-"""Whole recipes in two processes, also with weights that are shared out: they end with the model of one process."""
-
 import contextlib
 import json
 import os
@@ -161,9 +159,6 @@ def test_a_run_that_was_stopped_goes_on(way, data, tmp_path):
     carry_out(data, tmp_path / "stopped", way, fields | {"max_steps": 4})
     resumed = carry_out(data, tmp_path / "stopped", way, fields | {"resume_from_checkpoint": True})
     assert_same(resumed, expected)
-
-
-# In one process, which shares with nobody.
 
 
 @pytest.fixture

@@ -1,5 +1,3 @@
-"""Experiments whose training pairs come in stages, or change in each epoch."""
-
 import json
 from itertools import islice
 

@@ -1,5 +1,3 @@
-"""Tests of `report_to`: the scores that trackers get, from a resumed run too."""
-
 import pytest
 from small_experiments import ONE_STEP, make_recipe, train
 from transformers.integrations import integration_utils

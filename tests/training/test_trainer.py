@@ -1,5 +1,3 @@
-"""MetaphraseTrainer: its loss, its batches, and what it saves."""
-
 import pytest
 import torch
 from other_families import other_model

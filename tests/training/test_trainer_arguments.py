@@ -1,5 +1,3 @@
-"""MetaphraseTrainer from Python: what is given to it acts as it says, or is refused."""
-
 import pytest
 import torch
 from datasets import Dataset

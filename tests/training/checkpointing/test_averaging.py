@@ -1,5 +1,3 @@
-"""Averaging checkpoints: the mean by hand, what surrounds it, which checkpoints are chosen, and writes that fail."""
-
 import copy
 import json
 import logging
@@ -30,9 +28,6 @@ def save_tensors(folder, tensors, **config):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({"model_type": "metaphrase", **config}))
     return folder
-
-
-# The mean
 
 
 @pytest.mark.parametrize(
@@ -68,9 +63,6 @@ def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
     assert averaged["steps"].item() == 9 and averaged["same"].tolist() == [3, 4]
     assert averaged["mask"].tolist() == [True, False, True] and averaged["empty"].shape == (0,)
     assert f"Whole numbers that differ are those of {second}: steps." in caplog.text
-
-
-# Refused folders
 
 
 def test_first_difference_is_named(tmp_path):
@@ -123,9 +115,6 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
             average_checkpoints([good, folder], tmp_path / "output")
 
 
-# Other files of the model
-
-
 def test_all_else_that_belongs_to_the_model_comes_from_the_last(tmp_path):
     pair = tiny_pair(False)
     left = ("optimizer.pt", "progress.json", "trainer_state.json", "training_args.bin", "training_args.json")
@@ -152,9 +141,6 @@ def test_all_else_that_belongs_to_the_model_comes_from_the_last(tmp_path):
     assert provenance["averaged"] == ["run/checkpoint-1", "run/checkpoint-2"]
     assert {"average.json", *provenance["files"]} == contents(output).keys()
     assert not any((output / name).exists() for name in (*left, "runs"))
-
-
-# The folder that is written
 
 
 def test_only_an_average_is_replaced_and_only_when_told(tmp_path):
@@ -184,9 +170,6 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
     (folders[1] / "LICENSE").symlink_to(tmp_path / "key")
     with pytest.raises(ValueError, match=r"`folders` must hold no link .*LICENSE -> .*key"):
         average_checkpoints(folders, tmp_path / "mean")
-
-
-# Selected checkpoints
 
 
 def make_run(folder, scores, steps=None):

@@ -1,5 +1,3 @@
-"""Checkpoints: which are whole, and how they are written, replaced and deleted."""
-
 import json
 import os
 

@@ -1,5 +1,3 @@
-"""What a resumed run takes from its checkpoint."""
-
 import os
 import random
 import re

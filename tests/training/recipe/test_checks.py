@@ -1,5 +1,3 @@
-"""What a recipe refuses: fields out of range, and fields that contradict each other."""
-
 import pytest
 
 from metaphrase.training.recipe.recipe import Recipe

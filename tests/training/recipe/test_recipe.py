@@ -1,5 +1,3 @@
-"""Recipes: reading YAML strictly, overrides by type, refusals that name the field, and saving."""
-
 import dataclasses
 from pathlib import Path
 
