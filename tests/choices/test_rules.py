@@ -6,7 +6,6 @@ from datasets import Dataset
 from pronunciations import PRONUNCIATIONS
 
 from metaphrase.choices.rules import (
-    SIZES,
     StepCost,
     TokenProfile,
     choose_from_text,
@@ -14,7 +13,6 @@ from metaphrase.choices.rules import (
     choose_limits,
     choose_size,
     describe_choices,
-    dropout,
     tokens_per_batch,
     useful_updates,
 )
@@ -113,12 +111,6 @@ def test_limits_hold_nearly_all_texts(source, target, longest, expected):
     assert (recipe.max_source_length, recipe.max_target_length, recipe.too_long) == expected
 
 
-@pytest.mark.parametrize(("pairs", "size"), [(10, 2), (100, 20), (500, 50), (8000, 400), (119_000, 1000)])
-def test_size_of_validation(pairs, size):
-    words = [(f"{word}{number}", target) for number in range(30) for word, target in PRONUNCIATIONS]
-    assert chosen_from_text(words[:pairs]).num_validation == size
-
-
 def test_repeated_pairs_change_no_choice():
     pairs = [(sentence, sentence.upper()) for sentence in SENTENCES[:300]]
     once, often = chosen_from_text(pairs), chosen_from_text(pairs * 10)
@@ -178,15 +170,6 @@ def test_little_time_means_small_batches(share, batch, updates):
     assert fixed.max_tokens_per_batch == 4096
 
 
-@pytest.mark.parametrize(("times", "expected"), [(1, 1), (1.5, 1.5), (4, 2)])
-def test_time_that_is_left_gives_more_updates(times, expected):
-    tokens, _ = TASKS["29,000 sentences"]
-    usual = useful_updates(tokens, tokens_per_batch(tokens))
-    recipe, reasons = chosen_from_tokens("29,000 sentences", seconds=times * usual)
-    assert recipe.max_steps == pytest.approx(expected * usual, abs=1)
-    assert ("epochs fit into the time" in reasons) == (times == 1.5)
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -211,7 +194,7 @@ def test_one_given_field_leaves_the_others_to_be_chosen(fields, expected):
 
 
 GREEK = [
-    (text, "".join(chr(0x370 + ord(letter) % 80) if letter != " " else " " for letter in text)) for text in SENTENCES
+    (text, text.translate({ord(letter): 0x370 + ord(letter) % 80 for letter in {*text} - {" "}})) for text in SENTENCES
 ]
 
 
@@ -263,15 +246,6 @@ def test_every_choice_is_a_field_that_a_saved_recipe_holds(tmp_path):
     assert second == again and not describe_choices(again, second)
 
 
-def test_rates_and_dropout_fall_as_they_should():
-    rates = [learning_rate(size.width) for size in SIZES]
-    assert rates == sorted(rates, reverse=True) and rates[1] == 2e-3
-    assert [dropout(epochs) for epochs in (84, 18, 7)] == [0.3, 0.2, 0.1]
-    tokens = TokenProfile(10**7, 25 * 10**7, 25 * 10**7, 300)
-    # Much text is read three times.
-    assert useful_updates(tokens, 16_384) == round(3 * tokens.both / 16_384) and useful_updates(tokens, 1024) == 10**5
-
-
 def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
     recipe = chosen_from_tokens(num_validation=50, metrics=["exact_match", "wer"])[0]
     assert recipe.metric_for_best_model == "wer" and recipe.average_best == 3 and recipe.save_total_limit == 4
@@ -282,11 +256,3 @@ def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
     assert not recipe.choose_decoding
     without = chosen_from_tokens(metrics=["bleu"])[0]
     assert without.num_beams == 4 and without.average_best is None and not without.choose_decoding
-
-
-@pytest.mark.parametrize(
-    "batches", [{"max_tokens_per_batch": 4096}, {"max_tokens_per_batch": 512, "gradient_accumulation_steps": 8}]
-)
-def test_the_length_of_the_run_follows_from_given_batches(batches):
-    recipe = chosen_from_tokens(**batches)[0]
-    assert recipe.max_steps == useful_updates(TASKS["8,000 pronunciations"][0], 4096)

