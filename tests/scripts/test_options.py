@@ -1,5 +1,3 @@
-"""Options of the command line become arguments of `generate()`."""
-
 import pytest
 from transformers import GenerationConfig
 

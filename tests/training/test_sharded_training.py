@@ -1,5 +1,3 @@
-"""Whole recipes in two processes, also with weights that are shared out: they end with the model of one process."""
-
 import contextlib
 import json
 import os
@@ -30,12 +28,8 @@ from metaphrase.training.distributed import (
 )
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
-WAYS = {
-    "ddp": "ddp_cpu_2_processes.yaml",
-    "fsdp2": "fsdp2_cpu_2_processes.yaml",
-    "zero2": "deepspeed_zero2.yaml",
-    "zero3": "deepspeed_zero3.yaml",
-}
+WAYS = {way: f"{way}_cpu_2_processes.yaml" for way in ("ddp", "fsdp2")}
+WAYS |= {way: f"deepspeed_{way}.yaml" for way in ("zero2", "zero3")}
 PROGRAM = """
 import os, sys
 from accelerate import PartialState
@@ -163,9 +157,6 @@ def test_a_run_that_was_stopped_goes_on(way, data, tmp_path):
     assert_same(resumed, expected)
 
 
-# In one process, which shares with nobody.
-
-
 @pytest.fixture
 def mesh():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -239,7 +230,6 @@ def zero(stage, **fields):
 @pytest.mark.parametrize(
     ("plugins", "is_whole"),
     [
-        ({}, True),
         ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)}, True),
         ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)}, False),
         (zero(2), True),
