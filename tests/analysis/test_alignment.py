@@ -15,7 +15,7 @@ SOURCE, TARGET = SOURCES[0], TARGETS[1]
 
 
 def weights_by_hand(generator, source, target):
-    """(layers, heads, target, source), from a pass that is given the decoder's input instead of labels."""
+    """Return the weights (layers, heads, target, source) of a pass that gets the decoder's input in place of labels."""
     model = generator.model
     model.set_attn_implementation("eager")
     [source_ids], [ids] = generator.tokenizers.encode_sources([source]), generator.tokenizers.encode_targets([target])
@@ -54,9 +54,7 @@ def test_without_a_target_the_model_writes_it(family):
     generator = generator_of(family)
     attention = cross_attention(generator, SOURCE, max_new_tokens=4, num_beams=2)
     assert attention.target == generator.generate([SOURCE], max_new_tokens=4, num_beams=2)[0]
-    assert len(attention.target_tokens) <= 4
-    if generator.num_unfinished:
-        assert len(attention.target_tokens) == 4 and generator.num_unfinished == 2
+    assert len(attention.target_tokens) == 4 if generator.num_unfinished else len(attention.target_tokens) <= 4
 
 
 def test_it_is_of_the_start_token_that_was_asked_for():
@@ -70,32 +68,34 @@ def test_it_is_of_the_start_token_that_was_asked_for():
     assert np.abs(cross_attention(generator, SOURCE, made.target).weights[:2] - made.weights[:2]).max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["metaphrase", "two vocabularies", "t5", "bart", "marian"])
-def test_many_in_a_batch_are_as_each_alone(family, monkeypatch):
-    tolerance = 1e-5
-    generator = calmer(generator_of(family))
-    passes = []
-    whole = scoring.forced_inputs
+@pytest.fixture
+def passes(monkeypatch):
+    """A list that gets the inputs of each forced pass."""
+    passes, whole = [], scoring.forced_inputs
     monkeypatch.setattr(scoring, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
+    return passes
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "two vocabularies", "t5", "bart", "marian"])
+def test_many_in_a_batch_are_as_each_alone(family, passes):
+    generator = calmer(generator_of(family))
     targets = [TARGETS[3], TARGETS[2], TARGETS[0], "", TARGETS[1]]
     maps = cross_attentions(generator, SOURCES, targets)
     assert [len(inputs["input_ids"]) for inputs in passes] == [5] and (passes[0]["attention_mask"] == 0).sum() > 10
     for source, target, many in zip(SOURCES, targets, maps, strict=True):
         alone = cross_attention(generator, source, target)
-        np.testing.assert_allclose(many.weights, alone.weights, atol=tolerance)
+        np.testing.assert_allclose(many.weights, alone.weights, atol=1e-5)
         assert (many.source, many.target) == (source, target)
         assert (many.source_tokens, many.target_tokens) == (alone.source_tokens, alone.target_tokens)
     assert cross_attentions(generator, []) == []
 
 
 @pytest.mark.parametrize("sizes", [{"batch_size": 2}, {"max_tokens_per_batch": 60}])
-def test_batches_keep_their_limits_and_the_order(sizes, monkeypatch):
+def test_batches_keep_their_limits_and_the_order(sizes, passes, monkeypatch):
     generator, unlimited = (calmer(tiny_generator(**limits)) for limits in (sizes, {}))
     expected = cross_attentions(unlimited, SOURCES, TARGETS, layer=-1)
     monkeypatch.setattr(alignment_module, "MAX_TOKENS_PER_BATCH", 50)
-    passes = []
-    whole = scoring.forced_inputs
-    monkeypatch.setattr(scoring, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
+    passes.clear()
     maps = cross_attentions(generator, SOURCES, TARGETS, layer=-1)
     shapes = [inputs["decoder_input_ids"].shape for inputs in passes]
     assert all(batch == 1 or (batch <= 2 and batch * width <= 50) for batch, width in shapes) and len(shapes) > 2

@@ -99,9 +99,17 @@ def test_positions_keep_their_scale(shown, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def browser():
+def chrome():
     with chromium() as running:
         yield running
+
+
+@pytest.fixture
+def browser(chrome, path):
+    """A browser that shows the page."""
+    chrome.get(path.as_uri())
+    assert chrome.get_log("browser") == []
+    return chrome
 
 
 def line(browser, selector):
@@ -117,13 +125,7 @@ def choose(browser, name, value):
     one(browser, f"#{name} option[value='{value}']").click()
 
 
-def open_page(browser, path):
-    browser.get(path.as_uri())
-    assert browser.get_log("browser") == []
-
-
-def test_clicks_show_the_numbers_of_the_model(browser, shown, path):
-    open_page(browser, path)
+def test_clicks_show_the_numbers_of_the_model(browser, shown):
     first = shown[0]
     assert texts(browser, "#stages tbody tr td:nth-child(3)") == [" × ".join(map(str, s.shape)) for s in first.stages]
     assert texts(browser, "#labels tbody tr td:nth-child(5)")[:-1] == [str(rank) for rank in first.ranks]
@@ -148,8 +150,7 @@ def test_clicks_show_the_numbers_of_the_model(browser, shown, path):
         assert button.get_attribute("aria-pressed") == "false"
 
 
-def test_words_of_a_row_add_up_to_one(browser, shown, path):
-    open_page(browser, path)
+def test_words_of_a_row_add_up_to_one(browser, shown):
     words = shown[0].source_tokens.words
     assert texts(browser, "#keys button") == words and words[-1] == "</s>"
     weights = shown[0].attentions["cross"][-1].mean(axis=0)
@@ -163,8 +164,7 @@ def test_words_of_a_row_add_up_to_one(browser, shown, path):
     np.testing.assert_allclose(given, expected, atol=0.02)
 
 
-def test_steps_and_tree(browser, shown, path):
-    open_page(browser, path)
+def test_steps_and_tree(browser, shown):
     first = shown[0]
     one(browser, "#next").click()
     step = first.paths["target"][1]
@@ -187,8 +187,7 @@ def test_steps_and_tree(browser, shown, path):
     assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]
 
 
-def test_hostile_text_is_inert(browser, shown, path):
-    open_page(browser, path)
+def test_hostile_text_is_inert(browser, shown):
     choose(browser, "pair", 1)
     hostile = shown[1]
     assert one(browser, "h1").text.startswith("</script><script>window.hacked=1</script> <b")

@@ -10,7 +10,7 @@ pytest.importorskip("ctranslate2")
 
 import torch
 from subcommands import execute
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
@@ -30,13 +30,15 @@ def folders(tmp_path_factory):
     return made
 
 
+def load(folder, **options):
+    return Generator.from_pretrained(folder, engine="ctranslate2", device="cpu", **options)
+
+
 @pytest.mark.parametrize("is_joint", [True, False])
 @pytest.mark.parametrize("is_exported", [True, False])
 def test_generator_writes_the_same(is_joint, is_exported, folders):
     ours = tiny_generator(is_joint, source_prefix="a ")
-    theirs = Generator.from_pretrained(
-        folders[is_joint][is_exported], engine="ctranslate2", device="cpu", source_prefix="a "
-    )
+    theirs = load(folders[is_joint][is_exported], source_prefix="a ")
     texts = [SOURCES[0], "", *SOURCES]
     assert theirs.generate(texts) == ours.generate(texts)
     assert theirs.num_unfinished == ours.num_unfinished
@@ -49,7 +51,7 @@ def test_generator_writes_the_same(is_joint, is_exported, folders):
 
 
 def test_the_converted_copy_lasts_as_long_as_the_generator(folders):
-    generator = Generator.from_pretrained(folders[True][0], engine="ctranslate2", device="cpu")
+    generator = load(folders[True][0])
     copy = generator.model.folder
     assert copy.is_dir() and copy != folders[True][0]
     # It is loaded anew to sample.
@@ -63,14 +65,14 @@ def test_the_converted_copy_lasts_as_long_as_the_generator(folders):
     [("auto", "float32"), ("int8", "int8_float32"), ("float32", "float32"), (torch.float32, "float32")],
 )
 def test_type_of_the_weights(dtype, compute_type, folders):
-    generator = Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu", dtype=dtype)
+    generator = load(folders[True][1], dtype=dtype)
     assert generator.model.translator.compute_type == compute_type
     assert all(generator.generate(SOURCES))
+
+
+def test_folders_types_and_devices_that_cannot_be_loaded(folders, tmp_path):
     with pytest.raises(ValueError, match="ompute type"):
-        Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu", dtype="int4")
-
-
-def test_folders_and_devices_that_cannot_be_loaded(folders, tmp_path):
+        load(folders[True][1], dtype="int4")
     for path, device in ((tmp_path, "cpu"), (folders[True][1], "cuda:99"), (folders[True][1], "foo")):
         with pytest.raises(ValueError, match=r"cannot load|device"):
             CTranslate2Engine(path, device=device)
@@ -82,27 +84,24 @@ def test_a_start_that_changes_is_given_with_each_call(tmp_path):
     generator.model.config.decoder_start_from_labels = True
     folder = export_ctranslate2(save_generator(generator, tmp_path / "model"), tmp_path / "exported")
     assert json.loads((folder / "config.json").read_text())["decoder_start_token"] is None
-    theirs = Generator.from_pretrained(folder, engine="ctranslate2", device="cpu")
+    theirs = load(folder)
     for options in ({}, {"decoder_start_token_id": 7}, {"decoder_start_token_id": 7, "forced_bos_token_id": 9}):
         for beams in ({}, {"num_beams": 4, "early_stopping": True}):
             assert theirs.generate(SOURCES, **options, **beams) == generator.generate(SOURCES, **options, **beams)
 
 
 def test_what_needs_a_model_in_torch_is_refused(folders):
-    generator = Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu")
-    with pytest.raises(ValueError, match="`generator` must be a single torch model here, got CTranslate2Engine"):
-        cross_attention(generator, SOURCES[0])
-    with pytest.raises(ValueError, match="`generator` must be a single torch model"):
-        generator.score(SOURCES[:1], SOURCES[:1])
+    generator = load(folders[True][1])
+    for call in (generator.score, lambda sources, targets: cross_attention(generator, sources[0])):
+        with pytest.raises(ValueError, match="`generator` must be a single torch model here, got CTranslate2Engine"):
+            call(SOURCES[:1], SOURCES[:1])
     with pytest.raises(ValueError, match="ctranslate2 and `use_vmap` need one model"):
         Generator.from_pretrained([folders[True][1]] * 2, engine="ctranslate2")
 
 
-def test_evaluation_by_command_line_is_without_a_loss(folders, tmp_path):
-    source, target, output = tmp_path / "source", tmp_path / "target", tmp_path / "metrics.json"
-    source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
-    target.write_text("\n".join(TARGETS) + "\n", encoding="utf-8")
-    words = ["--source", str(source), "--target", str(target), "--output", str(output), "--num_beams", "3"]
+def test_evaluation_by_command_line_is_without_a_loss(folders, files, tmp_path):
+    output = tmp_path / "metrics.json"
+    words = ["--source", files[0], "--target", files[1], "--output", str(output), "--num_beams", "3"]
     results = []
     for more in ([], ["--engine", "ctranslate2", "--dtype", "float32"]):
         execute(evaluate, [str(folders[True][0]), "--device", "cpu", "--early_stopping", *words, *more])
@@ -110,7 +109,6 @@ def test_evaluation_by_command_line_is_without_a_loss(folders, tmp_path):
     ours, theirs = results
     assert ours["loss"] > 0 and "loss" not in theirs
     assert theirs["scores"] == ours["scores"] and theirs["num_unfinished"] == ours["num_unfinished"]
-    assert ours["inference"] == {"engine": "torch", "dtype": "auto", "models": 1}
     assert theirs["inference"] == {"engine": "ctranslate2", "dtype": "float32", "models": 1}
 
 

@@ -19,6 +19,5 @@ def test_documents_keep_their_order_and_get_their_targets(cli_model, num_targets
     assert results == documents and step.stats["documents"].total == 6
     rows = tiny_generator(kind="byte").generate_n_best([*SOURCES, ""], return_scores=False, **options)
     texts = [[item.text for item in row] for row in rows]
-    assert [document.metadata["de"] for document in results] == (
-        texts if num_targets > 1 else [row[0] for row in texts]
-    )
+    expected = texts if num_targets > 1 else [row[0] for row in texts]
+    assert [document.metadata["de"] for document in results] == expected

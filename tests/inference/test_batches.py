@@ -12,13 +12,11 @@ from metaphrase.tokenization.batches import batches_by_length
 BEAM = {"num_beams": 3, "num_return_sequences": 3}
 
 
-def ends_early(model, sources):
-    """A token that the model writes in the middle of a target but not in every target."""
+def early_end(model, sources):
+    """Return a token that the model writes in the middle of a target but not in every target."""
     written = [hypotheses[0].ids for hypotheses in decode(model, sources)]
-    for token in {token for ids in written for token in ids[1:-2]}:
-        if not all(token in ids for ids in written):
-            return token
-    raise AssertionError(f"all targets are alike: {written}")
+    middle = (token for ids in written for token in ids[1:-2])
+    return next(token for token in middle if not all(token in ids for ids in written))
 
 
 @pytest.mark.parametrize(("batch_size", "max_tokens"), [(1, 100), (2, 100), (64, 12), (64, 1), (3, 20)])
@@ -63,7 +61,7 @@ def test_options_with_rows_of_a_batch_are_refused(generator, sources, name):
 
 @pytest.mark.parametrize(("form", "is_configured"), [(int, False), (list, True), (torch.tensor, False)])
 def test_any_end_of_sequence_ends_a_target(generator, sources, form, is_configured):
-    end = ends_early(generator.model, sources)
+    end = early_end(generator.model, sources)
     eos_token_id = end if form is int else form([generator.model.config.eos_token_id, end])
     options = {} if is_configured else {"eos_token_id": eos_token_id}
     generator.model.generation_config.update(**({"eos_token_id": eos_token_id} if is_configured else {}))
@@ -75,28 +73,23 @@ def test_any_end_of_sequence_ends_a_target(generator, sources, form, is_configur
         assert hypothesis.ids == (ids[: ids.index(end) + 1] if end in ids else ids)
 
 
-def test_modes_of_parts_are_left_as_they_were(generator, sources):
+def test_dropout_is_off_and_modes_of_parts_are_left_as_they_were(generator, sources):
     model = generator.model
+    expected = decode(model, sources[:1])
+    for module in model.modules():
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.9
     for of_model, of_encoder in ((True, False), (False, True)):
         model.train(of_model)
         model.get_encoder().train(of_encoder)
         before = [module.training for module in model.modules()]
         assert len(set(before)) == 2
         assert decode(model, []) == []
-        decode(model, sources[:1])
+        assert decode(model, sources[:1]) == expected
         generator.score(["a cat"], ["eine Katze"])
         with pytest.raises(ValueError, match="num_return_sequences"):
             decode(model, sources[:1], num_return_sequences=2)
         assert [module.training for module in model.modules()] == before
-
-
-def test_dropout_is_off(sources):
-    generator = tiny_generator()
-    expected = decode(generator.model, sources)
-    for module in generator.model.train().modules():
-        if hasattr(module, "dropout") and isinstance(module.dropout, float):
-            module.dropout = 0.9
-    assert decode(generator.model, sources) == expected
 
 
 def test_what_other_processes_decode_is_not_waited_for(generator, sources, monkeypatch):

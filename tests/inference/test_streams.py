@@ -13,7 +13,6 @@ from tiny_generator import SOURCES, save_generator, tiny_generator
 from metaphrase.inference.generator import Chunk, read_chunks
 
 LIMIT_SECONDS = 60
-MEBIBYTE = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -65,27 +64,19 @@ def test_random_numbers_belong_to_the_chunk(generator):
     assert len(states) == 12
 
 
-def traced_memory(generator, num_lines, part):
-    """The memory of Python's that is in use after each part of a stream, in bytes."""
-    in_use = []
-    stream = generator.generate_stream(
-        (f"{SOURCES[number % 5]} {number}" for number in range(num_lines)), chunk_size=128, max_new_tokens=1
-    )
+def test_memory_does_not_grow_with_the_stream():
+    lines, in_use = (f"{SOURCES[number % 5]} {number}" for number in range(2048)), []
+    stream = tiny_generator(batch_size=128).generate_stream(lines, chunk_size=128, max_new_tokens=1)
     tracemalloc.start()
     try:
         for count, _ in enumerate(stream, start=1):
-            if count % part == 0:
+            if count % 512 == 0:
                 # Without it, how long cycles wait to be freed would count, which the machine's load decides.
                 gc.collect()
                 in_use.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    return in_use
-
-
-def test_memory_does_not_grow_with_the_stream():
-    generator = tiny_generator(batch_size=128)
-    first, *later = traced_memory(generator, 2048, 512)
+    first, *later = in_use
     # To hold the results alone would take twice as much: a candidate and its list are more than 200 bytes.
     assert len(later) == 3 and max(later) - min(later) < 1024 * 100, (first, later)
 

@@ -36,21 +36,6 @@ def url():
         yield address
 
 
-@pytest.fixture
-def slow():
-    """A server whose model needs the event for each text, and the event."""
-    event = threading.Event()
-
-    def change(text):
-        event.wait(20)
-        return text.upper()
-
-    limits = Limits(max_requests=2, timeout_seconds=30)
-    with running(upper_service(identity_generator(change), limits=limits)) as address:
-        yield address, event
-        event.set()
-
-
 # Limits and errors
 
 
@@ -59,6 +44,10 @@ def limited():
     limits = Limits(max_body_kilobytes=4, max_texts=2, max_text_characters=900)
     with running(upper_service(limits=limits)) as address:
         yield address
+
+
+BAD_OPTIONS = [("num_beams", 17), ("max_new_tokens", 2000), ("num_return_sequences", 0), ("temperature", "hot")]
+BAD_OPTIONS += [("decoder_start_token_id", 3), ("temperature", float("inf"))]
 
 
 @pytest.mark.parametrize(
@@ -73,17 +62,7 @@ def limited():
         ([1], 400),
         ({"inputs": "a", "model": "other"}, 404),
         ({"inputs": "a", "parameters": {"src_lang": "fr", "tgt_lang": "de"}}, 404),
-        *(
-            ({"inputs": "a", "parameters": {name: value}}, 400)
-            for name, value in (
-                ("num_beams", 17),
-                ("max_new_tokens", 2000),
-                ("num_return_sequences", 0),
-                ("decoder_start_token_id", 3),
-                ("temperature", "hot"),
-                ("temperature", float("inf")),
-            )
-        ),
+        *(({"inputs": "a", "parameters": {name: value}}, 400) for name, value in BAD_OPTIONS),
         *((body, 400) for body in (b"", b"{", b"\xff\xfe", b'{"inputs": ' + b"[" * 3000, b"null", b'{"inputs": NaN}')),
     ],
 )
@@ -121,9 +100,11 @@ def test_clients_need_one_of_the_keys():
 # Overload and time
 
 
-def test_requests_beyond_the_queue_are_refused_at_once(slow):
-    address, event = slow
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+def test_requests_beyond_the_queue_are_refused_at_once():
+    event, limits = threading.Event(), Limits(max_requests=2, timeout_seconds=30)
+    generator = identity_generator(lambda text: event.wait(20) and text.upper())
+    service = upper_service(generator, limits=limits)
+    with running(service) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
         accepted = [pool.submit(translate, address, text) for text in ("a", "b")]
         while "metaphrase_requests_running 2.0" not in requests.get(f"{address}/metrics", timeout=9).text:
             time.sleep(0.01)
@@ -137,11 +118,8 @@ def test_requests_beyond_the_queue_are_refused_at_once(slow):
 
 
 def test_a_request_that_would_take_too_long_is_refused():
-    def change(text):
-        time.sleep(0.01)
-        return text
-
-    with running(upper_service(identity_generator(change), limits=Limits(timeout_seconds=5))) as address:
+    generator = identity_generator(lambda text: time.sleep(0.01) or text)
+    with running(upper_service(generator, limits=Limits(timeout_seconds=5))) as address:
         started = time.monotonic()
         refused = translate(address, "\n".join(["a"] * 10_000))
         assert refused.status_code == 503 and "Send fewer texts" in refused.json()["error"]
@@ -150,12 +128,8 @@ def test_a_request_that_would_take_too_long_is_refused():
 
 
 def test_request_ends_in_time():
-    def change(text):
-        time.sleep(1.8)
-        return text
-
-    limits = Limits(timeout_seconds=1)
-    with running(upper_service(identity_generator(change), limits=limits)) as address:
+    generator = identity_generator(lambda text: time.sleep(1.8) or text)
+    with running(upper_service(generator, limits=Limits(timeout_seconds=1))) as address:
         started = time.monotonic()
         assert translate(address, "a").status_code == 503
         assert time.monotonic() - started < 1.7

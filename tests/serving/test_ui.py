@@ -3,13 +3,11 @@
 import base64
 import hashlib
 import re
-import time
 
 import numpy as np
 import pytest
 import requests
 from chromium import chromium, one, texts, wait_for
-from identity_engine import identity_generator
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
@@ -22,15 +20,9 @@ from metaphrase.serving.service import Service
 HOSTILE = """</textarea><script>window.hacked=1</script> <b id="x">&amp; \u202eabc שלום 👩‍💻 {{script}}"""
 
 
-def upper(text):
-    # An older request that takes longer than a newer one.
-    time.sleep(0.6 if "slow" in text else 0)
-    return text.upper()
-
-
 @pytest.fixture(scope="module")
 def url():
-    with running(upper_service(identity_generator(upper))) as address:
+    with running(upper_service()) as address:
         yield address
 
 
