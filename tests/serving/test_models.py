@@ -107,9 +107,9 @@ def test_pairs_of_two_models():
         service.batcher.close()
         return service
 
-    def find(service, source, target):
-        route = service.find_translator(source, target)
-        return [model.name for model in (route.first, route.second)] if isinstance(route, Pivot) else route.name
+    def find(service, *pair):
+        route = service.find_translator(*pair)
+        return [route.first.name, route.second.name] if isinstance(route, Pivot) else route.name
 
     # English comes first, then the order of the models.
     service = serve("de-it", "it-fr", "de-es", "es-fr", "de-en", "en-fr")

@@ -16,7 +16,7 @@ from tiny_generator import tiny_generator
 
 from metaphrase.scripts import serve
 from metaphrase.serving.limits import Limits
-from metaphrase.serving.service import Query, TargetStream, cut_pieces
+from metaphrase.serving.service import Query, TargetStream
 from metaphrase.texts.whole_texts import TextDecoder
 
 SECRET = "a sentence that nobody else may read"
@@ -34,9 +34,6 @@ def translate(url, text, **fields):
 def url():
     with running(upper_service()) as address:
         yield address
-
-
-# Limits and errors
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +80,6 @@ def test_body_without_length_is_bounded(url):
     assert translate(url, "a").ok
 
 
-# Keys
-
-
 def test_clients_need_one_of_the_keys():
     with running(upper_service(api_keys=["first", "second"])) as address:
         assert translate(address, "a").status_code == 401
@@ -95,9 +89,6 @@ def test_clients_need_one_of_the_keys():
         assert requests.get(f"{address}/metrics", timeout=9).status_code == 401
         for path in ("/health", "/ui", "/ui/settings"):
             assert requests.get(f"{address}{path}", timeout=9).status_code == 200
-
-
-# Overload and time
 
 
 def test_requests_beyond_the_queue_are_refused_at_once():
@@ -141,8 +132,7 @@ def test_texts_of_a_client_that_goes_away_are_not_decoded():
     def change(text):
         decoded.append(text)
         started.set()
-        event.wait(20)
-        return text.upper()
+        return event.wait(20) and text.upper()
 
     service = upper_service(identity_generator(change))
     with running(service) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -158,25 +148,6 @@ def test_texts_of_a_client_that_goes_away_are_not_decoded():
     assert decoded == ["a", "c"]
 
 
-# Streams and alignments
-
-
-@pytest.mark.parametrize("size", [1, 3, 9])
-@pytest.mark.parametrize("stops", [[], ["cd"], ["x", "def"], ["h", "gh"], ["a"]])
-def test_pieces_end_before_a_stop(size, stops):
-    text = "abcdefgh"
-
-    async def pieces():
-        for start in range(0, len(text), size):
-            yield text[start : start + size]
-
-    async def collect():
-        return [piece async for piece in cut_pieces(pieces(), stops)]
-
-    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    assert "".join(asyncio.run(collect())) == text[:end]
-
-
 def test_stream_has_a_piece_for_each_sentence():
     service = upper_service()
 
@@ -190,21 +161,14 @@ def test_stream_has_a_piece_for_each_sentence():
 
 
 def test_alignments_are_computed_while_nothing_is_decoded(monkeypatch):
-    service, running_calls = upper_service(tiny_generator()), []
-    align = TextDecoder._align
-
-    def record(*arguments):
-        running_calls.append(list(service.batcher._running))
-        return align(*arguments)
-
-    monkeypatch.setattr(TextDecoder, "_align", record)
+    service, running_calls, align = upper_service(tiny_generator()), [], TextDecoder._align
+    monkeypatch.setattr(
+        TextDecoder, "_align", lambda *a: running_calls.append(list(service.batcher._running)) or align(*a)
+    )
     with running(service) as address:
         body = {"q": "<b>the cat</b> sleeps", "source": "en", "target": "de", "format": "html"}
         assert post(address, "/translate", json=body).ok
     assert running_calls == [[0]]
-
-
-# Records
 
 
 def test_failure_is_one_failed_request_without_its_text_in_the_log(caplog):
@@ -253,19 +217,12 @@ def test_other_origins_are_allowed_only_if_named():
             assert answer.headers.get("Access-Control-Allow-Origin") == expected
 
 
-# Connections and the end
-
-
 def test_end_of_the_server_answers_accepted_requests():
     started = threading.Event()
 
-    def change(text):
-        started.set()
-        time.sleep(0.5)
-        return text.upper()
-
+    generator = identity_generator(lambda text: started.set() or time.sleep(0.5) or text.upper())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with running(upper_service(identity_generator(change))) as address:
+        with running(upper_service(generator)) as address:
             request = pool.submit(translate, address, "a")
             started.wait()
         assert request.result().json()[0]["translation_text"] == "A"
