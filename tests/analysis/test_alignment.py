@@ -20,10 +20,9 @@ def weights_by_hand(generator, source, target):
     model.set_attn_implementation("eager")
     [source_ids], [ids] = generator.tokenizers.encode_sources([source]), generator.tokenizers.encode_targets([target])
     decoder_ids = torch.tensor([[model.config.decoder_start_token_id, *ids[:-1]]])
+    inputs = {"input_ids": torch.tensor([source_ids]), "decoder_input_ids": decoder_ids}
     with torch.inference_mode():
-        output = model(
-            input_ids=torch.tensor([source_ids]), decoder_input_ids=decoder_ids, output_attentions=True, use_cache=False
-        )
+        output = model(**inputs, output_attentions=True, use_cache=False)
     return torch.cat(output.cross_attentions).numpy()
 
 
@@ -124,18 +123,15 @@ def test_model_is_left_as_it_was_even_after_an_error(family, kernel, is_training
     assert model.training is is_training and model.config._attn_implementation == kernel
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"layer": 2}, "`layer` must be from -2 to 1, got 2"),
-        ({"layer": 0, "head": 4}, "`head` must be from -4 to 3, got 4"),
-        ({"head": 0}, "`layer` must be given with `head`"),
-        ({"targets": [TARGET], "num_beams": 2}, "Generation options have no effect with a target, got num_beams"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        cross_attentions(tiny_generator(), **({"sources": [SOURCE]} | arguments))
+def test_what_cannot_be_shown_is_refused():
+    for message, options in (
+        ("`layer` must be from -2 to 1, got 2", {"layer": 2}),
+        ("`head` must be from -4 to 3, got 4", {"layer": 0, "head": 4}),
+        ("`layer` must be given with `head`", {"head": 0}),
+        ("have no effect with a target, got num_beams", {"targets": [TARGET], "num_beams": 2}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cross_attentions(tiny_generator(), [SOURCE], **options)
 
 
 def test_byte_level_tokens_are_decoded_one_by_one():

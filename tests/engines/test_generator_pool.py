@@ -57,6 +57,7 @@ def is_running(process):
         {"num_beams": 3, "num_return_sequences": 2},
         {"do_sample": True, "temperature": 3.0, "seed": 5, "return_scores": False},
         {"must_contain": ["H"], "num_beams": 3, "max_new_tokens": 12},
+        {"risk": {"num_candidates": 4, "utility": "bleu"}, "seed": 2, "return_scores": True},
     ],
     ids=str,
 )
@@ -69,15 +70,6 @@ def test_it_writes_what_one_generator_writes(options, pool, generator):
     # A stream that was left is taken up.
     rest = pool.generate_stream(LINES[8:], chunk_size=4, first_chunk=2, **options)
     assert list(rest) == expected[8:]
-
-
-def test_minimum_bayes_risk(pool, generator):
-    risk, options = {"num_candidates": 4, "utility": "bleu"}, {"seed": 2, "return_scores": True}
-    found = list(pool.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
-    assert {len(candidates) for candidates in found} == {1}
-    assert found == list(generator.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
-    torch.manual_seed(2)
-    assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
 
 
 def test_what_generators_count_is_added_up(pool):

@@ -150,32 +150,24 @@ def test_a_target_that_still_repeats_itself_stays(generator, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ("a man", "must hold one text each, got the single string 'a man'"),
-        (["a cat", None], "must hold strings only, got NoneType as text 2"),
-        ([7], "must hold strings only, got int as text 1"),
-    ],
+    ("texts", "message"), [("a man", "got the single string 'a man'"), (["a cat", None], "got NoneType as text 2")]
 )
 def test_what_is_no_list_of_texts_is_refused(texts, message, generator):
     for decoded in (generator.generate, generator.generate_n_best, generator.generate_mbr):
-        with pytest.raises(ValueError, match="`texts` " + message):
+        with pytest.raises(ValueError, match="`texts` .*" + message):
             decoded(texts)
     for options in ({}, {"risk": {"num_candidates": 2}}):
-        with pytest.raises(ValueError, match="`lines` " + message):
+        with pytest.raises(ValueError, match="`lines` .*" + message):
             list(generator.generate_stream(texts, **options))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"device": name}, f"`device` .* got '{name}'") for name in ("foo", "meta", "cuda:99")),
-        *(({"dtype": name}, f"`dtype` .* got '{name}'") for name in ("foo", "linspace")),
-    ],
+    ("option", "value"),
+    [("device", "foo"), ("device", "meta"), ("device", "cuda:99"), ("dtype", "foo"), ("dtype", "linspace")],
 )
-def test_devices_and_types_that_torch_has_not_are_refused_before_loading(options, message):
-    with pytest.raises(ValueError, match=message):
-        Generator.from_pretrained("no-such/model", **{"device": "cpu"} | options)
+def test_devices_and_types_that_torch_has_not_are_refused_before_loading(option, value):
+    with pytest.raises(ValueError, match=f"`{option}` .* got '{value}'"):
+        Generator.from_pretrained("no-such/model", **{"device": "cpu", option: value})
 
 
 @pytest.mark.parametrize("joint", [True, False])
