@@ -137,8 +137,8 @@ def test_the_command_line_names_the_line_or_cuts_it(generator, files, tmp_path, 
     output.write_text("older\n", encoding="utf-8")
     words = [str(save_generator(generator, tmp_path / "model")), "--device", "cpu"]
     paths = ["--input", str(source), "--output", str(output)]
-    for verb, more in (("generate", ["--overwrite"]), ("attention", ["--format", "pharaoh"])):
-        assert run(verb, [*words, *paths, *more]) == 2
+    for subcommand, more in (("generate", ["--overwrite"]), ("attention", ["--format", "pharaoh"])):
+        assert run(subcommand, [*words, *paths, *more]) == 2
         assert "got 181 in number 5 (in a file: line 5)" in capsys.readouterr().err
     assert output.read_text(encoding="utf-8") == "older\n"
     words += ["--max_source_length", "6"]
