@@ -42,7 +42,7 @@ class NetworkStep:
     def _pass_layer(self, index, layer, hidden_states, rotation):
         if index == 0:
             hidden_states, NetworkStep.absorbed = hidden_states[:, None], self._absorbed
-        rows = self.rows if self._absorbed else self._source_cache.rows
+        rows = self.rows if self._absorbed else self._source_cache.keys.shape[1]
         layer.keys, layer.values = Keys((rows,), self._source_views[index][0]), self._source_views[index][1]
         masks = self._target_biases[index], self._source_bias
         output = self.decoder.layers[index](hidden_states, None, *masks, None, past_key_values=self)

@@ -118,7 +118,6 @@ def adapt(
 
     Args:
         base: Folder or Hub id of the model for the decoder, and for the encoder by default.
-        output: The folder to write.
         encoder: Folder or Hub id of another model for the encoder. Source and target then have embeddings of their own.
         encoder_layers: Numbers of the layers that the encoder takes, from 0. None takes all.
         decoder_layers: The same for the decoder.

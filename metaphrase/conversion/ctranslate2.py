@@ -49,7 +49,6 @@ def export_ctranslate2(
 
     Args:
         source: Folder or Hub id of a Metaphrase model.
-        output: The folder to write.
         quantization: Type of the weights, one of CTranslate2's, such as int8. None keeps the checkpoint's type.
         overwrite: True to replace an `output` that this package wrote.
 

@@ -61,7 +61,6 @@ def convert(
     Args:
         source: Folder or Hub id of a model, in safetensors or in a `pytorch_model.bin`. Also a model file of Marian, .npz or
             .bin, with its vocabularies beside it, or the folder of these files.
-        output: The folder to write.
         to: `model_type` of the family to write, or marian-npz for a file of Marian. None or metaphrase for a checkpoint of
             another family.
         revision: Branch, tag or commit on the Hub.
@@ -211,21 +210,21 @@ def plan_theirs(
     config, stored = ours.config, checkpoints.stored_names(ours)
     our_shapes = checkpoints.shapes(ours)
     their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(theirs).items()}
-    # Their name to our name and the counterpart.
-    sources = {name: (our_name, Counterpart(name)) for name, our_name in _embedding_sources(family, config).items()}
+    # Their name to our stored name and the counterpart. The second name of an embedding is the shared weight.
+    sources = {}
+    for our_name, (_, shared, *_) in family.embedding_names.items():
+        sources[shared] = HEAD_BIAS if our_name == HEAD_BIAS else ENCODER_EMBEDDING, Counterpart(shared)
+    decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
+    stored_as = {DECODER_EMBEDDING: decoder, HEAD: decoder if config.tie_word_embeddings else HEAD}
+    for our_name, (own, *_) in family.embedding_names.items():
+        sources[own] = stored_as.get(our_name, our_name), Counterpart(own)
     counterparts = {name: family.counterpart(name, config) for name in stored if name not in family.embedding_names}
     sources |= {counterpart.name: (name, counterpart) for name, counterpart in counterparts.items()}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
-    needed = dict.fromkeys(
-        [
-            *map(family.file_name, checkpoints.stored_names(theirs)),
-            *(theirs.name for theirs in counterparts.values()),
-            *heads,
-        ]
-    )
+    needed = [*map(family.file_name, checkpoints.stored_names(theirs)), *(item.name for item in counterparts.values())]
     planned = {}
-    for name in needed:
+    for name in dict.fromkeys(needed + heads):
         if (source := sources.get(family.original_name(name))) is not None:
             our_name, counterpart = source
             nbytes = weights.kinds[our_name].nbytes
@@ -238,20 +237,3 @@ def plan_theirs(
             tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)
             planned[name] = PlannedTensor(tensor.nbytes, lambda tensor=tensor: tensor)
     return planned
-
-
-def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, str]:
-    """Return our stored weight for each of the family's `embedding_names`."""
-    decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
-    stored = {
-        ENCODER_EMBEDDING: ENCODER_EMBEDDING,
-        DECODER_EMBEDDING: decoder,
-        HEAD: decoder if config.tie_word_embeddings else HEAD,
-        HEAD_BIAS: HEAD_BIAS,
-    }
-    # The second name of an embedding is the shared weight.
-    shared = {
-        names[1]: HEAD_BIAS if ours == HEAD_BIAS else ENCODER_EMBEDDING
-        for ours, names in family.embedding_names.items()
-    }
-    return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}

@@ -50,7 +50,6 @@ def trim_vocabulary(
 
     Args:
         source: Folder or Hub id of a model with one fast tokenizer.
-        output: The folder to write.
         files: Text files in the languages to keep, plain or `.gz`. A tab ends a text.
         revision: Branch, tag or commit on the Hub.
         overwrite: True to replace an `output` that this package wrote.

@@ -277,9 +277,8 @@ def _collect(done: list[Beams], prompt_length: int, config: GenerationConfig) ->
     padding = -1 if ends is None else int(config._pad_token_tensor or ends[0])
     order = torch.cat([beams.indices for beams in done]).argsort()
     width = max(beams.ended_ids.shape[2] for beams in done)
-    ids = torch.cat([_pad(beams.ended_ids, width) for beams in done]).index_select(0, order)
-    scores = torch.cat([beams.ended_scores for beams in done]).index_select(0, order)
-    lengths = torch.cat([beams.ended_lengths for beams in done]).index_select(0, order)
+    columns = [(_pad(beams.ended_ids, width), beams.ended_scores, beams.ended_lengths) for beams in done]
+    ids, scores, lengths = (torch.cat(parts).index_select(0, order) for parts in zip(*columns, strict=True))
     scores, best = scores.sort(dim=1, descending=True, stable=True)
     scores, best = scores[:, :count].flatten(), best[:, :count]
     lengths = lengths.take_along_dim(best, dim=1).flatten()

@@ -267,9 +267,8 @@ class SpeculativeSearch:
                 "`num_beams` must be 1, `do_sample` false and sources be given one by one with `assistant_model`, "
                 f"got {config.num_beams}, {config.do_sample} and {len(input_ids)} sources."
             )
-        (project, project_draft), (state, draft) = start_search(
-            BlockState, model, input_ids, config, partners, **kwargs
-        )
+        projections, (state, draft) = start_search(BlockState, model, input_ids, config, partners, **kwargs)
+        project, project_draft = projections
         # Tokens that each decoder can read. The draft model does not read its own last token.
         tables = [item.decoder.embed_positions for item in (state, draft)]
         most, most_of_draft = (
@@ -286,12 +285,8 @@ class SpeculativeSearch:
                 drafted = torch.cat((drafted, unread), dim=1)
             # The last token is unread; in the first round the whole prompt is.
             hidden_states = state.read(drafted[:, state.length :])[:, length - drafted.shape[1] - 1 :]
-            logits = project(hidden_states)[0].float()
-            rows = [
-                process(logits_processor, drafted[:, : length + number], row)
-                for number, row in enumerate(logits.split(1))
-            ]
-            scores = torch.cat(rows)
+            rows = enumerate(project(hidden_states)[0].float().split(1), start=length)
+            scores = torch.cat([process(logits_processor, drafted[:, :past], row) for past, row in rows])
             tokens = scores.argmax(dim=-1)
             num_accepted = int((tokens[:-1] == drafted[0, length:]).long().cumprod(dim=0).sum())
             # The accepted tokens and one more, up to the first end.

@@ -1,7 +1,7 @@
 """Minimum Bayes risk decoding: select the candidate with the highest expected utility."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF
@@ -47,18 +47,11 @@ def expected_utilities(
         references: Pseudo-references with their probabilities.
         utility: `chrf` (Popovic 2015) or `bleu` (Papineni et al. 2002, with `effective_order`).
     """
-    score = find_utility(utility)
+    score = UTILITIES[utility].sentence_score
     return [
         sum(weight * score(candidate, [reference]).score for reference, weight in references.items())
         for candidate in candidates
     ]
-
-
-def find_utility(name: str) -> Callable:
-    """Return a function that scores a text against a list of references, or raise `ValueError` for an unknown name."""
-    if name not in UTILITIES:
-        raise ValueError(f"`utility` must be one of {', '.join(UTILITIES)}, got {name!r}.")
-    return UTILITIES[name].sentence_score
 
 
 def generate_mbr(
@@ -71,8 +64,8 @@ def generate_mbr(
     options: Mapping[str, Any],
 ) -> list[ScoredText]:
     """Return the selected candidate of each text: see `Generator.generate_mbr`."""
-    # An unknown utility is an error before any text is read.
-    find_utility(utility)
+    if utility not in UTILITIES:
+        raise ValueError(f"`utility` must be one of {', '.join(UTILITIES)}, got {utility!r}.")
     options = read_options(options)
 
     def draw(name: str, count: int) -> list[dict[str, float]]:

@@ -138,20 +138,6 @@ def test_another_encoder_may_be_smaller(tokenizer, tmp_path):
         adapt(tmp_path / "base", tmp_path / "more", encoder=tmp_path / "encoder", cross_attention="copied")
 
 
-def test_texts_end_and_padding_is_there(tokenizer, tmp_path):
-    # Like many decoder-only models: the beginning of sequence is in front, and nothing pads.
-    theirs = train_tokenizer(TEXTS, kind="char", show_progress=False)
-    theirs.backend_tokenizer.post_processor = None
-    theirs.pad_token = theirs.unk_token = None
-    save_base(tmp_path / "base", theirs, LlamaConfig(**SIZES | {"pad_token_id": None}))
-    adapt(tmp_path / "base", tmp_path / "ours")
-    pair, config = TokenizerPair.from_pretrained(tmp_path / "ours"), load(tmp_path / "ours").config
-    [ids] = pair.encode_targets(["the dog"])
-    assert ids[-1] == config.eos_token_id == config.pad_token_id == 2
-    assert 1 not in ids and config.decoder_start_token_id == 1
-    assert pair.decode_targets([ids]) == ["the dog"]
-
-
 def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
     # The end of sequence also pads.
     theirs = train_tokenizer(TEXTS, kind="char", show_progress=False)

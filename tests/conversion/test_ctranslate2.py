@@ -170,18 +170,14 @@ def test_a_source_beyond_the_table_of_positions_is_refused(tmp_path):
 
 # refusals
 
-_OF_LEARNED = ("type_vocab_size", "decoder_max_position_embeddings")
 REFUSED = {
     "'linear'": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "0.5": {"head_dim": 6, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "'relu2'": {"activation_function": "relu2"},
     "`norm_position` 'both'": {"norm_position": "both"},
     "`encoder_layer_types`": {"encoder_layer_types": ["sliding_attention"] * 2, "encoder_window": [1, 1]},
-    **{f"`{name}`": {name: 2.0} for name in ("attn_logit_softcapping", "final_logit_softcapping")},
-    **{f"`{name}`": {name: True} for name in ("norm_plus_one", "merged_attention", "embedding_norm_before_positions")},
-    "`head_transform`": {"head_transform": True},
+    "`attn_logit_softcapping`": {"attn_logit_softcapping": 2.0},
     "`decoder_self_attention`": {"decoder_self_attention": "ssru"},
-    **{f"`{name}`": {name: 2, "position_embedding_type": "learned"} for name in _OF_LEARNED},
 }
 
 

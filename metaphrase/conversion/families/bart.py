@@ -78,6 +78,7 @@ class Bart(Family):
     free = Family.free | RELATIVE_FIELDS
     variable_fields = frozenset(("logits_bias",))
     module_names = _BART_NAMES
+    ignored_prefixes = ("model.encoder.version", "model.decoder.version")
 
     def __init__(
         self,
@@ -90,10 +91,10 @@ class Bart(Family):
         reads_table: bool = True,
     ):
         positions = {"embedding_norm": layout is None} | ({} if layout else {"position_embedding_type": "learned"})
-        ignored = ("model.encoder.version", "model.decoder.version")
-        # A class that computes its sinusoids does not read those of a checkpoint.
-        ignored += () if reads_table else tuple(f"{name}s" for name in _TABLES)
-        super().__init__(name, _BART_FIELDS | (field_names or {}), _BART_FIXED | positions | (fixed or {}), ignored)
+        super().__init__(name, _BART_FIELDS | (field_names or {}), _BART_FIXED | positions | (fixed or {}))
+        if not reads_table:
+            # A class that computes its sinusoids does not read those of a checkpoint.
+            self.ignored_prefixes += tuple(f"{table}s" for table in _TABLES)
         self.layout, self.offset, self.reads_table = layout, offset, reads_table
         # Most classes have a constant bias on the logits.
         self.has_logits_bias = "logits_bias" not in self.fixed
@@ -158,10 +159,8 @@ class Bart(Family):
         return super().counterpart(name, config)
 
     def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
-        ignored = super().ignorable_weights(config)
-        if self.has_logits_bias and not config.logits_bias:
-            ignored.add(LOGITS_BIAS)
-        return ignored | (set(_TABLES) if config.position_embedding_type == "sinusoidal" else set())
+        bias = {LOGITS_BIAS} if self.has_logits_bias and not config.logits_bias else set()
+        return bias | (set(_TABLES) if config.position_embedding_type == "sinusoidal" else set())
 
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
         if name == LOGITS_BIAS:

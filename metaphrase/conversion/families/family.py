@@ -92,7 +92,7 @@ class Family(abc.ABC):
         free: Our fields that do not change what a trained model computes.
         module_names: Regular expressions in our names of weights, and the family's names, which are replaced one after the
             other.
-        ignored_prefixes: Prefixes of weights that nothing here reads, because they are of no text or of whole sequences.
+        ignored_prefixes: Prefixes of weights that nothing reads, or that are of no text or of whole sequences.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
             next. Also for the bias of the output projection, if the family has two names for it.
@@ -109,10 +109,8 @@ class Family(abc.ABC):
     )
     module_names: Mapping[str, str] = {}
 
-    def __init__(
-        self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any], ignored: tuple[str, ...] = ()
-    ):
-        self.name, self.field_names, self.ignored = name, field_names, ignored
+    def __init__(self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any]):
+        self.name, self.field_names = name, field_names
         variable = {*field_names, *self.variable_fields} - fixed.keys()
         self.fixed = {field: value for field, value in (_PLAIN_FIELDS | fixed).items() if field not in variable}
         names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -225,7 +223,7 @@ class Family(abc.ABC):
 
     def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
         """Return their weights that follow from our configuration."""
-        return set(self.ignored)
+        return set()
 
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
         """Make a weight of theirs that has no counterpart of ours, or return None for any other weight."""

@@ -69,11 +69,11 @@ class T5(Family):
     free |= {"attention_dropout", "activation_dropout"}
     variable_fields = frozenset(("gated_mlp", "logits_scale"))
     module_names = _T5_NAMES
+    # A bias of Mesh TensorFlow's checkpoints.
+    ignored_prefixes = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
     def __init__(self, name: str, scalings: tuple[bool, ...], **fixed: Any):
-        # Nothing reads this bias of Mesh TensorFlow's checkpoints.
-        ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
-        super().__init__(name, _T5_FIELDS, _T5_FIXED | fixed, ignored)
+        super().__init__(name, _T5_FIELDS, _T5_FIXED | fixed)
         self.scalings = scalings
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:

@@ -50,7 +50,6 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
 
     Args:
         source: Folder or Hub id of a Metaphrase model.
-        output: The folder to write.
         overwrite: True to replace an `output` that this package wrote.
 
     Raises:

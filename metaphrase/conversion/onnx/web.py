@@ -57,7 +57,6 @@ def export_web(
 
     Args:
         source: Folder or Hub id of a Metaphrase model.
-        output: The folder to write.
         library: A `node_modules` that has `@huggingface/transformers`, of which the page gets a copy. None leaves the copy out.
         overwrite: True to replace an `output` that this package wrote.
 
