@@ -291,12 +291,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     """Estimate the needs of a run by a recipe on data that are prepared.
 
     Memory is counted on a model without weights. The hours follow from a few steps of a real model, unless it is too large;
-    evaluations are not counted.
-
-    Args:
-        recipe: The recipe.
-        data: The data of the run.
-        devices: Number of devices to plan for; those of this run by default.
+    evaluations are not counted. By default, the devices are those of this run.
     """
     arguments, train = make_arguments(recipe), data.encoded["train"]
     set_seed(arguments.seed)

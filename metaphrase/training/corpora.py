@@ -351,14 +351,12 @@ def mixing_rates(
 ) -> np.ndarray:
     """Return the share of each task among the examples of a run.
 
-    Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683.
+    Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683. `limit` is the paper's K.
 
     Args:
         sizes: Training examples of each task.
         weights: Factors on top of the sizes.
         mixing: `proportional` to the sizes, `temperature` (to their root of that degree), or `equal`.
-        temperature: 1 is proportional. Higher values are more equal.
-        limit: Most examples that a task counts (the paper's K).
     """
     counted = np.minimum(sizes, np.inf if limit is None else limit).astype(np.float64)
     exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]

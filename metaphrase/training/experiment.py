@@ -135,7 +135,9 @@ class Experiment:
         check_evaluated(recipe)
         if recipe.choose_decoding:
             needed_plugin("choose_decoding", "choose_decoding")
-        self.recipe, self.scores, self._data = recipe, make_scores(recipe), data
+        # Plain text has no scores.
+        metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
+        self.recipe, self.scores, self._data = recipe, TaskScores(metrics, recipe.bleu_tokenize), data
         self.interrupt = EndOnInterrupt()
         self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self._is_unchecked else checkpoint_to_resume(recipe, self.folder)
@@ -155,7 +157,7 @@ class Experiment:
 
     def make_trainer(self, model: PreTrainedModel) -> MetaphraseTrainer:
         """Return the trainer of a model."""
-        return make_trainer(self.recipe, self.arguments, self.prepare(), model, self.deadline)
+        return make_trainer(self.recipe, self.arguments, self.prepare(), model, self.scores, self.deadline)
 
     def train(self) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`.
@@ -292,11 +294,6 @@ def make_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
     return arguments
 
 
-def make_scores(recipe: Recipe) -> TaskScores:
-    """Return the scores of a recipe. Plain text has none."""
-    return TaskScores([] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS, recipe.bleu_tokenize)
-
-
 def load(corpus: PairCorpus) -> None:
     """Read a corpus, and log alerts of its pairs."""
     corpus.load()
@@ -323,10 +320,11 @@ def make_trainer(
     arguments: Seq2SeqTrainingArguments,
     data: Data,
     model: PreTrainedModel,
+    scores: TaskScores,
     deadline: float = math.inf,
 ) -> MetaphraseTrainer:
     """Return the trainer of a model on the data of a run, which ends at a deadline in seconds of `time.time()`."""
-    scores, callbacks = make_scores(recipe), []
+    callbacks = []
     if recipe.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(recipe.early_stopping_patience))
     if recipe.time_budget is not None:
