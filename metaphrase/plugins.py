@@ -30,6 +30,8 @@ PLACES: dict[str, str] = {
     "end_loops": "metaphrase.texts.loops:end_loops",
     "generate_whole_texts": "metaphrase.texts.commands:generate_whole_texts",
     "pivot": "metaphrase.texts.commands:load_pivot",
+    # The mean of checkpoints as the finished weights.
+    "average": "metaphrase.techniques.averaging:average_run",
     # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
     "freeze": "metaphrase.techniques.partial_training:freeze",
     "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",

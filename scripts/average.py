@@ -3,7 +3,7 @@
 import argparse
 import logging
 
-from metaphrase.training.checkpoints import average_checkpoints, select_checkpoints
+from metaphrase.techniques.averaging import average_checkpoints, select_checkpoints
 
 logger = logging.getLogger(__name__)
 
