@@ -32,6 +32,10 @@ PLACES: dict[str, str] = {
     "pivot": "metaphrase.texts.commands:load_pivot",
     # The mean of checkpoints as the finished weights.
     "average": "metaphrase.techniques.averaging:average_run",
+    # Corpora of several parts, and the check of a recipe's stages.
+    "tasks": "metaphrase.techniques.mixtures:TaskCorpus",
+    "stages": "metaphrase.techniques.mixtures:StagedCorpus",
+    "parse_stages": "metaphrase.techniques.mixtures:parse_stages",
     # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
     "freeze": "metaphrase.techniques.partial_training:freeze",
     "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",

@@ -23,10 +23,10 @@ from metaphrase.choices.memory import (
 )
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
-from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.compat import CHECKPOINTING
+from metaphrase.techniques.mixtures import StagedPairs
 from metaphrase.training.distributed import is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
