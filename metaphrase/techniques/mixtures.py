@@ -213,8 +213,8 @@ def parse_stages(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, S
     except ValidationError as error:
         raise ValueError(explain_error(error)) from None
     for stage, parsed in stages.items():
-        for field, given, known in (("shares", parsed.shares, names), ("until", parsed.until, [*parsed.shares])):
-            for name in (name for name in given if name not in known):
+        for field, shares, known in (("shares", parsed.shares, names), ("until", parsed.until, [*parsed.shares])):
+            for name in (name for name in shares if name not in known):
                 what = "`datasets`" if field == "shares" else "a data set of its `shares`"
                 raise ValueError(f"`stages.{stage}.{field}` must name {what}, got {name!r}.{did_you_mean(name, known)}")
     if unused := [name for name in names if not any(name in stage.shares for stage in stages.values())]:

@@ -94,7 +94,7 @@ SHARES = {"shares": {"clean": 1, "synthetic": 1}}
         ("clean", "`stages.start` must be a valid dictionary .* got 'clean'"),
         (SHARES, "`stages.start.until` must be given"),
         (SHARES | {"until": {"clean": 1, "synthetic": 1}}, "`stages.start.until` .* at most 1 item"),
-        (SHARES | {"until": {"cleen": 1}}, "`stages.start.shares` must name `datasets`, got 'cleen'. Did you mean"),
+        (SHARES | {"until": {"cleen": 1}}, "`stages.start.until` must name .* got 'cleen'. Did you mean"),
         (SHARES | {"until": {"clean": 0}}, "`stages.start.until.clean` must be above 0, got 0"),
         (
             {"shares": {"synthetic": 1}, "until": {"clean": 1}},
