@@ -30,6 +30,12 @@ PLACES: dict[str, str] = {
     "end_loops": "metaphrase.texts.documents:end_loops",
     "generate_whole_texts": "metaphrase.texts.whole_texts:generate_whole_texts",
     "pivot": "metaphrase.texts.whole_texts:load_pivot",
+    # The mean of checkpoints as the finished weights.
+    "average": "metaphrase.techniques.averaging:average_run",
+    # Corpora of several parts, and the check of a recipe's stages.
+    "tasks": "metaphrase.techniques.mixtures:TaskCorpus",
+    "stages": "metaphrase.techniques.mixtures:StagedCorpus",
+    "parse_stages": "metaphrase.techniques.mixtures:parse_stages",
     # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
     "freeze": "metaphrase.techniques.partial_training:freeze",
     "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",

@@ -5,7 +5,7 @@ import logging
 
 from metaphrase import conversion
 from metaphrase.plugins import import_name
-from metaphrase.training.checkpoints import average_checkpoints, select_checkpoints
+from metaphrase.techniques.averaging import average_checkpoints, select_checkpoints
 
 logger = logging.getLogger(__name__)
 

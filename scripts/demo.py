@@ -15,9 +15,8 @@ from metaphrase.analysis.pages import draw_attention_map
 from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
 from metaphrase.hub_card import renew_model_card
 from metaphrase.inference import Generator, cross_attention
-from metaphrase.scripts.train import RECIPES, limit_bars, naming_checkpoint, next_steps
+from metaphrase.scripts.train import RECIPES, naming_checkpoint, next_steps, prepare_process
 from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, last_whole_checkpoint
-from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.output_dir import discard_model
 from metaphrase.training.recipe.recipe import load_recipe
@@ -50,10 +49,8 @@ def main(arguments: argparse.Namespace) -> None:
         fields += ["--resume_from_checkpoint", "true"]
     if not is_resumed:
         prepare(folder, source, fields, arguments)
-    keep_freed_memory()
-    keep_few_kernels()
     recipe = load_recipe(source, fields)
-    limit_bars(recipe)
+    prepare_process(recipe)
     with naming_checkpoint(folder):
         result = Experiment(recipe).train()
     card = renew_model_card(folder)

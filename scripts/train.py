@@ -86,8 +86,10 @@ def read_recipe(arguments: argparse.Namespace, ending: str = "") -> Recipe:
     return recipe.replace(output_dir=f"runs/{name}{ending}")
 
 
-def limit_bars(recipe: Recipe) -> None:
-    """Hide bars that say nothing, and all bars of libraries where no terminal can show them."""
+def prepare_process(recipe: Recipe) -> None:
+    """Set the memory of the process up, and hide bars that say nothing, and all bars where no terminal can show them."""
+    keep_freed_memory()
+    keep_few_kernels()
     # There would be a bar for each checkpoint that is loaded.
     transformers_logging.disable_progress_bar()
     if recipe.disable_tqdm or not has_bar():
@@ -131,9 +133,7 @@ def main(arguments: argparse.Namespace) -> None:
             "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
         )
     recipe = read_recipe(arguments)
-    limit_bars(recipe)
-    keep_freed_memory()
-    keep_few_kernels()
+    prepare_process(recipe)
     started = psutil.Process().create_time()
     if arguments.num_seeds == 1:
         train(recipe, arguments.dry_run, started)

@@ -6,9 +6,8 @@ import shlex
 import psutil
 
 from metaphrase.choices.tuning import BEST_NAME, Tuning
-from metaphrase.scripts.train import limit_bars, read_recipe
+from metaphrase.scripts.train import prepare_process, read_recipe
 from metaphrase.training.checkpoints import RECIPE_NAME
-from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 
 _SHOWN_ROWS = 5
 
@@ -17,10 +16,7 @@ def main(arguments: argparse.Namespace) -> None:
     recipe = read_recipe(arguments, "_tune")
     if recipe.time_budget is None:
         recipe = recipe.replace(time_budget="30m")
-
-    limit_bars(recipe)
-    keep_freed_memory()
-    keep_few_kernels()
+    prepare_process(recipe)
     tuning = Tuning(recipe, arguments.trials, arguments.resume, psutil.Process().create_time())
     try:
         tuning.run()

@@ -63,10 +63,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
 
     Streams, tasks, stages and plain texts are not read beforehand, so the network alone decides. A resumed run keeps what it has.
 
-    Args:
-        recipe: The recipe.
-        is_dry_run: True if nothing will be written.
-        started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
+    `started` is the beginning of `time_budget`, in seconds of `time.time()`; None for now.
 
     Returns:
         The experiment, and a line for each choice with its reason.

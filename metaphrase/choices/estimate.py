@@ -23,9 +23,9 @@ from metaphrase.choices.memory import (
 )
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
-from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.techniques.mixtures import StagedPairs
 from metaphrase.training.distributed import is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
@@ -290,12 +290,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     """Estimate the needs of a run by a recipe on data that are prepared.
 
     Memory is counted on a model without weights. The hours follow from a few steps of a real model, unless it is too large;
-    evaluations are not counted.
-
-    Args:
-        recipe: The recipe.
-        data: The data of the run.
-        devices: Number of devices to plan for; those of this run by default.
+    evaluations are not counted. By default, the devices are those of this run.
     """
     arguments, train = make_arguments(recipe), data.encoded["train"]
     set_seed(arguments.seed)

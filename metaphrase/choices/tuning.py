@@ -203,7 +203,7 @@ class Tuning:
         recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
         arguments = make_arguments(recipe)
         set_seed(arguments.seed)
-        trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data))
+        trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
         deadline = min(self.deadline, time.time() + self.seconds)
         trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
         for printer in (ProgressLog, TrainingAlerts):

@@ -33,9 +33,7 @@ def source_of(pair: Mapping[str, Sequence[int]]) -> Sequence[int]:
 class PairCollator:
     """Collator that pads sources and labels on the right, to the longest of the batch. Labels are padded with -100.
 
-    Attributes:
-        pad_token_id: Padding of `input_ids`.
-        pad_to_multiple_of: Multiple to which widths are rounded up, for tensor cores.
+    Widths are rounded up to `pad_to_multiple_of`, for tensor cores.
     """
 
     pad_token_id: int
@@ -67,10 +65,8 @@ class PackedCollator:
 
     The network computes the same as for padded pairs. The lengths mark where each pair begins.
 
-    Attributes:
-        pad_token_id: Padding of `input_ids`.
-        pad_to_multiple_of: Multiple to which short pairs of padding fill up the tokens of a row. A CPU compiles bfloat16
-            kernels for each shape: few shapes save time and memory.
+    Short pairs of padding fill up the tokens of a row to `pad_to_multiple_of`. A CPU compiles bfloat16 kernels for each shape:
+    few shapes save time and memory.
     """
 
     pad_token_id: int = 0

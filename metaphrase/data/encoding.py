@@ -80,9 +80,7 @@ class PairEncoder:
     """Tokenizers and rules that turn pairs of text into token ids.
 
     Attributes:
-        tokenizers: Source and target tokenizer.
         max_source_length: Most tokens of a source with its end-of-sequence token; None for no limit.
-        max_target_length: The same for a target.
         too_long: Policy for pairs over a limit. "truncate" keeps the end-of-sequence token.
         empty: Policy for pairs with an empty side: only white space, or no token left after tokenization.
     """

@@ -59,7 +59,6 @@ def check_parts(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
     """Return the parameters that patterns freeze. A weight with several names is frozen if one of them matches.
 
     Args:
-        model: A model on any device, also the meta device.
         patterns: Parts to freeze, in order; `!` before one takes it out again: `["encoder", "!embeddings"]`.
 
     Raises:
@@ -122,9 +121,8 @@ def add_lora(
 
     Args:
         model: Changed in place, and part of the result, which is a peft model.
-        rank: Inner dimension of the product.
         alpha: Weight of the product before division by the rank.
-        dropout: Dropout probability of the product's input.
+        dropout: Dropout probability of the input.
         target_modules: Ends of names of linear layers, such as `["q_proj", "v_proj"]`; None for all but the output projection.
     """
     import peft

@@ -13,7 +13,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from metaphrase.data.pairs import SIDES, SPLITS, column_texts
 from metaphrase.evaluation.evaluate import spread
-from metaphrase.training.corpora import PairCorpus, TaskCorpus
+from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def warn(alerts: Iterable[str]) -> None:
 def data_alerts(corpus: PairCorpus) -> Iterator[str]:
     """Yield alerts of the pairs of a corpus that is loaded. Pairs that are streamed are not read."""
     if corpus.recipe.objective == "pairs":
-        for part in corpus.parts.values() if isinstance(corpus, TaskCorpus) else (corpus,):
+        for part in corpus.parts.values() if corpus.recipe.tasks else (corpus,):
             if hasattr(part.splits["train"], "__len__"):
                 yield from _pair_alerts(part)
                 yield from _shared_source_alerts(part)

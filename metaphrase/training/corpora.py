@@ -1,9 +1,7 @@
-"""Corpora: training, validation and test data of a recipe, of one or of several parts, from files to data sets of token ids."""
+"""Corpora: training, validation and test data of a recipe, from files to data sets of token ids."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -15,7 +13,6 @@ from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import (
     LENGTH_COLUMNS,
     SPLITS,
-    TASK_COLUMN,
     DataReport,
     PairSource,
     column_texts,
@@ -23,7 +20,6 @@ from metaphrase.data.pairs import (
     load_pairs,
     split_pairs,
 )
-from metaphrase.data.stages import StagedPairs, parse_stages
 from metaphrase.data.token_budget import PairStream, TokenBudgetStream
 from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization import TokenizerPair
@@ -31,10 +27,7 @@ from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-_TRAINING_LIMITS = ("max_source_length", "max_target_length")
-# Fields that tasks and data sets take from the recipe, unless they have their own.
-_SHARED_FIELDS = ("data_dir", *_TRAINING_LIMITS, "too_long", "empty", "malformed", "invalid_utf8")
-_SHARED_FIELDS += ("max_line_characters", "subword_sampling", "augmentation")
+TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
 class PairCorpus:
@@ -68,10 +61,10 @@ class PairCorpus:
         # A decoded sequence has a start token, which labels lack, and its last token is never read.
         limits = (*longest, longest[1] and longest[1] + 1)
         lowered = {}
-        for name, limit in zip((*_TRAINING_LIMITS, "generation_max_length"), limits, strict=True):
+        for name, limit in zip((*TRAINING_LIMITS, "generation_max_length"), limits, strict=True):
             if limit is not None and (value := getattr(recipe, name) or 0) > limit:
                 if recipe.is_set(name):
-                    positions = longest[name != _TRAINING_LIMITS[0]]
+                    positions = longest[name != TRAINING_LIMITS[0]]
                     raise ValueError(
                         f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {positions}, got {value}."
                     )
@@ -211,171 +204,15 @@ class PairCorpus:
         }
 
 
-class _PartedCorpus(PairCorpus):
-    """Pairs of several `parts`: a corpus for each name."""
-
-    kind = "Task"
-
-    def _check(self) -> None:
-        recipe = self.recipe
-        # A task has a prefix and columns of its own.
-        names = _SHARED_FIELDS if recipe.tasks else (*_SHARED_FIELDS, "source_prefix", "source_column", "target_column")
-        shared = {name: getattr(recipe, name) for name in names if recipe.is_set(name)}
-
-        def make(fields: Mapping[str, Any]) -> PairCorpus:
-            fields = {name: value for name, value in fields.items() if name != "weight"}
-            part = Recipe.from_mapping(shared | fields, "this part of the recipe")
-            return PairCorpus(part, self.arguments, self.longest)
-
-        self.parts: dict[str, PairCorpus] = self._map(make, recipe.tasks or recipe.datasets)
-        for name, part in self.parts.items():
-            part.label = f"{name}, "
-
-    def _map(self, function: Callable[[Any], Any], parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the result of a function for each part, with the name of the part before an error."""
-        results = {}
-        for name, part in (parts or self.parts).items():
-            try:
-                results[name] = function(part)
-            except ValueError as error:
-                raise ValueError(f"{self.kind} {name!r}: {error}") from error
-        return results
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        sides = [corpus.sides() for corpus in self.parts.values()]
-        return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
-
-    def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        encoded = super().encode(tokenizers)
-        for name, part in self.parts.items():
-            self.reports |= {f"{name}/{split}": report for split, report in part.reports.items()}
-        return encoded
-
-    @property
-    def prefixes(self) -> list[str]:
-        return [prefix for corpus in self.parts.values() for prefix in corpus.prefixes]
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        sources, targets = zip(*(corpus.limits for corpus in self.parts.values()), strict=True)
-        return max(sources), max(targets)
-
-    def sizes(self) -> dict[str, int]:
-        scored = {f"num_{split}": self.reports[split].kept for split in self.splits if split in self.reports}
-        return dict(sum((Counter(part.sizes()) for part in self.parts.values()), Counter()) + Counter(scored))
-
-
-class TaskCorpus(_PartedCorpus):
-    """Pairs of several tasks, each with a prefix. Training mixes them; validation and test hold all pairs, with a task column.
-
-    Source: Raffel et al. 2020, section 2.4, arXiv 1910.10683.
-    """
-
-    def load(self) -> None:
-        self._map(PairCorpus.load)
-        for split in SPLITS:
-            if parts := {name: part.splits[split] for name, part in self.parts.items() if split in part.splits}:
-                self.splits[split] = _joined(parts)
-        scored = self.scored_split()
-        for name, corpus in self.parts.items():
-            if scored is not None and scored not in corpus.splits:
-                logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
-
-    def _encode_splits(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        encoded, recipe = self._map(lambda part: part._encode_splits(tokenizers)), self.recipe
-        train = [splits["train"] for splits in encoded.values()]
-        sizes, weights = list(map(len, train)), [float(fields.get("weight", 1.0)) for fields in recipe.tasks.values()]
-        rates = mixing_rates(sizes, weights, recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
-        rows = mixed_rows(sizes, rates, self.seed)
-        for name, size, rate, chosen in zip(encoded, sizes, rates, rows, strict=True):
-            times = len(chosen) / size
-            logger.info("%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, times)
-        starts = np.cumsum([0, *sizes[:-1]])
-        rows = np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)])
-        mixed = {"train": datasets.concatenate_datasets(train).select(rows)}
-        validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
-        return mixed | ({"validation": _joined(validation)} if validation else {})
-
-    def data_name(self, split: str) -> str:
-        names = [corpus.data_name(split) for corpus in self.parts.values() if split in corpus.splits]
-        return ", ".join(dict.fromkeys(names))
-
-
-class StagedCorpus(_PartedCorpus):
-    """Pairs of several data sets, which stages of training read by shares. Validation and test are those of the recipe."""
-
-    kind = "Data set"
-
-    def load(self) -> None:
-        super().load()
-        self._map(PairCorpus.load)
-        self.splits["train"] = datasets.concatenate_datasets([part.splits["train"] for part in self.parts.values()])
-
-    def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        encoded = super().encode(tokenizers)
-        sizes = {name: corpus.sizes()["num_train"] for name, corpus in self.parts.items()}
-        stages = parse_stages(self.recipe.stages, list(self.recipe.datasets))
-        return encoded | {"train": StagedPairs(encoded["train"], sizes, stages)}
-
-    def _encode_splits(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        train = self._map(lambda part: part._encode("train", tokenizers))
-        scored = {split: self._encode(split, tokenizers) for split in SPLITS[1:] if split in self.splits}
-        return {"train": datasets.concatenate_datasets(list(train.values()))} | scored
-
-
 def open_corpus(
     recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: tuple[int | None, int | None]
 ) -> PairCorpus:
     """Return the corpus of a recipe (see `PairCorpus`)."""
     if recipe.tasks or recipe.stages:
-        kind = TaskCorpus if recipe.tasks else StagedCorpus
+        name = "tasks" if recipe.tasks else "stages"
+        kind = needed_plugin(name, name)
     elif recipe.objective != "pairs":
         kind = needed_plugin("objective", "objective")
     else:
         kind = PairCorpus
     return kind(recipe, arguments, longest)
-
-
-def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
-    return datasets.concatenate_datasets(
-        [part.add_column(TASK_COLUMN, [name] * len(part)) for name, part in parts.items()]
-    )
-
-
-def mixing_rates(
-    sizes: Sequence[int],
-    weights: Sequence[float],
-    mixing: str = "proportional",
-    temperature: float = 2.0,
-    limit: int | None = None,
-) -> np.ndarray:
-    """Return the share of each task among the examples of a run.
-
-    Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683.
-
-    Args:
-        sizes: Training examples of each task.
-        weights: Factors on top of the sizes.
-        mixing: `proportional` to the sizes, `temperature` (to their root of that degree), or `equal`.
-        temperature: 1 is proportional. Higher values are more equal.
-        limit: Most examples that a task counts (the paper's K).
-    """
-    counted = np.minimum(sizes, np.inf if limit is None else limit).astype(np.float64)
-    exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]
-    rates = counted**exponent * np.asarray(weights, dtype=np.float64)
-    return rates / rates.sum()
-
-
-def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Return the rows of each task in an epoch: every row at least once, rows of favoured tasks more often.
-
-    The epoch is as short as possible. Random rows fill up what is not a whole number of repetitions. Rows are in ascending order.
-    """
-    length = max(size / rate for size, rate in zip(sizes, rates, strict=True))
-    generator = np.random.default_rng(seed)
-    rows = []
-    for size, rate in zip(sizes, rates, strict=True):
-        repetitions, rest = divmod(round(length * rate), size)
-        extra = generator.permutation(size)[:rest]
-        rows.append(np.sort(np.concatenate((np.tile(np.arange(size), repetitions), extra))))
-    return rows

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import time
 import warnings
 from datetime import timedelta
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 from transformers.utils import is_peft_available
 
@@ -29,14 +27,7 @@ from metaphrase.inference.line_files import as_lines
 from metaphrase.plugins import needed_plugin
 from metaphrase.storage.loading import refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.alerts import (
-    TrainingAlerts,
-    data_alerts,
-    length_limit,
-    run_alerts,
-    unfinished_alerts,
-    warn,
-)
+from metaphrase.training.alerts import TrainingAlerts, data_alerts, length_limit, run_alerts, unfinished_alerts, warn
 from metaphrase.training.callbacks import (
     EarlyStopping,
     EndOnInterrupt,
@@ -46,17 +37,10 @@ from metaphrase.training.callbacks import (
     with_plain_lines,
     without_weight_bars,
 )
-from metaphrase.training.checkpoints import (
-    DEFAULT_METRIC,
-    RECIPE_NAME,
-    average_checkpoints,
-    scores_in,
-    select_checkpoints,
-    step_of,
-)
+from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.distributed import is_adapted, load_whole_weights
+from metaphrase.training.distributed import is_adapted
 from metaphrase.training.model_setup import (
     Data,
     longest_sequences,
@@ -64,19 +48,12 @@ from metaphrase.training.model_setup import (
     make_tokenizers,
     remove_ineffective_settings,
 )
-from metaphrase.training.output_dir import (
-    DATA_REPORT_NAME,
-    checkpoint_to_resume,
-    only_writer,
-)
+from metaphrase.training.output_dir import DATA_REPORT_NAME, checkpoint_to_resume, only_writer
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
 
 logger = logging.getLogger(__name__)
-
-# Folder of a run that holds the mean of checkpoints until it is loaded.
-_AVERAGE_NAME = "_average"
 
 
 class Experiment:
@@ -135,7 +112,9 @@ class Experiment:
         check_evaluated(recipe)
         if recipe.choose_decoding:
             needed_plugin("choose_decoding", "choose_decoding")
-        self.recipe, self.scores, self._data = recipe, make_scores(recipe), data
+        # Plain text has no scores.
+        metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
+        self.recipe, self.scores, self._data = recipe, TaskScores(metrics, recipe.bleu_tokenize), data
         self.interrupt = EndOnInterrupt()
         self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self._is_unchecked else checkpoint_to_resume(recipe, self.folder)
@@ -155,7 +134,7 @@ class Experiment:
 
     def make_trainer(self, model: PreTrainedModel) -> MetaphraseTrainer:
         """Return the trainer of a model."""
-        return make_trainer(self.recipe, self.arguments, self.prepare(), model, self.deadline)
+        return make_trainer(self.recipe, self.arguments, self.prepare(), model, self.scores, self.deadline)
 
     def train(self) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`.
@@ -202,7 +181,8 @@ class Experiment:
             listening = self.interrupt.listening()
         with listening:
             trainer.train(resume_from_checkpoint=self.checkpoint)
-        average_run(recipe, trainer, self.folder)
+        if recipe.average_last is not None or recipe.average_best is not None:
+            needed_plugin("average", "average_best")(recipe, trainer, self.folder)
         model = save_final(trainer, data.tokenizers, self.folder)
         trainer.save_state()
         result = {}
@@ -292,11 +272,6 @@ def make_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
     return arguments
 
 
-def make_scores(recipe: Recipe) -> TaskScores:
-    """Return the scores of a recipe. Plain text has none."""
-    return TaskScores([] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS, recipe.bleu_tokenize)
-
-
 def load(corpus: PairCorpus) -> None:
     """Read a corpus, and log alerts of its pairs."""
     corpus.load()
@@ -323,10 +298,11 @@ def make_trainer(
     arguments: Seq2SeqTrainingArguments,
     data: Data,
     model: PreTrainedModel,
+    scores: TaskScores,
     deadline: float = math.inf,
 ) -> MetaphraseTrainer:
     """Return the trainer of a model on the data of a run, which ends at a deadline in seconds of `time.time()`."""
-    scores, callbacks = make_scores(recipe), []
+    callbacks = []
     if recipe.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(recipe.early_stopping_patience))
     if recipe.time_budget is not None:
@@ -363,64 +339,6 @@ def make_trainer(
         generation_options={"num_beams": arguments.generation_num_beams or 1},
     )
     return with_plain_lines(trainer, deadline)
-
-
-def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
-    """Load the mean of the checkpoints that the recipe selects into the model. All processes must call it.
-
-    Where the mean of the best scores worse than the best of them, because they are too different, the best is loaded.
-    """
-    if recipe.average_last is None and recipe.average_best is None:
-        return
-    metric = None if recipe.average_best is None else recipe.metric_for_best_model or DEFAULT_METRIC
-    # Not `average`, which may be a mean that its owner has made.
-    average, is_written = run / _AVERAGE_NAME, False
-    folders: list[Path | None] = [average]
-    if trainer.is_world_process_zero():
-        numbers = {"last": recipe.average_last, "best": recipe.average_best}
-        # A log file in the folder may belong to another run.
-        log = trainer.state.log_history
-        try:
-            # A run that ended early may have fewer checkpoints. A single one is its own mean.
-            folders = select_checkpoints(run, **numbers, metric=metric, log_history=log, or_fewer=True)
-            if len(folders) > 1:
-                # The best is the last one.
-                best = [folders[-1]] if metric is not None else []
-                folders, is_written = [average_checkpoints(folders, average, overwrite=True), *best], True
-        except Exception as error:
-            # On any error: the trained weights are in no file yet, and the other processes wait for the broadcast.
-            folders = [None]
-            logger.warning(
-                "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
-                *(error, trainer.state.global_step),
-            )
-    folders = [*folders, None][:2]
-    broadcast_object_list(folders)
-    if folders[0] is not None:
-        load_whole_weights(trainer.model, folders[0])
-    if folders[1] is not None and _is_worse(trainer, metric, step_of(folders[1])):
-        load_whole_weights(trainer.model, folders[1])
-    trainer.accelerator.wait_for_everyone()
-    if is_written:
-        # `save_model` writes the mean to the folder of the run.
-        shutil.rmtree(average)
-
-
-def _is_worse(trainer: MetaphraseTrainer, metric: str, step: int) -> bool:
-    """Return True if the model scores worse on the validation pairs than it did at a step. All processes must call it."""
-    arguments = trainer.args
-    is_loss_alone, arguments.prediction_loss_only = arguments.prediction_loss_only, not trainer.decodes
-    # Unlike `evaluate`, it leaves the log of the run alone.
-    metrics = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval").metrics
-    arguments.prediction_loss_only = is_loss_alone
-    now = scores_in([{**metrics, "step": step}], metric).get(step, -math.inf)
-    before = scores_in(trainer.state.log_history, metric)[step]
-    if now < before:
-        logger.info(
-            "The mean of the best checkpoints scores %.2f in %s, and the best of them %.2f: the best is the finished model.",
-            *(abs(now), metric, abs(before)),
-        )
-    return now < before
 
 
 def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:

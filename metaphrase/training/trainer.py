@@ -35,7 +35,6 @@ from transformers.training_args import OptimizerNames
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
 from metaphrase.data.encoding import data_fingerprint
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
-from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import (
     LengthGroupedSampler,
     TokenBudgetSampler,
@@ -369,7 +368,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             # Evaluation leaves no pair out: the budget grows to the longest.
             budget = max(budget, lengths.sum(axis=1).max().item())
         processes = (self.args.world_size, self.args.process_index)
-        is_staged = is_training and isinstance(dataset, StagedPairs)
+        # Pairs that are read by stages have an order of their own.
+        is_staged = is_training and hasattr(dataset, "sampler")
         make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
         sampler = make_sampler(lengths, budget, data_seed(self.args), *processes, length_multiple=self._length_multiple)
         if is_staged:

@@ -79,11 +79,7 @@ def smooths_labels(model: PreTrainedModel) -> bool:
 
 
 def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
-    """Check that R-Drop can train a model.
-
-    Args:
-        model: The model to train.
-        other_dropout: Dropout of an adapter beside the model.
+    """Check that R-Drop can train a model. `other_dropout` is that of an adapter beside the model.
 
     Raises:
         ValueError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
@@ -95,11 +91,10 @@ def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
 
 
 def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with all its rows twice.
+    """Return a batch of tensors (B, ...), with `labels` among them, with all its rows twice.
 
-    Args:
-        inputs: Tensors (B, ...), with `labels` among them. Plain values, and tensors without a row for each pair such as
-            positions (1, T), are not repeated. A packed batch, which has `source_lengths`, is a row (1, tokens) and gets longer.
+    Plain values, and tensors without a row for each pair such as positions (1, T), are not repeated. A packed batch, which has
+    `source_lengths`, is a row (1, tokens) and gets longer.
     """
     num_rows, is_packed = len(inputs["labels"]), inputs.get("source_lengths") is not None
     repeated = {}

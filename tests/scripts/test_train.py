@@ -64,7 +64,7 @@ def test_an_interruption_names_the_checkpoint(words, tmp_path, monkeypatch, caps
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("metaphrase.training.experiment.average_run", interrupt)
+    monkeypatch.setattr("metaphrase.training.experiment.save_final", interrupt)
     assert run("train", words) == 130
     checkpoint = tmp_path / "run" / "checkpoint-2"
     said = capsys.readouterr().err

@@ -9,8 +9,9 @@ from small_runs import SMALL
 from metaphrase.data.pairs import SPLITS
 from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
 from metaphrase.hub_card import write_model_card
+from metaphrase.techniques.mixtures import TaskCorpus, mixing_rates
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import TaskCorpus, mixing_rates, open_corpus
+from metaphrase.training.corpora import open_corpus
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe
 

@@ -6,7 +6,7 @@ from small_experiments import read_log, train, weights
 
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
-from metaphrase.training import experiment
+from metaphrase.techniques import averaging
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.output_dir import with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -24,7 +24,7 @@ def assert_mean(run, steps):
 def mean_is_best(request, monkeypatch):
     """The mean of a few steps of training is often worse than the last one."""
     if "worse" not in request.node.name:
-        monkeypatch.setattr(experiment, "_is_worse", lambda *_: False)
+        monkeypatch.setattr(averaging, "_is_worse", lambda *_: False)
 
 
 @pytest.mark.parametrize("score", [5.0, 95.0])

@@ -19,10 +19,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.pairs import AUGMENTATIONS, SPLITS
-from metaphrase.data.stages import parse_stages
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.plugins import needed_plugin
 from metaphrase.storage.generation_options import GENERATION_OPTIONS
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.tokenization import TOKENIZER_KINDS
@@ -348,7 +348,7 @@ def check_recipe(recipe: Any) -> None:
     check_conflicts(recipe)
     _check(recipe, _rules(recipe))
     if recipe.stages:
-        parse_stages(recipe.stages, list(recipe.datasets))
+        needed_plugin("parse_stages", "stages")(recipe.stages, list(recipe.datasets))
     if recipe.max_tokens_per_batch is not None:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
     set_fields = [name for name in OWN_FIELDS if name in recipe.set_names]

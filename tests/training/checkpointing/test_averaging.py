@@ -11,8 +11,8 @@ from tiny_generator import tiny_pair
 from tiny_models import tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
+from metaphrase.techniques.averaging import average_checkpoints, select_checkpoints
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.checkpoints import average_checkpoints, select_checkpoints
 
 
 def save_models(folder, count=3, dtype=torch.float32, max_shard_size="1GB", **fields):

@@ -6,7 +6,7 @@ import pytest
 
 from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.stages import Stage, StagedPairs, StagedSampler, parse_stages
+from metaphrase.techniques.mixtures import Stage, StagedPairs, StagedSampler, parse_stages
 from metaphrase.tokenization import TokenizerPair
 
 SIZES = {"clean": 30, "synthetic": 70}
@@ -92,7 +92,7 @@ SHARES = {"shares": {"clean": 1, "synthetic": 1}}
         ("clean", "`stages.start` must be a valid dictionary .* got 'clean'"),
         (SHARES, "`stages.start.until` must be given"),
         (SHARES | {"until": {"clean": 1, "synthetic": 1}}, "`stages.start.until` .* at most 1 item"),
-        (SHARES | {"until": {"cleen": 1}}, "`stages.start` must name `datasets`, got 'cleen'. Did you mean"),
+        (SHARES | {"until": {"cleen": 1}}, "`stages.start.until` must name .* got 'cleen'. Did you mean"),
         (SHARES | {"until": {"clean": 0}}, "`stages.start.until.clean` must be above 0, got 0"),
         ({"shares": {"synthetic": 1}, "until": {"clean": 1}}, "`stages.start.until` must name .* its `shares`"),
         ({"shares": {"clean": 1}, "until": {"clean": 1}}, "`datasets` must each have a share .* none for synthetic"),
