@@ -183,12 +183,6 @@ def test_a_loss_that_is_divided_and_scaled_has_gradients_of_full_precision(dtype
         assert (gradient - near).norm() < 0.02 * near.norm()
 
 
-def test_large_logits_neither_overflow_nor_lose_the_loss():
-    hidden, *others = problem(dtype=torch.float32)
-    expected = plain_loss(100 * hidden, *others, 0.1)
-    torch.testing.assert_close(projected_loss(100 * hidden, *others, 0.1), expected, rtol=1e-5, atol=0)
-
-
 def confident_problem(certainty):
     """Hidden states that point to their labels, twice and not quite alike: more certainly for a larger number."""
     generator = torch.Generator().manual_seed(5)
@@ -299,12 +293,3 @@ def test_no_more_than_a_chunk_of_logits_is_there_at_a_time(alpha):
     with LargestTensor() as largest:
         projected_loss(hidden, weight, None, labels, 0.1, alpha).backward()
     assert module.chunk_rows(VOCAB) * VOCAB <= largest.elements <= ROWS * HIDDEN < ROWS * VOCAB
-
-
-@pytest.mark.parametrize("is_training", [False, True])
-def test_logits_come_second_in_training_and_in_evaluation(is_training):
-    model = tiny_model().train(is_training)
-    inputs = random_batch(model.config, with_labels=True)
-    loss, logits = model(**inputs, return_dict=False)[:2]
-    assert loss.ndim == 0 and logits.shape == (*inputs["labels"].shape, model.config.decoder_vocab_size)
-    assert model(**inputs, loss_of_states=TrainingLoss()).logits is None

@@ -135,19 +135,6 @@ def test_kernels_that_a_design_cannot_use_are_refused(fields, kernel):
 
 
 @torch.no_grad()
-def test_a_traced_graph_keeps_windows_that_the_traced_text_fits_into(monkeypatch):
-    encoder = tiny_model(attn_implementation="eager", **ALTERNATING).get_encoder()
-    states, mask = torch.randn(1, 2, 32), torch.ones(1, 2, dtype=torch.long)
-    narrowed, narrow = [], stacks.apply_sliding_window
-    monkeypatch.setattr(stacks, "apply_sliding_window", lambda *arguments: narrowed.append(1) or narrow(*arguments))
-    encoder(inputs_embeds=states, attention_mask=mask)
-    assert narrowed == []
-    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    encoder(inputs_embeds=states, attention_mask=mask)
-    assert narrowed == [1]
-
-
-@torch.no_grad()
 def test_training_has_the_loss_of_capped_logits():
     model = tiny_model(final_logit_softcapping=2.0)
     inputs = packed(model.config)

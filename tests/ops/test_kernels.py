@@ -33,8 +33,6 @@ def run(model, inputs):
     return logits if mask is None else logits * mask[:, :, None]
 
 
-# eager and sdpa
-
 # Torch's kernel has no softcap.
 WITH_SDPA = [design for design in DESIGNS if "attn_logit_softcapping" not in DESIGNS[design]]
 
@@ -69,9 +67,6 @@ def test_sdpa_equals_eager_backward(design, side):
         assert difference < 1e-3 * max(1.0, gradient.abs().max()), name
 
 
-# flex attention
-
-
 @pytest.mark.parametrize("design", ["learned", "rotary"])
 def test_flex_equals_eager(design, uncompiled_flex):
     model = tiny_model(**DESIGNS[design], attn_implementation="eager")
@@ -79,9 +74,6 @@ def test_flex_equals_eager(design, uncompiled_flex):
         inputs = padded_batch(model.config, side)
         expected = run(with_kernel(model, "eager"), inputs)
         torch.testing.assert_close(run(with_kernel(model, "flex_attention"), inputs), expected, **CLOSE)
-
-
-# torch.compile
 
 
 @pytest.fixture
