@@ -33,12 +33,8 @@ def seen_by(stack, index, embeddings, **inputs):
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_a_token_sees_the_tokens_of_its_window(kind, kernel):
-    fields = {
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_layer_types": [SLIDING],
-        "decoder_layer_types": [SLIDING],
-    }
+    fields = {f"{stack}_layers": 1 for stack in ("encoder", "decoder")}
+    fields |= {f"{stack}_layer_types": [SLIDING] for stack in ("encoder", "decoder")}
     model = tiny_model(position_embedding_type=kind, attn_implementation=kernel, **fields, **WINDOWS)
     states = torch.randn(1, 12, 32)
     mask = torch.ones(1, 12, dtype=torch.long)
