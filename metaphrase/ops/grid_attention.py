@@ -350,10 +350,10 @@ def fused_grid_attention(
     """
     if packing.kernel != "grid" or attention.config.qk_norm or attention.num_key_value_groups > 1:
         return None
-    query, *others = attention.q_proj, attention.k_proj, attention.v_proj
-    groups = [([query, *others], hidden_states)]
+    key_value = [attention.k_proj, attention.v_proj]
+    groups = [([attention.q_proj, *key_value], hidden_states)]
     if attention.is_cross:
-        groups = [([query], hidden_states), (others, encoder_hidden_states)]
+        groups = [([attention.q_proj], hidden_states), (key_value, encoder_hidden_states)]
     if not all(can_join(*group) for group in groups):
         return None
     rows = [joined_linear(*group).flatten(0, 1) for group in groups]

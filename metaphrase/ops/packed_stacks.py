@@ -164,11 +164,11 @@ def decode(
 def _packed_sequences(
     lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, **excluded
 ) -> PackedSequences:
-    given = [f"`{name}`" for name, value in excluded.items() if value is not None]
-    if given or embeddings.shape[0] != 1:
+    names = [f"`{name}`" for name, value in excluded.items() if value is not None]
+    if names or embeddings.shape[0] != 1:
         raise ValueError(
             "Packed sequences must stand in one row, without padding, positions and cache, "
-            f"got {embeddings.shape[0]} rows{' and '.join(['', *given])}."
+            f"got {embeddings.shape[0]} rows{' and '.join(['', *names])}."
         )
     return PackedSequences(lengths, embeddings.shape[1], longest)
 
