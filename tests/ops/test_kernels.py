@@ -84,13 +84,17 @@ def compiler():
     torch.compiler.reset()
 
 
-SHALLOW = {"encoder_layers": 1, "decoder_layers": 1}
+def shallow_model(design):
+    fields = DESIGNS[design] | {"encoder_layers": 1, "decoder_layers": 1}
+    if "encoder_layer_types" in fields:
+        fields["encoder_layer_types"] = ["sliding_attention"]
+    return tiny_model(**fields)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
 def test_compiled_training_has_the_same_gradients(design, compiler):
-    model = tiny_model(**(DESIGNS[design] | SHALLOW)).train()
+    model = shallow_model(design).train()
     inputs = random_batch(model.config, with_labels=True)
     loss = model(**inputs).loss
     loss.backward()
@@ -107,7 +111,7 @@ def test_compiled_training_has_the_same_gradients(design, compiler):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_compiled_step_with_a_static_cache(design, compiler):
     """The step of generation that is repeated is one graph, compiled once for all positions."""
-    model = tiny_model(**(DESIGNS[design] | SHALLOW))
+    model = shallow_model(design)
     inputs = random_batch(model.config)
     targets = inputs.pop("decoder_input_ids")
     expected = run(model, inputs | {"decoder_input_ids": targets})
