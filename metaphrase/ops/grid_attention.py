@@ -50,7 +50,7 @@ class Block:
 
 
 class Grid:
-    """The places of packed tokens in the grid, and its blocks in order. `num_scores` counts the scores of all heads."""
+    """The places of packed tokens in the grid, and its blocks in order."""
 
     def __init__(self, packing: Packing, heads: int):
         self.blocks = list(_make_blocks(packing, heads))
@@ -105,10 +105,7 @@ class GridSide:
         self._indices_by_count = {1: (self.to_grid, self.from_grid)}
 
     def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
-        """Copy states into the grid: (tokens, count * H * head_dim) -> `count` times (cells, head_dim), side by side in memory.
-
-        A token has `count` states, such as key and value. An empty cell repeats the last token of its sequence, or is 0.
-        """
+        """Copy `count` states of each token into the grid: (tokens, count * H * head_dim) -> `count` times (cells, head_dim)."""
         to_grid, from_grid = self._indices(count)
         rows = rows.reshape(-1, rows.shape[-1] // (count * self.heads))
         if repeats:
@@ -123,7 +120,6 @@ class GridSide:
         return rows.view(-1, count * self.heads * cells.shape[-1])
 
     def _indices(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `to_grid` and `from_grid` for tokens with several states side by side."""
         if count not in self._indices_by_count:
             number = torch.arange(count, device=self.to_grid.device)[:, None]
             token, head = self.to_grid // self.heads, self.to_grid % self.heads
@@ -286,10 +282,7 @@ def _weights(
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return the softmax in float32 of scores (rows, queries, keys) that were multiplied by `_LOG2_E`.
-
-    Scores are rarely large. The softmax first does without the maximum of each row, which torch's softmax subtracts.
-    """
+    # The scores were multiplied by `_LOG2_E`, and are rarely large: first without the maximum, which torch's softmax subtracts.
     weights = scores.exp2() if scores.dtype == torch.float32 else scores.float().exp2_()
     sums = weights.sum(dim=-1, keepdim=True)
     least, largest = torch.aminmax(sums)
@@ -357,10 +350,10 @@ def fused_grid_attention(
     """
     if packing.kernel != "grid" or attention.config.qk_norm or attention.num_key_value_groups > 1:
         return None
-    query, *others = attention.q_proj, attention.k_proj, attention.v_proj
-    groups = [([query, *others], hidden_states)]
+    key_value = [attention.k_proj, attention.v_proj]
+    groups = [([attention.q_proj, *key_value], hidden_states)]
     if attention.is_cross:
-        groups = [([query], hidden_states), (others, encoder_hidden_states)]
+        groups = [([attention.q_proj], hidden_states), (key_value, encoder_hidden_states)]
     if not all(can_join(*group) for group in groups):
         return None
     rows = [joined_linear(*group).flatten(0, 1) for group in groups]

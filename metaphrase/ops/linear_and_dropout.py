@@ -1,7 +1,6 @@
-"""Dropout and linear layers for training on a CPU.
+"""Dropout with few random bits, and linear layers for training on a CPU in bfloat16.
 
-Dropout takes few random bits. Linear layers in bfloat16 add the bias and apply a ReLU while the product is written, where torch
-reads and writes the output again. Layers that read the same states are one product, forward and backward.
+A linear layer adds the bias and applies a ReLU while the product is written, where torch reads and writes the output again.
 """
 
 import functools
@@ -40,7 +39,6 @@ def random_mask(shape: torch.Size | tuple[int, ...], p: float, device: torch.dev
 
 
 def apply_mask(states: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
-    """Multiply states with a mask of their shape, and divide them by the share of 1 in it."""
     return mask.to(states.dtype).mul_(states).mul_(1 / share)
 
 
@@ -129,10 +127,7 @@ class _FusedLinear(torch.autograd.Function):
 def _rectified_gradient(
     gradient: torch.Tensor, output: torch.Tensor, is_summed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradient before a ReLU, (rows, out_features), and its sum over the rows.
-
-    Strips of rows are summed while they are in the cache. The sum of a strip is rounded to bfloat16, as its entries are.
-    """
+    # The gradient before a ReLU, (rows, out_features), and its sum over the rows. Strips are summed while they are in the cache.
     result = torch.empty_like(output)
     total = torch.zeros(output.shape[1]) if is_summed else None
     for strip, strip_gradient, strip_output in zip(
@@ -200,5 +195,4 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def softmax_gradient(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of scores `(..., entries)` from the gradient of their softmax over the last axis."""
     return torch._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)

@@ -22,14 +22,13 @@ from torch.nn.attention.varlen import varlen_attn
 from metaphrase.modeling.operators import soft_cap
 
 # In rows of fewer than 16 entries, a CPU's softmax takes ten times as long per entry.
-MIN_GRID_WIDTH, GRID_WIDTH_MULTIPLE = 16, 8
+_MIN_GRID_WIDTH, _GRID_WIDTH_MULTIPLE = 16, 8
 # Least queries of a block of the kernel `window`. Smaller blocks would have many keys for each query.
 _LEAST_BLOCK = 64
 
 
 def grid_width(longest: int) -> int:
-    """Return the number of columns of a grid whose longest row has `longest` tokens."""
-    return max(MIN_GRID_WIDTH, -(-longest // GRID_WIDTH_MULTIPLE) * GRID_WIDTH_MULTIPLE)
+    return max(_MIN_GRID_WIDTH, -(-longest // _GRID_WIDTH_MULTIPLE) * _GRID_WIDTH_MULTIPLE)
 
 
 def block_size(window: tuple[int, int]) -> int:
@@ -59,7 +58,6 @@ class PackedSequences:
 
     @property
     def width(self) -> int:
-        """Number of columns of a grid with one row per sequence."""
         return grid_width(self.longest)
 
     @cached_property
@@ -88,16 +86,6 @@ class PackedSequences:
     def cells(self) -> torch.Tensor:
         """Cell of each token in the flattened grid `(sequences * width)`, `(tokens)`."""
         return self.ids * self.width + self.positions[0]
-
-
-def rows_as_sequences(embeddings: torch.Tensor, attention_mask: torch.Tensor | None) -> PackedSequences:
-    """Return the rows of a padded batch `(batch, length, hidden)` as the sequences of one row. Padding has the id -1."""
-    rows, length, _ = embeddings.shape
-    lengths = torch.full((rows,), length, device=embeddings.device)
-    sequences = PackedSequences(lengths, rows * length, length)
-    if attention_mask is not None:
-        sequences.ids = sequences.ids.masked_fill(attention_mask.flatten() == 0, -1)
-    return sequences
 
 
 class Packing:
@@ -184,10 +172,7 @@ class MergedPacking(Packing):
 
 
 def split_blocks(states: torch.Tensor, size: int, left: int, right: int) -> torch.Tensor:
-    """Split a row into blocks of `size` tokens, with the tokens to the left and to the right of each, and 0 beyond the row.
-
-    (1, heads, tokens, dim) -> (blocks, heads, left + size + right, dim)
-    """
+    """Split a row into blocks with the tokens around: `(1, heads, tokens, dim) -> (blocks, heads, left + size + right, dim)`."""
     tokens = states.shape[2]
     padded = nn.functional.pad(states, (0, 0, left, -tokens % size + right))
     return padded[0].unfold(1, left + size + right, size).permute(1, 0, 3, 2)
@@ -204,8 +189,7 @@ def packed_mask(packing: Packing, bias: nn.Module | None, hidden_states: torch.T
     if packing.kernel == "reference":
         return additive_mask(packing.is_seen(), (packing.queries.positions,) * 2, bias, hidden_states)
     if packing.kernel == "window":
-        left, right = packing.window
-        size = block_size(packing.window)
+        (left, right), size = packing.window, block_size(packing.window)
         indices = torch.arange(left + size + right, device=hidden_states.device)[None, :]
         positions = indices[:, left : left + size], indices
         return additive_mask(packing.is_seen_in_blocks(), positions, bias, hidden_states)
@@ -217,15 +201,9 @@ def packed_mask(packing: Packing, bias: nn.Module | None, hidden_states: torch.T
 
 
 def additive_mask(
-    is_seen: torch.Tensor,
-    positions: tuple[torch.Tensor, torch.Tensor],
-    bias: nn.Module | None,
-    hidden_states: torch.Tensor,
+    is_seen: torch.Tensor, positions: tuple[torch.Tensor, ...], bias: nn.Module | None, hidden_states: torch.Tensor
 ) -> torch.Tensor:
-    """Make a mask that is added to the scores: the bias in float32, or 0, if `is_seen`, and the lowest number elsewhere.
-
-    `is_seen` is `(sequences or 1, 1, query or 1, key)`. The positions are those of queries `(1, query)` and of keys `(1, key)`.
-    """
+    """Make a mask that is added to the scores: the bias in float32, or 0, if `is_seen`, and the lowest number elsewhere."""
     # Each layer would store a copy in another dtype.
     zeros = torch.zeros(is_seen.shape, dtype=product_dtype(hidden_states), device=hidden_states.device)
     scores = zeros if bias is None else bias(*positions).float()

@@ -1,7 +1,4 @@
-"""Encoder and decoder over packed rows, and windows of padded batches in blocks.
-
-`plug_in` puts these functions in place of the plain methods of the network. For other batches they call the plain methods.
-"""
+"""Encoder and decoder over packed rows, and windows of padded batches in blocks. Other batches go to the plain methods."""
 
 import torch
 from transformers.masking_utils import create_bidirectional_mask
@@ -34,7 +31,6 @@ from metaphrase.ops.packed_rows import (
     Packing,
     packed_mask,
     product_dtype,
-    rows_as_sequences,
     varlen_attention,
     window_attention,
 )
@@ -67,9 +63,8 @@ def encode(
 ) -> BaseModelOutput:
     """Encode sources as `MetaphraseEncoder.encode` does, and packed rows.
 
-    Args:
-        source_lengths: Tokens of each source in a packed row of all pairs, `(pairs)`. Excludes masks, positions and a cache.
-        longest_source: The largest of `source_lengths`. If given, no code waits for an accelerator.
+    `source_lengths` `(pairs)` are the tokens of each source in a packed row. Without the largest of them, `longest_source`, the
+    code waits for an accelerator.
     """
     if source_lengths is not None:
         excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
@@ -98,11 +93,14 @@ def _encode_in_blocks(
     encoder: MetaphraseEncoder, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
 ) -> BaseModelOutput:
     """Encode a padded batch. The windows of its rows, one after the other, are blocks of a packed row."""
-    sequences, length = rows_as_sequences(embeddings, attention_mask), embeddings.shape[1]
+    rows, length, _ = embeddings.shape
+    sequences = PackedSequences(torch.full((rows,), length, device=embeddings.device), rows * length, length)
+    if attention_mask is not None:
+        # Padding belongs to no sequence.
+        sequences.ids = sequences.ids.masked_fill(attention_mask.flatten() == 0, -1)
     positions = indices(length, embeddings)
     hidden_states, rotations = encoder.enter(embeddings, *make_position_ids(None, attention_mask, positions, length))
-    windows, made = encoder.windows(length), {}
-    full_mask = None
+    windows, made, full_mask = encoder.windows(length), {}, None
     if None in windows:
         full_mask = create_bidirectional_mask(
             config=encoder.config, inputs_embeds=hidden_states, attention_mask=attention_mask
@@ -136,13 +134,7 @@ def decode(
     longest_target: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """Decode targets as `MetaphraseDecoder.decode` does, and packed rows.
-
-    Args:
-        source_lengths, longest_source: See `encode`.
-        target_lengths: Tokens of each target in a packed row, `(pairs)`.
-        longest_target: The largest of `target_lengths`. If given, no code waits for an accelerator.
-    """
+    """Decode targets as `MetaphraseDecoder.decode` does, and packed rows. For the lengths see `encode`."""
     if (target_lengths is None) != (source_lengths is None):
         raise ValueError("`source_lengths` and `target_lengths` must be given together, got one of them.")
     if target_lengths is None:
@@ -172,11 +164,11 @@ def decode(
 def _packed_sequences(
     lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, **excluded
 ) -> PackedSequences:
-    given = [f"`{name}`" for name, value in excluded.items() if value is not None]
-    if given or embeddings.shape[0] != 1:
+    names = [f"`{name}`" for name, value in excluded.items() if value is not None]
+    if names or embeddings.shape[0] != 1:
         raise ValueError(
             "Packed sequences must stand in one row, without padding, positions and cache, "
-            f"got {embeddings.shape[0]} rows{' and '.join(['', *given])}."
+            f"got {embeddings.shape[0]} rows{' and '.join(['', *names])}."
         )
     return PackedSequences(lengths, embeddings.shape[1], longest)
 
@@ -232,11 +224,7 @@ def packed_attention(
     packing: Packing,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Project and attend within each sequence of packed rows.
-
-    Returns:
-        The output `(1, query tokens, heads, head_dim)`, and the weights of the kernel `reference`, or None.
-    """
+    """Project and attend within packed rows: `(1, query tokens, heads, head_dim)`, and the weights of `reference` or None."""
     if attention.is_cross:
         packing = packing.cross
     if position_embeddings is None and not attention.is_merged:

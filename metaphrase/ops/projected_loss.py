@@ -1,7 +1,4 @@
-"""Cross-entropy of a linear projection in chunks, without storing all logits.
-
-Source: gradients by chunks in the forward pass are from Hsu et al. 2024, section 3.2, arXiv 2410.10989.
-"""
+"""Cross-entropy of a linear projection in chunks, without all logits (Hsu et al. 2024, section 3.2, arXiv 2410.10989)."""
 
 import torch
 from torch import nn
@@ -149,7 +146,6 @@ class _LabelProbabilities:
         self.values, self.is_likely = values.to(dtype), self.rest < 0.5
 
     def minus(self, share: float) -> torch.Tensor:
-        """Return the probabilities minus a share, `(rows)`."""
         return torch.where(self.is_likely, 1 - share - self.rest, self.values - share)
 
     def difference(self) -> torch.Tensor:
@@ -214,10 +210,9 @@ def projected_loss(
     r_drop_alpha: float = 0.0,
     divisor: torch.Tensor | float = 1,
 ) -> torch.Tensor:
-    """Return the sum of the cross-entropies of a linear projection, divided, without storing all logits.
+    """Return `torch.nn.functional.cross_entropy` of logits with `reduction="sum"`, divided, without storing all logits.
 
-    Equal to `torch.nn.functional.cross_entropy` of the logits with `reduction="sum"`, divided by `divisor`. The matrix products
-    are in the precision of autocast.
+    The result is a scalar in float32, which can be differentiated once. The products are in the precision of autocast.
 
     Args:
         hidden_states, weight, bias: `(tokens, hidden)`, `(vocab, hidden)` and `(vocab)`.
@@ -225,9 +220,6 @@ def projected_loss(
         smoothing: Probability to spread over the vocabulary, in [0, 1).
         r_drop_alpha: Weight of the divergence of both halves of the tokens, which have the same labels.
         divisor: Divides the sum. Dividing here saves a pass over gradients as large as the projection.
-
-    Returns:
-        A scalar in float32, which can be differentiated once.
     """
     if r_drop_alpha:
         # The rows of a pair become neighbours: (tokens, ...) -> (2, tokens / 2, ...) -> (tokens, ...)

@@ -227,14 +227,9 @@ def test_dropped_weights_are_the_same_forward_and_backward(kept_bytes, monkeypat
 def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept_bytes, monkeypatch):
     monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept_bytes)
     model = tiny_model(position_embedding_type="relative", initializer_range=0.2)
-    generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([longest, 3, longest // 2])
-    inputs = {
-        "input_ids": torch.randint(3, 37, (1, int(lengths.sum())), generator=generator),
-        "labels": torch.randint(3, 37, (1, int(lengths.sum())), generator=generator),
-        "source_lengths": lengths,
-        "target_lengths": lengths,
-    }
+    ids, labels = torch.randint(3, 37, (2, 1, int(lengths.sum())), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "labels": labels, "source_lengths": lengths, "target_lengths": lengths}
     expected, expected_gradients = gradients(model, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         output, actual = gradients(model, inputs)

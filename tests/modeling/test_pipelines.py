@@ -36,15 +36,6 @@ def test_folder_writes_what_its_generator_writes(task, joint, model_folders, gen
     assert made(SOURCES) == made(SOURCES, batch_size=2) == expected
 
 
-def test_other_families_write_what_their_generate_writes(families):
-    model, tokenizer = families["t5"], tiny_pair().source
-    made = pipeline("translation", model=model, tokenizer=tokenizer, max_new_tokens=7)
-    for source, text in zip(SOURCES, texts_of(made(SOURCES), "translation"), strict=True):
-        inputs = tokenizer([source], return_tensors="pt", return_token_type_ids=False).to(model.device)
-        ids = model.generate(**inputs, num_beams=4, max_new_tokens=7)
-        assert text == tokenizer.decode(ids[0], skip_special_tokens=True)
-
-
 def test_nesting_of_results(pipe):
     first, second = SOURCES[:2]
     one, two = pipe(first), pipe(second)
@@ -96,16 +87,6 @@ def test_options_of_the_task_come_before_those_of_the_model():
     assert made.prefix == "the dog "
     assert pipeline("text2text-generation", model=model, tokenizer=tokenizer).prefix == "a cat "
     assert model.config.task_specific_params == T5_TASKS
-
-
-def test_conversion_carries_the_tasks_both_ways(tmp_path):
-    family_model("t5", task_specific_params=T5_TASKS).save_pretrained(tmp_path / "t5")
-    tiny_pair().save_pretrained(tmp_path / "t5")
-    convert(tmp_path / "t5", tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "again", to="t5")
-    names = ("t5", "ours", "again")
-    results = [pipeline("translation_en_to_de", model=str(tmp_path / name))(SOURCES) for name in names]
-    assert results[0] == results[1] == results[2]
 
 
 def test_registry_knows_the_tasks(model_folders):

@@ -33,12 +33,8 @@ def seen_by(stack, index, embeddings, **inputs):
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_a_token_sees_the_tokens_of_its_window(kind, kernel):
-    fields = {
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_layer_types": [SLIDING],
-        "decoder_layer_types": [SLIDING],
-    }
+    fields = {f"{stack}_layers": 1 for stack in ("encoder", "decoder")}
+    fields |= {f"{stack}_layer_types": [SLIDING] for stack in ("encoder", "decoder")}
     model = tiny_model(position_embedding_type=kind, attn_implementation=kernel, **fields, **WINDOWS)
     states = torch.randn(1, 12, 32)
     mask = torch.ones(1, 12, dtype=torch.long)
@@ -132,19 +128,6 @@ def test_kernels_that_a_design_cannot_use_are_refused(fields, kernel):
     with pytest.raises(ValueError, match="does not support"):
         model.set_attn_implementation(kernel)
     assert model.config._attn_implementation == before == ("eager" if kernel == "sdpa" else "sdpa")
-
-
-@torch.no_grad()
-def test_a_traced_graph_keeps_windows_that_the_traced_text_fits_into(monkeypatch):
-    encoder = tiny_model(attn_implementation="eager", **ALTERNATING).get_encoder()
-    states, mask = torch.randn(1, 2, 32), torch.ones(1, 2, dtype=torch.long)
-    narrowed, narrow = [], stacks.apply_sliding_window
-    monkeypatch.setattr(stacks, "apply_sliding_window", lambda *arguments: narrowed.append(1) or narrow(*arguments))
-    encoder(inputs_embeds=states, attention_mask=mask)
-    assert narrowed == []
-    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    encoder(inputs_embeds=states, attention_mask=mask)
-    assert narrowed == [1]
 
 
 @torch.no_grad()

@@ -33,8 +33,6 @@ def run(model, inputs):
     return logits if mask is None else logits * mask[:, :, None]
 
 
-# eager and sdpa
-
 # Torch's kernel has no softcap.
 WITH_SDPA = [design for design in DESIGNS if "attn_logit_softcapping" not in DESIGNS[design]]
 
@@ -69,9 +67,6 @@ def test_sdpa_equals_eager_backward(design, side):
         assert difference < 1e-3 * max(1.0, gradient.abs().max()), name
 
 
-# flex attention
-
-
 @pytest.mark.parametrize("design", ["learned", "rotary"])
 def test_flex_equals_eager(design, uncompiled_flex):
     model = tiny_model(**DESIGNS[design], attn_implementation="eager")
@@ -79,9 +74,6 @@ def test_flex_equals_eager(design, uncompiled_flex):
         inputs = padded_batch(model.config, side)
         expected = run(with_kernel(model, "eager"), inputs)
         torch.testing.assert_close(run(with_kernel(model, "flex_attention"), inputs), expected, **CLOSE)
-
-
-# torch.compile
 
 
 @pytest.fixture
@@ -92,13 +84,17 @@ def compiler():
     torch.compiler.reset()
 
 
-SHALLOW = {"encoder_layers": 1, "decoder_layers": 1}
+def shallow_model(design):
+    fields = DESIGNS[design] | {"encoder_layers": 1, "decoder_layers": 1}
+    if "encoder_layer_types" in fields:
+        fields["encoder_layer_types"] = ["sliding_attention"]
+    return tiny_model(**fields)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
 def test_compiled_training_has_the_same_gradients(design, compiler):
-    model = tiny_model(**(DESIGNS[design] | SHALLOW)).train()
+    model = shallow_model(design).train()
     inputs = random_batch(model.config, with_labels=True)
     loss = model(**inputs).loss
     loss.backward()
@@ -115,7 +111,7 @@ def test_compiled_training_has_the_same_gradients(design, compiler):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_compiled_step_with_a_static_cache(design, compiler):
     """The step of generation that is repeated is one graph, compiled once for all positions."""
-    model = tiny_model(**(DESIGNS[design] | SHALLOW))
+    model = shallow_model(design)
     inputs = random_batch(model.config)
     targets = inputs.pop("decoder_input_ids")
     expected = run(model, inputs | {"decoder_input_ids": targets})

@@ -67,15 +67,15 @@ def _replaced(layer):
     return layer
 
 
+def _doubled(module, inputs, *outputs):
+    return tuple(2 * states for states in inputs)
+
+
 WRAPPED = {
     "replaced": _replaced,
     "hooked": _hooked,
-    "hooked before": lambda layer: _hooked(
-        layer, "register_forward_pre_hook", lambda module, inputs: tuple(2 * states for states in inputs)
-    ),
-    "hooked behind": lambda layer: _hooked(
-        layer, "register_full_backward_hook", lambda module, inputs, outputs: tuple(2 * states for states in inputs)
-    ),
+    "hooked before": lambda layer: _hooked(layer, "register_forward_pre_hook", _doubled),
+    "hooked behind": lambda layer: _hooked(layer, "register_full_backward_hook", _doubled),
 }
 
 
@@ -217,15 +217,6 @@ def test_decisions_are_independent_of_their_neighbours(p):
         correlation = (values[:, shift:] * values[:, :-shift]).mean().item()
         assert abs(correlation) < 0.006
     assert not torch.equal(mask[0], mask[1])
-
-
-def test_the_seed_decides():
-    states, drawn = torch.ones(50, 7), []
-    for seed in (5, 6, 5):
-        torch.manual_seed(seed)
-        drawn.append(dropout(states, 0.5, True))
-    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
-    assert dropout(states, 0.5, training=False) is states
 
 
 @pytest.mark.parametrize("of_states", [torch.float32, torch.bfloat16])
