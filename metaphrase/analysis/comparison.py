@@ -1,4 +1,4 @@
-"""Comparison of the outputs of several systems on one test set, as a report for JSON, text and HTML.
+"""Comparison of the outputs of several systems on one test set, with tests, as a report for JSON, text and HTML.
 
 Source: Neubig et al. 2019 (compare-mt, arXiv 1903.07926) for scores by length and by word frequency.
 """
