@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 from sacrebleu.metrics import BLEU
 
-from metaphrase.evaluation.metrics import (
-    METRICS,
-    NUM_BOOTSTRAP_SAMPLES,
-    Ratio,
-    SegmentStatistics,
-    bootstrap,
-)
+from metaphrase.evaluation.metrics import METRICS, NUM_BOOTSTRAP_SAMPLES, Ratio, SegmentStatistics, bootstrap
 
 NUM_RANDOMIZATION_TRIALS = 10_000
 # All resamples or trials of a test are in memory at once.

@@ -8,14 +8,5 @@ from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_s
 
 _NAMES_OF_RINGS, __getattr__ = names_of_rings(__name__)
 
-__all__ = [
-    "ENGINES",
-    "GENERATION_OPTIONS",
-    "Generator",
-    "Hypothesis",
-    "Partner",
-    "ScoredText",
-    "SummarizationPipeline",
-]
-__all__ += ["Text2TextGenerationPipeline", "TranslationPipeline", "complete_sampling", "decode"]
-__all__ += _NAMES_OF_RINGS
+__all__ = ["ENGINES", "GENERATION_OPTIONS", "Generator", "Hypothesis", "Partner", "ScoredText", "SummarizationPipeline"]
+__all__ += ["Text2TextGenerationPipeline", "TranslationPipeline", "complete_sampling", "decode", *_NAMES_OF_RINGS]
