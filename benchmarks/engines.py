@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from metaphrase.conversion import convert
-from metaphrase.conversion.ctranslate2.export import find_obstacles
+from metaphrase.conversion.ctranslate2 import find_obstacles
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.presets import PRESETS

@@ -1,16 +1,10 @@
-"""Switches between versions of torch and transformers, and private names of theirs.
-
-- transformers renames gradient checkpointing to activation checkpointing after 5.20.
-- transformers 5.24 renames `past_key_values` to `cache`, and calls `prefix_allowed_tokens_fn` with the index of the source.
-"""
+"""The switch between versions of transformers: 5.24 renames `past_key_values` to `cache`."""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
 
-import torch
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
@@ -18,9 +12,6 @@ CACHE_NAMES = ("past_key_values", "cache")
 _FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
 # The name in the outputs and generation loops of this version.
 CACHE_NAME = next(name for name in reversed(CACHE_NAMES) if name in _FIELDS)
-# Prefix of the training arguments and of the method that compute layers again in the backward pass.
-CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
-CHECKPOINTING += "_checkpointing"
 
 
 def takes_cache(forward: Callable) -> Callable:
@@ -40,13 +31,3 @@ def takes_cache(forward: Callable) -> Callable:
     cache = inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Cache | None)
     forward_with_either_name.__signature__ = signature.replace(parameters=[*parameters, cache, kwargs_parameter])
     return forward_with_either_name
-
-
-def is_loaded(weight: torch.Tensor) -> bool:
-    """Return True if a checkpoint filled the weight."""
-    return getattr(weight, "_is_hf_initialized", False)
-
-
-def translation_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **options) -> BatchEncoding:
-    """Encode a text with a multilingual tokenizer, for its options `src_lang` and `tgt_lang`."""
-    return tokenizer._build_translation_inputs(text, **options)

@@ -1,6 +1,7 @@
 """Configuration of Metaphrase: the fields of the architecture, and their checks."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict
@@ -36,10 +37,7 @@ _PIPELINES = {
 
 
 class StackSizes(NamedTuple):
-    """Sizes of the encoder or of the decoder.
-
-    In a layer whose entry of `layer_types` is `SLIDING`, a token sees the tokens within `window`, to the left and to the right.
-    """
+    """Sizes of a stack. In a `SLIDING` layer, a token sees the tokens within `window`, to the left and to the right."""
 
     hidden_size: int
     layers: int
@@ -61,39 +59,30 @@ class MetaphraseConfig(PreTrainedConfig):
     """Configuration of a `MetaphraseModel`. The defaults are a small model of our recommended design.
 
     Args:
-        vocab_size: Size of the source vocabulary, or of a shared vocabulary.
-        decoder_vocab_size: Size of the target vocabulary. None means `vocab_size`.
-        hidden_size: Width of the hidden states.
-        decoder_hidden_size: Width of the decoder's hidden states. None means `hidden_size`.
+        vocab_size, decoder_vocab_size: Sizes of the source and target vocabulary. None for the second means `vocab_size`.
+        hidden_size, decoder_hidden_size: Widths of the stacks. None for the decoder means `hidden_size`.
         encoder_layers, decoder_layers: Layers of each stack.
-        encoder_attention_heads: Query heads of the encoder's self-attention.
-        decoder_attention_heads: Query heads of the decoder's self-attention and cross-attention.
+        encoder_attention_heads, decoder_attention_heads: Query heads of each stack.
         encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
-            number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
+            number of query heads.
         decoder_num_key_value_heads: Key and value heads of the decoder. None means `num_key_value_heads`.
-        head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack. None becomes a number if the
-            heads of both stacks are equal.
+        head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack.
         activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
         gated_mlp: Multiply the activated projection by a second linear projection (GLU, Shazeer 2020, arXiv 2002.05202).
-        position_embedding_type: One of these.
-            `sinusoidal` and `learned` are added to the embeddings.
-            `relative` is T5's bias by buckets of distances.
-            `rotary` rotates queries and keys (Su et al. 2021, arXiv 2104.09864).
-            `alibi` is a linear bias (Press et al. 2022, arXiv 2108.12409), symmetric in the encoder.
-            `none` leaves the order of tokens to the causal mask.
+        position_embedding_type: `sinusoidal` and `learned` are added to the embeddings. `relative` is T5's bias by buckets of
+            distances. `rotary` rotates queries and keys (Su et al. 2021, arXiv 2104.09864). `alibi` is a linear bias (Press et
+            al. 2022, arXiv 2108.12409), symmetric in the encoder. `none` leaves the order of tokens to the causal mask.
         sinusoidal_layout: `interleaved` has sine and cosine in turn, as in the paper. `half_split` has all sines before all
             cosines, as in Marian. `fairseq` is `half_split` with the slightly longer wavelengths of tensor2tensor and fairseq.
         max_position_embeddings: Longest sequence that texts may have, except for `relative`, which has no limit. Only the table
-            of `learned` ends there: the network computes the other types for longer sequences, too, untrained as they are.
-            The number also is the base of the scaled variants of `rotary`.
+            of `learned` ends there. The number also is the base of the scaled variants of `rotary`.
         decoder_max_position_embeddings: The same for the decoder's table of `learned`. None means `max_position_embeddings`.
-        position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
-            the padding token plus 1. BART's table has unused rows at the start.
+        position_offset: Number of the first position, for `sinusoidal` and `learned`, such as fairseq's padding id plus 1.
         type_vocab_size: Rows of BERT's table of token types, the first of which is added to `learned`. None means no table.
         encoder_layer_types, decoder_layer_types: `full_attention` or `sliding_attention` of each layer. None means the former.
-        encoder_window: In the encoder's sliding attention, a token sees so many tokens to the left and to the right of itself.
-        decoder_window: In the decoder's sliding attention, a token sees so many tokens, itself and those before it.
+        encoder_window: In sliding attention, a token sees so many tokens to the left and to the right of itself.
+        decoder_window: In sliding attention, a token sees so many tokens, itself and those before it.
         rope_parameters: transformers' parameters of a rotary embedding (`rope_type`, `rope_theta`, ...).
         sliding_rope_theta: Base of unscaled frequencies in layers of sliding attention. None means `rope_parameters`.
         merged_attention: A decoder layer attends to its own tokens and to the source in one attention, without a cross-attention
@@ -114,8 +103,7 @@ class MetaphraseConfig(PreTrainedConfig):
         qk_norm: RMSNorm of queries and keys in each head, before positions (Henry et al. 2020, arXiv 2010.04245).
         scale_embedding: Multiply token embeddings by the square root of `hidden_size`.
         attention_scale: Factor of the attention scores. None means `head_dim` ** -0.5. T5 uses 1.
-        attn_logit_softcapping: Largest attention score c: scores s become c tanh(s / c). None means no limit.
-        final_logit_softcapping: The same for logits.
+        attn_logit_softcapping, final_logit_softcapping: Largest attention score and logit c: s becomes c tanh(s / c).
         attention_bias, mlp_bias: Biases in the projections of attention, and in the feed-forward network.
         head_transform: A linear layer, the activation and a norm before the output projection (BERT, Devlin et al. 2019, arXiv
             1810.04805). `mlp_bias` decides on its bias.
@@ -127,14 +115,11 @@ class MetaphraseConfig(PreTrainedConfig):
             their relatives do not train it.
         decoder_start_from_labels: In training, start the decoder with the last label of a row, not with
             `decoder_start_token_id`. This label is a language code in mBART.
-        dropout: Probability for the embeddings and the output of each sublayer.
-        attention_dropout: Probability for the attention weights.
-        activation_dropout: Probability inside the feed-forward network.
-        initializer_range: Standard deviation of all weights. None means a deviation by shape.
-            (2 / (in + out)) ** 0.5 for a projection (Glorot and Bengio 2010).
-            `hidden_size` ** -0.5 for learned positions.
-            `hidden_size` ** -0.5 / `logits_scale` for the output projection, and for tied token embeddings.
-            `hidden_size` ** -0.5 for other token embeddings with `scale_embedding`, and 1 without, as in T5.
+        dropout, attention_dropout, activation_dropout: Probabilities for the embeddings and the output of each sublayer, for
+            the attention weights, and inside the feed-forward network.
+        initializer_range: Standard deviation of all weights. None means a deviation by shape: (2 / (in + out)) ** 0.5 for a
+            projection (Glorot and Bengio 2010), `hidden_size` ** -0.5 for learned positions and, divided by `logits_scale`, for
+            the output projection and tied token embeddings. Other token embeddings have 1, or `hidden_size` ** -0.5 if scaled.
 
     Raises:
         ValueError: If a field is out of its range or two fields contradict each other.
@@ -230,7 +215,9 @@ class MetaphraseConfig(PreTrainedConfig):
             kwargs.pop(name, None)
         super().__post_init__(**kwargs)
         # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
-        self._check()
+        for field, is_valid, rule in self._rules():
+            if not is_valid:
+                raise ValueError(f"`{field}` {rule}, got {getattr(self, field)!r}.")
         # A value that changes nothing is None, as for most models.
         for name in ("hidden_size", "max_position_embeddings"):
             if getattr(self, f"decoder_{name}") == getattr(self, name):
@@ -245,8 +232,6 @@ class MetaphraseConfig(PreTrainedConfig):
                 self.num_key_value_heads = decoder.key_value_heads
             if encoder.head_dim == decoder.head_dim:
                 self.head_dim = decoder.head_dim
-        if self.position_embedding_type == "rotary":
-            self._check_rope()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
@@ -268,126 +253,80 @@ class MetaphraseConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"custom_pipelines": copy.deepcopy(_PIPELINES)}
 
-    def _check(self) -> None:
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield the rules: a field, True if its value is valid, and what must hold."""
         for field in _POSITIVE:
             value = getattr(self, field)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{field}` must be above 0, got {value}.")
+            yield field, value is None or value > 0, "must be above 0"
         for field in ("dropout", "attention_dropout", "activation_dropout"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"`{field}` must be a probability in [0, 1), got {getattr(self, field)}.")
-        if self.activation_function not in ACT2FN:
-            raise ValueError(f"`activation_function` must be a key of ACT2FN, got {self.activation_function!r}.")
+            yield field, 0 <= getattr(self, field) < 1, "must be a probability in [0, 1)"
+        yield "activation_function", self.activation_function in ACT2FN, "must be a key of transformers' ACT2FN"
         for stack in STACKS:
-            self._check_stack(stack)
-        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
-        if self.position_embedding_type == "relative" and (buckets < 4 or buckets % 2 or distance <= buckets // 2):
-            raise ValueError(
-                "`relative_attention_num_buckets` must be even, at least 4, and less than twice "
-                f"`relative_attention_max_distance`, got {buckets} and {distance}."
-            )
-        if self.share_embeddings and self.decoder_vocab_size != self.vocab_size:
-            raise ValueError(
-                "`decoder_vocab_size` must equal `vocab_size` when `share_embeddings` is true, "
-                f"got {self.decoder_vocab_size} and {self.vocab_size}."
-            )
-        if self.share_embeddings and self.decoder_hidden_size not in (None, self.hidden_size):
-            raise ValueError(
-                "`decoder_hidden_size` must equal `hidden_size` when `share_embeddings` is true, "
-                f"got {self.decoder_hidden_size} and {self.hidden_size}."
-            )
-        if self.merged_attention and self.decoder_hidden_size not in (None, self.hidden_size):
-            raise ValueError(
-                "`decoder_hidden_size` must equal `hidden_size` with `merged_attention`, "
-                f"got {self.decoder_hidden_size} and {self.hidden_size}."
-            )
-        if self.merged_attention and self.position_embedding_type in ("relative", "alibi"):
-            raise ValueError(
-                f"`position_embedding_type` must have no bias with `merged_attention`, got {self.position_embedding_type!r}."
-            )
-        if self.decoder_self_attention == SSRU:
-            self._check_ssru()
-        for field in ("decoder_max_position_embeddings", "type_vocab_size"):
-            if getattr(self, field) is not None and self.position_embedding_type != "learned":
-                raise ValueError(
-                    f"`{field}` has no effect when `position_embedding_type` is {self.position_embedding_type}, "
-                    f"got {getattr(self, field)}. Remove it."
-                )
-        if not self.train_padding_embedding and self.pad_token_id is None:
-            raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
+            yield from self._stack_rules(stack)
+        positions, has_one_width = self.position_embedding_type, self.decoder_hidden_size in (None, self.hidden_size)
+        if self.share_embeddings:
+            has_one_vocabulary = self.decoder_vocab_size == self.vocab_size
+            yield "decoder_vocab_size", has_one_vocabulary, "must equal `vocab_size` with `share_embeddings`"
+            yield "decoder_hidden_size", has_one_width, "must equal `hidden_size` with `share_embeddings`"
+        if self.merged_attention:
+            yield "decoder_hidden_size", has_one_width, "must equal `hidden_size` with `merged_attention`"
+        is_ssru = self.decoder_self_attention == SSRU
+        if self.merged_attention or is_ssru:
+            has_bias = positions in ("relative", "alibi")
+            yield "position_embedding_type", not has_bias, "must have no bias with `merged_attention` or ssru"
+        if is_ssru:
+            for field in ("merged_attention", "decoder_window"):
+                yield field, not getattr(self, field), "has no place with `decoder_self_attention` ssru"
+        if positions == "relative":
+            buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+            yield "relative_attention_num_buckets", buckets >= 4 and buckets % 2 == 0, "must be even, and at least 4"
+            yield "relative_attention_max_distance", distance > buckets // 2, "must be above half of the buckets"
+        if positions != "learned":
+            for field in ("decoder_max_position_embeddings", "type_vocab_size"):
+                yield field, getattr(self, field) is None, "must be None without `learned` positions"
+        is_padding_known = self.train_padding_embedding or self.pad_token_id is not None
+        yield "pad_token_id", is_padding_known, "must be set when `train_padding_embedding` is false"
         # The shift to the right writes both ids into the target.
         smaller = min(self.vocab_size, self.decoder_vocab_size)
         for field, size in (("pad_token_id", smaller), ("decoder_start_token_id", self.decoder_vocab_size)):
-            value = getattr(self, field)
-            if value is not None and not 0 <= value < size:
-                raise ValueError(f"`{field}` must be an id of the vocabulary, from 0 to {size - 1}, got {value}.")
+            is_known = getattr(self, field) is None or 0 <= getattr(self, field) < size
+            yield field, is_known, f"must be an id of the vocabulary, from 0 to {size - 1}"
+        if positions == "rotary":
+            rope_type, theta = self.rope_parameters["rope_type"], self.rope_parameters["rope_theta"]
+            is_known = rope_type in ("default", *ROPE_INIT_FUNCTIONS) and isinstance(theta, int | float) and theta > 0
+            yield "rope_parameters", is_known, "must have a `rope_type` of transformers, and a `rope_theta` above 0"
 
-    def _check_stack(self, stack: str) -> None:
-        sizes, fields = self.stack_sizes(stack), (f"{stack}_attention_heads", f"{stack}_layer_types")
-        heads, width, head_dim = sizes.attention_heads, sizes.hidden_size, sizes.head_dim
-        if self.head_dim is None and width % heads:
-            name = "hidden_size" if width == self.hidden_size else "decoder_hidden_size"
-            raise ValueError(
-                f"`{name}` must be a multiple of `{fields[0]}`, got {width} and {heads}. "
-                "Set `head_dim` to have heads of another width."
-            )
-        if heads % sizes.key_value_heads:
-            name = "num_key_value_heads"
-            if stack == "decoder" and self.decoder_num_key_value_heads is not None:
-                name = f"decoder_{name}"
-            raise ValueError(f"`{fields[0]}` must be a multiple of `{name}`, got {heads} and {sizes.key_value_heads}.")
-        if self.position_embedding_type == "rotary" and head_dim % 2:
-            raise ValueError(f"`head_dim` must be even for rotary positions, got {head_dim} (from `{fields[0]}`).")
-        if len(sizes.layer_types) != sizes.layers or {*sizes.layer_types} - {FULL, SLIDING}:
-            raise ValueError(
-                f"`{fields[1]}` must name {FULL} or {SLIDING} for each of {sizes.layers} layers, got {sizes.layer_types}."
-            )
-        window = getattr(self, f"{stack}_window")
-        if window is None and SLIDING in sizes.layer_types:
-            raise ValueError(f"`{stack}_window` must be set for {SLIDING}, got None.")
-        if window is not None and SLIDING not in sizes.layer_types:
-            raise ValueError(f"`{stack}_window` has no effect without {SLIDING} in `{fields[1]}`, got {window}.")
-        if stack == "encoder" and window is not None and (len(window) != 2 or min(window) < 0):
-            raise ValueError(f"`encoder_window` must be two numbers of tokens, from 0 on, got {window}.")
-
-    def _check_ssru(self) -> None:
-        if self.position_embedding_type in ("relative", "alibi"):
-            raise ValueError(
-                "`position_embedding_type` must have no bias with `decoder_self_attention` ssru, got "
-                f"{self.position_embedding_type!r}."
-            )
-        for field in ("merged_attention", "decoder_window"):
-            if value := getattr(self, field):
-                raise ValueError(f"`{field}` has no place with `decoder_self_attention` ssru, got {value}. Remove it.")
-
-    def _check_rope(self) -> None:
-        rope_type, theta = self.rope_parameters["rope_type"], self.rope_parameters["rope_theta"]
-        choices = ("default", *ROPE_INIT_FUNCTIONS)
-        if rope_type not in choices:
-            raise ValueError(f"`rope_parameters` must have a `rope_type` of {', '.join(choices)}, got {rope_type!r}.")
-        if not isinstance(theta, int | float) or not theta > 0:
-            raise ValueError(f"`rope_parameters` must have a `rope_theta` above 0, got {theta!r}.")
-        try:
-            super().validate_rope()
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"`rope_parameters` must fit its `rope_type`, got {self.rope_parameters}: {error.args[0]}."
-            ) from error
+    def _stack_rules(self, stack: str) -> Iterator[tuple[str, bool, str]]:
+        sizes, window = self.stack_sizes(stack), getattr(self, f"{stack}_window")
+        heads, kinds, has_window = sizes.attention_heads, sizes.layer_types, SLIDING in sizes.layer_types
+        name = "hidden_size" if sizes.hidden_size == self.hidden_size else "decoder_hidden_size"
+        is_multiple = self.head_dim is not None or sizes.hidden_size % heads == 0
+        yield name, is_multiple, f"must be a multiple of `{stack}_attention_heads`, {heads}, or `head_dim` set"
+        name = "decoder_" * (stack == "decoder" and self.decoder_num_key_value_heads is not None)
+        name += "num_key_value_heads"
+        yield name, heads % sizes.key_value_heads == 0, f"must divide `{stack}_attention_heads`, {heads}"
+        can_rotate = self.position_embedding_type != "rotary" or sizes.head_dim % 2 == 0
+        yield "head_dim", can_rotate, f"must be even for rotary positions, and is {sizes.head_dim} in the {stack}"
+        are_known = len(kinds) == sizes.layers and {*kinds} <= {FULL, SLIDING}
+        yield f"{stack}_layer_types", are_known, f"must name {FULL} or {SLIDING} for each of {sizes.layers} layers"
+        are_two = stack == "decoder" or window is None or (len(window) == 2 and min(window) >= 0)
+        yield f"{stack}_window", are_two, "must be two numbers of tokens, from 0 on"
+        fits = (window is not None) == has_window
+        yield f"{stack}_window", fits, f"must be set with {SLIDING} in `{stack}_layer_types`, and only then"
 
     def validate_rope(self) -> None:
-        """Do nothing: `_check_rope` has validated rotary positions, and other positions ignore `rope_parameters`."""
+        """Validate rotary positions only: other positions ignore `rope_parameters`."""
+        if self.position_embedding_type == "rotary":
+            super().validate_rope()
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """Return the configuration of a stack, or of the logits if neither stack is named.
+        """Return the configuration of a stack, or of the logits if neither stack is named: this one if its sizes fit, or a copy.
 
-        - Stacks of equal shape share this configuration.
-        - A stack of another shape has a copy with the sizes of its heads.
-        - The logits have a copy with the target vocabulary, which transformers reads in beam search and for scores.
+        The logits have the target vocabulary, which transformers reads in beam search and for scores.
         """
-        values, asks_for_logits = {}, bool(decoder) == bool(encoder)
-        if asks_for_logits or decoder:
-            values["vocab_size"] = self.decoder_vocab_size
-        if not asks_for_logits:
+        is_of_logits = bool(decoder) == bool(encoder)
+        values = {"vocab_size": self.decoder_vocab_size} if is_of_logits or decoder else {}
+        if not is_of_logits:
             sizes = self.stack_sizes("decoder" if decoder else "encoder")
             values |= {"hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.layers}
             values |= {"num_attention_heads": sizes.attention_heads, "head_dim": sizes.head_dim}
@@ -426,15 +365,13 @@ class MetaphraseConfig(PreTrainedConfig):
     @property
     def position_limit(self) -> int | None:
         """The most tokens of a source, or None without a limit."""
-        return self._position_limit("encoder")
+        return None if self.position_embedding_type == "relative" else self.max_position_embeddings
 
     @property
     def decoder_position_limit(self) -> int | None:
         """The most tokens of a target, or None without a limit."""
-        return self._position_limit("decoder")
-
-    def _position_limit(self, stack: str) -> int | None:
-        return None if self.position_embedding_type == "relative" else self.stack_sizes(stack).max_position_embeddings
+        is_relative = self.position_embedding_type == "relative"
+        return None if is_relative else self.decoder_max_position_embeddings or self.max_position_embeddings
 
 
 MetaphraseConfig.register_for_auto_class()

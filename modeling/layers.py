@@ -1,4 +1,4 @@
-"""Attention, feed-forward network, encoder layer and decoder layer.
+"""Attention, recurrence, feed-forward network, encoder layer and decoder layer.
 
 Attention: (batch, length, hidden) -> (batch, heads, length, head_dim) -> kernel -> (batch, length, hidden). The kernel comes
 from transformers' attention interface, so that `attn_implementation=` works as for every model.
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -17,7 +17,6 @@ from .compat import takes_cache
 from .configuration_metaphrase import SSRU, MetaphraseConfig, StackSizes
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm, soft_cap
 from .positions import RelativePositionBias, rotate
-from .recurrence import MetaphraseSSRU
 
 # Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | None
@@ -66,10 +65,7 @@ def eager_attention_forward(
 
 
 def fold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
-    """Join the queries of rows that share a source.
-
-    (batch * copies, heads, query, head_dim) -> (batch, heads, copies * query, head_dim)
-    """
+    """Join queries that share a source: `(batch * copies, heads, query, dim) -> (batch, heads, copies * query, dim)`."""
     return states.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
 
 
@@ -114,14 +110,9 @@ class MetaphraseAttention(nn.Module):
         source_size: int | None = None,
         is_merged: bool = False,
     ):
-        """Make the attention of a layer.
-
-        `source_size` is the width of the encoder output that a cross-attention reads. A merged attention reads both.
-        """
         super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.is_causal = is_causal
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, is_causal
+        # `source_size` is the width of the encoder output that a cross-attention reads. A merged attention reads both.
         self.is_cross, self.is_merged = source_size is not None, is_merged
         self.head_dim = sizes.head_dim
         self.num_key_value_groups = sizes.attention_heads // sizes.key_value_heads
@@ -150,15 +141,14 @@ class MetaphraseAttention(nn.Module):
             )
         has_bias = config.position_embedding_type == "relative" and not config.relative_attention_shared
         if has_bias and not self.is_cross:
-            heads, is_bidirectional = sizes.attention_heads, not is_causal
-            self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional)
+            self.relative_position_bias = RelativePositionBias(config, sizes.attention_heads, not is_causal)
 
     def split_heads(self, states: torch.Tensor) -> torch.Tensor:
         """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
         return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def project_queries(self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None) -> torch.Tensor:
-        """Return the queries of states, `(batch, heads, length, head_dim)`."""
+        """Return queries `(batch, heads, length, head_dim)`."""
         query = self.split_heads(acceleration.linear(self.q_proj, states))
         if self.config.qk_norm:
             query = self.q_norm(query)
@@ -175,7 +165,6 @@ class MetaphraseAttention(nn.Module):
         return (key if position_embeddings is None else rotate(key, *position_embeddings)), value
 
     def _read_source(self, encoder_hidden_states: torch.Tensor, past_key_values: Cache | None):
-        """Compute keys and values of the source at the first decoding step, and read the cache at later steps."""
         if past_key_values is None:
             return self.project_keys_and_values(encoder_hidden_states)
         cache = past_key_values.cross_attention_cache
@@ -200,8 +189,6 @@ class MetaphraseAttention(nn.Module):
 
         Args:
             hidden_states: Input of the queries, `(batch, query, hidden)`.
-            position_embeddings: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
-            attention_mask: Mask for the kernel in use.
             encoder_hidden_states: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`, or, beside
                 the hidden states, of a merged attention. Each source serves `copies` consecutive rows of the batch.
             packing: The sequences of packed rows, which the installed package makes.
@@ -218,7 +205,6 @@ class MetaphraseAttention(nn.Module):
                 self, *states, attention_mask, position_embeddings, packing, dropout
             )
             return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
-
         query = self.project_queries(hidden_states, position_embeddings)
         if self.is_cross:
             key, value = self._read_source(encoder_hidden_states, past_key_values)
@@ -231,7 +217,6 @@ class MetaphraseAttention(nn.Module):
             copies = key.shape[0] // source_key.shape[0]
             key = torch.cat((key, source_key.repeat_interleave(copies, dim=0)), dim=2)
             value = torch.cat((value, source_value.repeat_interleave(copies, dim=0)), dim=2)
-
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
             query = fold_copies(query, copies)
@@ -243,6 +228,103 @@ class MetaphraseAttention(nn.Module):
             weights = unfold_copies(weights, copies)
         # (batch, query, heads, head_dim), or folded -> (batch, query, heads * head_dim) -> (batch, query, hidden)
         return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class MetaphraseSSRU(nn.Module):
+    """Simpler simple recurrent unit: each token forgets a part of the state, and adds its own input.
+
+    With f = sigmoid(W_f x + b), the state is c_t = f c_{t-1} + (1 - f) W x, and the output relu(c). A decoding step costs the
+    same at any length. Training computes all tokens at once.
+
+    Source: Kim et al. 2019, section 3.1, https://aclanthology.org/D19-5632.
+    """
+
+    is_merged = False
+
+    def __init__(self, config: MetaphraseConfig, sizes: StackSizes, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.input_proj = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
+        self.forget_proj = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: PositionEmbeddings = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        packing: Any = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        """Return the output `(batch, length, hidden)`, and None in place of attention weights.
+
+        Args:
+            attention_mask: 1 for a token, 0 for padding, `(batch, past + length)`. Padding leaves the state as it is.
+            past_key_values: Its cache for self-attention holds the states of all tokens in place of keys, so that searches can
+                reorder and shorten them: `(batch, 1, past, hidden)`.
+            packing: The sequences of packed rows. Each sequence begins with an empty state.
+        """
+        cache = None if past_key_values is None else past_key_values.self_attention_cache
+        kinds = {type(layer) for layer in ([] if cache is None else cache.layers)} - {DynamicLayer}
+        if kinds:
+            raise ValueError(
+                f"The cache must be dynamic with `decoder_self_attention` ssru, got a {kinds.pop().__name__}. "
+                "Remove `cache_implementation`."
+            )
+        if self.training:
+            hidden_states = cast_for_autocast(hidden_states)
+        forget = torch.sigmoid(acceleration.linear(self.forget_proj, hidden_states).float())
+        inputs = (1 - forget) * acceleration.linear(self.input_proj, hidden_states)
+        length = longest = hidden_states.shape[1]
+        if packing is not None:
+            longest = packing.queries.longest
+            forget = forget.index_fill(1, packing.queries.starts, 0.0)
+        if attention_mask is not None:
+            is_padding = (attention_mask[:, -length:] == 0)[:, :, None]
+            forget, inputs = forget.masked_fill(is_padding, 1.0), inputs.masked_fill(is_padding, 0.0)
+        if cache is not None and cache.get_seq_length(self.layer_idx):
+            inputs[:, 0] += forget[:, 0] * cache.layers[self.layer_idx].keys[:, 0, -1]
+        states = scan(forget, inputs, longest)
+        if cache is not None:
+            cache.update(states[:, None], states[:, None, :, :0], self.layer_idx)
+        return torch.relu(states).to(hidden_states.dtype), None
+
+
+def scan(factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return c_t = a_t c_{t-1} + b_t of factors a and inputs b along the second axis, `(batch, length, hidden)`.
+
+    A sequence has at most `longest` tokens: a factor of 0 begins each other one. The number of operations grows with the
+    logarithm of `longest` (Hillis and Steele 1986, https://doi.org/10.1145/7902.7903).
+    """
+    return inputs if longest == 1 else _Scan.apply(factors, inputs, longest)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:
+        states = _run_scan(factors, inputs, longest)
+        ctx.save_for_backward(factors, states)
+        ctx.longest = longest
+        return states
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        factors, states = ctx.saved_tensors
+        # A state is read by its output and by the next state: g_t = gradient_t + a_{t+1} g_{t+1}.
+        next_factors = nn.functional.pad(factors[:, 1:], (0, 0, 0, 1))
+        of_inputs = _run_scan(next_factors.flip(1), gradient.flip(1), ctx.longest).flip(1)
+        return of_inputs * nn.functional.pad(states[:, :-1], (0, 0, 1, 0)), of_inputs, None
+
+
+def _run_scan(factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:
+    factors, states, distance = factors.clone(), inputs.clone(), 1
+    while distance < longest:
+        # Each state holds the inputs of the last `distance` tokens, and its factor leads back to the state before them.
+        states[:, distance:] += factors[:, distance:] * states[:, :-distance]
+        factors[:, distance:] = factors[:, distance:] * factors[:, :-distance]
+        distance *= 2
+    return states
 
 
 class MetaphraseMLP(nn.Module):
@@ -275,10 +357,7 @@ class MetaphraseMLP(nn.Module):
 
 
 class MetaphraseHeadTransform(nn.Module):
-    """Linear layer, activation and norm between decoder and output projection: `(..., hidden) -> (..., hidden)`.
-
-    Source: the head of BERT's code, Devlin et al. 2019, arXiv 1810.04805.
-    """
+    """Linear layer, activation and norm between decoder and output projection (BERT, Devlin et al. 2019, arXiv 1810.04805)."""
 
     def __init__(self, config: MetaphraseConfig, width: int):
         super().__init__()
@@ -308,21 +387,17 @@ class _ResidualLayer(GradientCheckpointingLayer):
             if self.has_output_norms:
                 self.add_module(f"{name}_output_norm", make_norm(config, sizes.hidden_size))
 
-    def add_residual(self, residual: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the residual plus the output of a sublayer after dropout."""
-        hidden_states = acceleration.add_dropout(residual, hidden_states, p=self.dropout, training=self.training)
-        return clamp_float16(hidden_states)
-
-    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Apply the feed-forward network, with its norms and the residual connection."""
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.mlp_norm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
+    def add(self, name: str, residual: torch.Tensor, *inputs, **kwargs) -> torch.Tensor:
+        """Apply a sublayer by its name to `(batch, length, hidden)`, with its norms, and add its output after dropout."""
+        norm = getattr(self, f"{name}_norm")
+        output = getattr(self, name)(norm(residual) if self.is_pre_norm else residual, *inputs, **kwargs)
+        # An attention returns its weights, too.
+        output = output[0] if isinstance(output, tuple) else output
         if self.has_output_norms:
-            hidden_states = self.mlp_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        return hidden_states if self.is_pre_norm else self.mlp_norm(hidden_states)
+            output = getattr(self, f"{name}_output_norm")(output)
+        hidden_states = acceleration.add_dropout(residual, output, p=self.dropout, training=self.training)
+        hidden_states = clamp_float16(hidden_states)
+        return hidden_states if self.is_pre_norm else norm(hidden_states)
 
 
 class MetaphraseEncoderLayer(_ResidualLayer):
@@ -340,17 +415,8 @@ class MetaphraseEncoderLayer(_ResidualLayer):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Apply the layer: `(batch, source, hidden) -> (batch, source, hidden)`."""
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states, position_embeddings, attention_mask, **kwargs)
-        if self.has_output_norms:
-            hidden_states = self.self_attn_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        if not self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
-        return self.feed_forward(hidden_states)
+        hidden_states = self.add("self_attn", hidden_states, position_embeddings, attention_mask, **kwargs)
+        return self.add("mlp", hidden_states)
 
 
 class MetaphraseDecoderLayer(_ResidualLayer):
@@ -378,31 +444,10 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Apply the layer: `(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)`."""
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
         source = encoder_hidden_states if self.self_attn.is_merged else None
-        hidden_states, _ = self.self_attn(
-            hidden_states, position_embeddings, attention_mask, past_key_values, source, **kwargs
-        )
-        if self.has_output_norms:
-            hidden_states = self.self_attn_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        if not self.is_pre_norm:
-            hidden_states = self.self_attn_norm(hidden_states)
-        if self.self_attn.is_merged:
-            return self.feed_forward(hidden_states)
-
-        residual = hidden_states
-        if self.is_pre_norm:
-            hidden_states = self.cross_attn_norm(hidden_states)
-        hidden_states, _ = self.cross_attn(
-            hidden_states, None, encoder_attention_mask, past_key_values, encoder_hidden_states, **kwargs
-        )
-        if self.has_output_norms:
-            hidden_states = self.cross_attn_output_norm(hidden_states)
-        hidden_states = self.add_residual(residual, hidden_states)
-        if not self.is_pre_norm:
-            hidden_states = self.cross_attn_norm(hidden_states)
-        return self.feed_forward(hidden_states)
+        inputs = position_embeddings, attention_mask, past_key_values, source
+        hidden_states = self.add("self_attn", hidden_states, *inputs, **kwargs)
+        if not self.self_attn.is_merged:
+            inputs = None, encoder_attention_mask, past_key_values, encoder_hidden_states
+            hidden_states = self.add("cross_attn", hidden_states, *inputs, **kwargs)
+        return self.add("mlp", hidden_states)

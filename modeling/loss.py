@@ -1,7 +1,4 @@
-"""Decoder inputs from labels, and the loss from logits.
-
-All code that shifts or counts labels uses this file.
-"""
+"""Decoder inputs from labels, and the loss from logits."""
 
 import torch
 from torch import nn
@@ -16,7 +13,7 @@ def shift_right(
     target_lengths: torch.Tensor | None = None,
     start_from_labels: bool = False,
 ) -> torch.Tensor:
-    """Make the decoder's input from labels: the start token, then all labels but the last.
+    """Make the decoder's input `(batch, target)` from labels: the start token, then all labels but the last.
 
     Args:
         labels: Ids `(batch, target)`, -100 at positions without a label.
@@ -24,20 +21,14 @@ def shift_right(
         target_lengths: Tokens of each target in a packed row, `(targets)`. Each target gets a start token.
         start_from_labels: True to start with the last label of a target instead. This is a language code in mBART (Liu et al.
             2020, section 2.2, arXiv 2001.08210).
-
-    Returns:
-        Ids `(batch, target)`.
     """
-    for field, value in (("decoder_start_token_id", decoder_start_token_id), ("pad_token_id", pad_token_id)):
-        is_needed = field == "pad_token_id" or not start_from_labels
-        if value is None and is_needed:
-            raise ValueError(f"`{field}` must be set in the configuration to shift labels to the right, got None.")
+    if pad_token_id is None or (decoder_start_token_id is None and not start_from_labels):
+        raise ValueError("`pad_token_id` and `decoder_start_token_id` must be set in the configuration, got None.")
     if start_from_labels:
         starts = _last_labels(labels, pad_token_id, target_lengths)
     else:
-        starts = labels.new_full(
-            labels.shape[:1] if target_lengths is None else target_lengths.shape, decoder_start_token_id
-        )
+        shape = labels.shape[:1] if target_lengths is None else target_lengths.shape
+        starts = labels.new_full(shape, decoder_start_token_id)
     shifted = labels.roll(1, dims=1)
     if target_lengths is None:
         shifted[:, 0] = starts
@@ -65,7 +56,7 @@ def sequence_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the labels, in float32.
+    """Return the mean cross-entropy of the labels, a scalar in float32, 0 without labels.
 
     Args:
         logits: `(batch, target, vocab)`.
@@ -73,9 +64,6 @@ def sequence_loss(
         num_items_in_batch: Number of labels in all batches of an optimizer step. Dividing by this number makes the losses of
             accumulated batches add up to the loss of one large batch. None divides by the labels of this batch.
         label_smoothing: Probability to spread over the vocabulary, in [0, 1) (Szegedy et al. 2016, section 7, arXiv 1512.00567).
-
-    Returns:
-        A scalar, 0 without labels.
     """
     labels = labels.to(logits.device)
     total = nn.functional.cross_entropy(

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
 
 class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
-    """Resizing of the source vocabulary, of the target vocabulary, or of a shared vocabulary."""
+    """Embeddings of the source vocabulary, of the target vocabulary, or of a shared vocabulary, and their resizing."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.get_encoder().embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module):
+        for module in self.modules():
+            is_shared = self.config.share_embeddings and isinstance(module, MetaphraseDecoder)
+            if is_shared or isinstance(module, MetaphraseEncoder):
+                module.embed_tokens = value
 
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
         if self.config.share_embeddings:
@@ -51,10 +60,7 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Resize a separate target vocabulary, its embeddings and the output projection, and return the new embeddings.
-
-        The arguments are those of `resize_token_embeddings`.
-        """
+        """Resize a separate target vocabulary, its embeddings and the output projection, and return the new embeddings."""
         if self.config.share_embeddings:
             raise ValueError(
                 "`share_embeddings` must be false to resize the target alone, got true. Use `resize_token_embeddings`."
@@ -83,14 +89,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             self._tied_weights_keys = {}
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.encoder.embed_tokens = value
-        if self.config.share_embeddings:
-            self.decoder.embed_tokens = value
-
     @takes_cache
     @can_return_tuple
     def forward(
@@ -116,11 +114,8 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             decoder_input_ids: Target ids, shifted to the right, `(batch, target)`.
             decoder_attention_mask: 1 for a target token, 0 for padding, `(batch, past + target)`.
             encoder_outputs: The encoder output `(batch, source, hidden)`, in a tuple or a model output.
-            past_key_values: Cache of earlier decoding steps.
-            inputs_embeds: Scaled embeddings `(batch, source, hidden)` instead of `input_ids`.
-            decoder_inputs_embeds: Scaled embeddings `(batch, target, hidden)` instead of `decoder_input_ids`.
-            position_ids: `(batch, source)`. By default tokens are counted from 0 without padding.
-            decoder_position_ids: `(batch, target)`. By default tokens are counted from 0 without padding.
+            inputs_embeds, decoder_inputs_embeds: Scaled embeddings `(batch, length, hidden)` instead of ids.
+            position_ids, decoder_position_ids: `(batch, length)`. By default tokens are counted from 0 without padding.
             use_cache: True to return keys and values for the next decoding step.
             **kwargs: Also `source_lengths` and `target_lengths` of packed rows, if `supports_packing` is true.
         """
@@ -186,8 +181,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         self, labels: torch.Tensor, target_lengths: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the decoder's input for labels, `(batch, target)`. Data collators call this method."""
-        config = self.config
-        start = config.decoder_start_token_id
+        config, start = self.config, self.config.decoder_start_token_id
         return shift_right(labels, config.pad_token_id, start, target_lengths, config.decoder_start_from_labels)
 
     def project(
@@ -248,8 +242,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         if labels is not None:
             use_cache = False if use_cache is None else use_cache
             if decoder_input_ids is None and decoder_inputs_embeds is None:
-                lengths = kwargs.get("target_lengths")
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, lengths)
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, kwargs.get("target_lengths"))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -277,7 +270,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         return Seq2SeqLMOutput(loss=loss, logits=logits, **rest)
 
 
-class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
+class MetaphraseEncoderModel(EncoderDecoderEmbeddings):
     """The encoder alone, for embeddings of text."""
 
     _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"head_transform\.", r"lm_head\."]
@@ -286,19 +279,6 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
         super().__init__(config)
         self.encoder = MetaphraseEncoder(config)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.encoder.embed_tokens = value
-
-    def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
-        embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.vocab_size = embeddings.num_embeddings
-        if self.config.share_embeddings:
-            self.config.decoder_vocab_size = embeddings.num_embeddings
-        return embeddings
 
     @can_return_tuple
     def forward(
@@ -309,7 +289,6 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """Encode sources, with the arguments of `MetaphraseEncoder.forward`."""
         return self.encoder(input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs)
 
 

@@ -1,11 +1,9 @@
 """Normalization, limits of float16, and the operators that the installed `metaphrase` package replaces by faster code.
 
-A copy of the network on the Hub runs the plain functions of this file. `import metaphrase` plugs in `ops/` and `decoding/`, which
-compute the same.
+A copy on the Hub runs these plain functions. `import metaphrase` plugs in `ops/` and `decoding/`, which compute the same.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -41,18 +39,14 @@ def make_norm(config: MetaphraseConfig, size: int) -> nn.Module:
 
 
 def soft_cap(values: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Return `softcap * tanh(values / softcap)`, or the values themselves for None.
-
-    Source: Gemma Team 2024, section 2, arXiv 2408.00118.
-    """
+    """Return `softcap * tanh(values / softcap)` (Gemma Team 2024, arXiv 2408.00118), or the values themselves for None."""
     return values if softcap is None else torch.tanh(values / softcap) * softcap
 
 
 def clamp_float16(states: torch.Tensor) -> torch.Tensor:
-    """Clamp float16 states to finite numbers, and return states of other types unchanged.
+    """Clamp float16 states to finite numbers: two infinities in a residual stream cancel to NaN.
 
-    Two infinities in a residual stream cancel to NaN. T5's checkpoints overflow float16 in the feed-forward network, since they
-    were trained in bfloat16.
+    T5's checkpoints overflow float16 in the feed-forward network, since they were trained in bfloat16.
     """
     if states.dtype != torch.float16:
         return states
@@ -81,25 +75,7 @@ def plain_add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, tr
     return residual + nn.functional.dropout(states, p, training)
 
 
-def _no_packed_attention(*args) -> None:
-    raise NotImplementedError("Packed rows need the installed package `metaphrase`.")
-
-
-@dataclass
-class Acceleration:
-    """Functions that the network calls, each with a plain default.
-
-    Attributes:
-        linear: Like `plain_linear`.
-        dropout: Like `torch.nn.functional.dropout` (Srivastava et al. 2014, section 4).
-        add_dropout: Like `plain_add_dropout`.
-        packed_attention: Returns output and weights of a `MetaphraseAttention` over packed rows. Projects, too.
-    """
-
-    linear: Callable[..., torch.Tensor] = plain_linear
-    dropout: Callable[..., torch.Tensor] = nn.functional.dropout
-    add_dropout: Callable[..., torch.Tensor] = plain_add_dropout
-    packed_attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _no_packed_attention
-
-
-acceleration = Acceleration()
+# Functions that the network calls. Only the package has an attention over packed rows, which projects, too.
+acceleration = SimpleNamespace(
+    linear=plain_linear, dropout=nn.functional.dropout, add_dropout=plain_add_dropout, packed_attention=None
+)

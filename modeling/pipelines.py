@@ -14,13 +14,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pipelines.base import Pipeline
 
-from .compat import translation_inputs
-
 # Defaults of transformers 4's pipelines.
 DEFAULT_NUM_BEAMS = 4
 DEFAULT_MAX_NEW_TOKENS = 256
 _OPTIONS_WITHOUT_BEAMS = {"assistant_model", "prompt_lookup_num_tokens", "streamer"}
-# The folder of a separate target tokenizer, beside the source tokenizer, and its mark in the source tokenizer.
+# The folder of a separate target tokenizer, and its mark in the source tokenizer.
 _TARGET_SUBFOLDER = "target_tokenizer"
 
 
@@ -30,20 +28,17 @@ class Text2TextGenerationPipeline(Pipeline):
     By default, targets have up to 256 tokens, from beam search with 4 beams.
 
     Args:
-        model: An encoder-decoder with `generate()`.
         tokenizer: Tokenizer of the sources, or a pair of tokenizers with the attributes `source` and `target`.
         target_tokenizer: Tokenizer of the targets. By default the one saved beside the source tokenizer, or else `tokenizer`.
         task: Name of the task, whose `task_specific_params` in the model's configuration apply.
         **kwargs: Arguments of transformers' pipelines and of a call: `prefix`, `truncation`, and all options of `generate()`.
     """
 
-    _load_processor = False
-    _load_image_processor = False
-    _load_video_processor = False
-    _load_feature_extractor = False
+    _load_processor = _load_image_processor = _load_video_processor = _load_feature_extractor = False
     _load_tokenizer = True
 
     return_name = "generated"
+    _preprocess_options = ("truncation", "prefix")
 
     def __init__(
         self,
@@ -58,7 +53,13 @@ class Text2TextGenerationPipeline(Pipeline):
             tokenizer, target_tokenizer = tokenizer.source, target_tokenizer or tokenizer.target
         if tokenizer is None:
             raise ValueError("`tokenizer` must be given if `model` is not a folder, got None.")
-        self.target_tokenizer = target_tokenizer or _find_target_tokenizer(tokenizer)
+        if target_tokenizer is None:
+            folder, target_tokenizer = tokenizer.name_or_path, tokenizer
+            # A name on the Hub has no folder, but the source tokenizer has the mark.
+            has_folder = os.path.isdir(os.path.join(folder, _TARGET_SUBFOLDER))
+            if has_folder or _TARGET_SUBFOLDER in tokenizer.init_kwargs:
+                target_tokenizer = AutoTokenizer.from_pretrained(folder, subfolder=_TARGET_SUBFOLDER)
+        self.target_tokenizer = target_tokenizer
         tasks = getattr(model.config, "task_specific_params", None) or {}
         options = dict(tasks.get(task) or {})
         self.prefix = options.pop("prefix", getattr(model.config, "prefix", None)) or ""
@@ -69,17 +70,10 @@ class Text2TextGenerationPipeline(Pipeline):
         is_metaphrase = model.config.model_type == "metaphrase"
         self._adds_eos = is_metaphrase and eos is not None and eos not in tokenizer("a")["input_ids"]
 
-    def _sanitize_parameters(
-        self,
-        return_tensors: bool | None = None,
-        clean_up_tokenization_spaces: bool | None = None,
-        truncation: bool | str | None = None,
-        prefix: str | None = None,
-        **generate_kwargs: Any,
-    ) -> tuple[dict, dict, dict]:
-        preprocess = {"truncation": truncation, "prefix": prefix}
-        postprocess = {"return_tensors": return_tensors, "clean_up_tokenization_spaces": clean_up_tokenization_spaces}
-        return _without_none(preprocess), _override_lengths(generate_kwargs), _without_none(postprocess)
+    def _sanitize_parameters(self, **options: Any) -> tuple[dict, dict, dict]:
+        names = self._preprocess_options, ("return_tensors", "clean_up_tokenization_spaces")
+        preprocess, postprocess = ({name: options.pop(name) for name in part if name in options} for part in names)
+        return _without_none(preprocess), _override_lengths(options), _without_none(postprocess)
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Generate the targets of a text, or of a sequence, data set or generator of texts.
@@ -99,7 +93,6 @@ class Text2TextGenerationPipeline(Pipeline):
         return self._finish_source(self.tokenizer(text, truncation=truncation, return_tensors="pt"), truncation)
 
     def _finish_source(self, encoded: Mapping[str, Any], truncation: bool | str) -> dict[str, Any]:
-        """Add the end of sequence, and check the length."""
         encoded = {name: value for name, value in encoded.items() if name != "token_type_ids"}
         if self._adds_eos:
             ids, max_length = encoded["input_ids"], self.tokenizer.model_max_length
@@ -133,7 +126,7 @@ class Text2TextGenerationPipeline(Pipeline):
         return {"output_ids": sequences.reshape(len(model_inputs["input_ids"]), -1, sequences.shape[-1])}
 
     def _with_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return options of `generate()` with the pipeline's defaults, where neither the options nor the model have a value."""
+        """Add the pipeline's defaults where neither the options nor the model have a value."""
         settings = _without_none(self.model.generation_config.to_diff_dict()).keys() | options.keys()
         defaults = {}
         if not settings & {"max_length", "max_new_tokens"}:
@@ -146,17 +139,12 @@ class Text2TextGenerationPipeline(Pipeline):
 
     def _starts_with_language(self) -> bool:
         """Return True if the decoder starts with a language code, as in the first mBART."""
-        tokenizer = self.target_tokenizer
-        other_ids = (None, tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        other_ids = (None, *(getattr(self.target_tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")))
         return self.model.generation_config.decoder_start_token_id not in other_ids
 
     def postprocess(
-        self,
-        model_outputs: dict[str, torch.Tensor],
-        return_tensors: bool = False,
-        clean_up_tokenization_spaces: bool = False,
+        self, model_outputs: dict, return_tensors: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> list[dict[str, Any]]:
-        """Return a dictionary for each target of one text, from `output_ids` `(1, num_return_sequences, target)`."""
         rows = model_outputs["output_ids"][0]
         if return_tensors:
             return [{f"{self.return_name}_token_ids": ids} for ids in rows]
@@ -182,13 +170,13 @@ class SummarizationPipeline(Text2TextGenerationPipeline):
 
 
 class TranslationPipeline(Text2TextGenerationPipeline):
-    """Pipeline of the tasks `translation` and `translation_xx_to_yy`.
+    """Pipeline of the tasks `translation` and `translation_xx_to_yy`, with `translation_text` or `translation_token_ids`.
 
-    The results are `translation_text` or `translation_token_ids`. `src_lang` and `tgt_lang` are the languages of a multilingual
-    model, as codes of its tokenizer.
+    `src_lang` and `tgt_lang` are the languages of a multilingual model, as codes of its tokenizer.
     """
 
     return_name = "translation"
+    _preprocess_options = ("truncation", "prefix", "src_lang", "tgt_lang")
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *args: Any, task: str = "", **kwargs: Any):
         if languages := re.fullmatch("translation_(.+?)_to_(.+)", task):
@@ -197,42 +185,23 @@ class TranslationPipeline(Text2TextGenerationPipeline):
             task = f"translation_{kwargs.get('src_lang')}_to_{kwargs['tgt_lang']}"
         super().__init__(model, tokenizer, *args, task=task, **kwargs)
 
-    def _sanitize_parameters(
-        self, src_lang: str | None = None, tgt_lang: str | None = None, **kwargs: Any
-    ) -> tuple[dict, dict, dict]:
-        preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
-        return preprocess | _without_none({"src_lang": src_lang, "tgt_lang": tgt_lang}), forward, postprocess
-
     def preprocess(
-        self,
-        inputs: str,
-        truncation: bool | str = False,
-        prefix: str | None = None,
-        src_lang: str | None = None,
-        tgt_lang: str | None = None,
+        self, inputs: str, truncation: bool | str = False, prefix: str | None = None, **languages: str
     ) -> dict[str, Any]:
         """Return the ids and the attention mask of a text, `(1, source)`, and the id of the target language, if any."""
         has_default = self.model.generation_config.forced_bos_token_id is not None or self._starts_with_language()
-        if not hasattr(self.tokenizer, "_build_translation_inputs") or (src_lang is tgt_lang is None and has_default):
+        build = getattr(self.tokenizer, "_build_translation_inputs", None)
+        if build is None or (not languages and has_default):
             return super().preprocess(inputs, truncation, prefix)
-        languages = {"src_lang": src_lang, "tgt_lang": tgt_lang}
+        languages = {"src_lang": None, "tgt_lang": None} | languages
         codes = getattr(self.tokenizer, "lang_code_to_token", None) or self.tokenizer.get_added_vocab()
         for name, code in languages.items():
             # A tokenizer would read another word as a language.
             if code not in {None, *codes}:
                 raise ValueError(f"`{name}` must be a language that the tokenizer knows, got {code!r}.")
         text = (prefix or "") + inputs
-        encoded = translation_inputs(self.tokenizer, text, return_tensors="pt", truncation=truncation, **languages)
+        encoded = build(text, return_tensors="pt", truncation=truncation, **languages)
         return self._finish_source(encoded, truncation)
-
-
-def _find_target_tokenizer(source: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the target tokenizer saved beside the source tokenizer, or else the source tokenizer."""
-    folder = source.name_or_path
-    # A name on the Hub has no folder, but the source tokenizer has the mark.
-    if _TARGET_SUBFOLDER in source.init_kwargs or os.path.isdir(os.path.join(folder, _TARGET_SUBFOLDER)):
-        return AutoTokenizer.from_pretrained(folder, subfolder=_TARGET_SUBFOLDER)
-    return source
 
 
 def _override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:

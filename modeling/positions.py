@@ -24,7 +24,7 @@ def sinusoids(positions: torch.Tensor, hidden_size: int, layout: str) -> torch.T
 
     An odd width has one cosine less than sines, or a zero at the end for `fairseq`.
 
-    Source: Vaswani et al. 2017, section 3.5, arXiv 1706.03762. `MetaphraseConfig.sinusoidal_layout` describes the layouts.
+    Source: Vaswani et al. 2017, section 3.5, arXiv 1706.03762.
     """
     device = positions.device
     if layout == "fairseq":
@@ -51,17 +51,10 @@ class SinusoidalPositionEmbedding(nn.Module):
 
     def __init__(self, config: MetaphraseConfig, hidden_size: int):
         super().__init__()
-        self.hidden_size = hidden_size
-        self.layout = config.sinusoidal_layout
-        self.offset = config.position_offset
+        self.hidden_size, self.layout, self.offset = hidden_size, config.sinusoidal_layout, config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
-        """Return the vectors of positions, `(batch, query, hidden)` in float32.
-
-        Args:
-            position_ids: `(batch, query)`.
-            length: A number above every position; None if unknown. Reading the positions would wait for an accelerator.
-        """
+        """Return the vectors of positions `(batch, query)` below `length`, `(batch, query, hidden)` in float32."""
         if length is None or position_ids.numel() <= length:
             return sinusoids(position_ids + self.offset, self.hidden_size, self.layout)
         # A vector for each position takes less time than one for each token.
@@ -82,14 +75,10 @@ class LearnedPositionEmbedding(nn.Embedding):
             self.token_types.is_of_positions = True
 
     def forward(self, position_ids: torch.Tensor, length: int | None) -> torch.Tensor:
-        """Look up positions, as `SinusoidalPositionEmbedding` does."""
-        # `length` counts padding, too, which has no positions. So the ids decide.
+        # `length` counts padding, too, which has no positions. So the ids decide. Reading them would wait for an accelerator.
         count = self.num_embeddings - self.offset
-        if (
-            length is not None
-            and length > count
-            and (torch.compiler.is_compiling() or int(position_ids.max()) >= count)
-        ):
+        is_long = length is not None and length > count
+        if is_long and (torch.compiler.is_compiling() or int(position_ids.max()) >= count):
             raise ValueError(
                 f"A sequence must not be longer than `max_position_embeddings` with learned positions, "
                 f"got {length} tokens and {count} positions."
@@ -106,10 +95,8 @@ class RotaryPositionEmbedding(nn.Module):
 
     def __init__(self, config: MetaphraseConfig, device: torch.device | None = None):
         super().__init__()
-        self.config = config
-        self.rope_type = config.rope_parameters["rope_type"]
-        self.max_seq_len_cached = config.max_position_embeddings
-        self.original_max_seq_len = config.max_position_embeddings
+        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         inverse_frequencies, self.attention_scaling = self.make_frequencies(device)
         self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
         self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
@@ -193,7 +180,7 @@ class RelativePositionBias(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         num_exact = num_buckets // 2
-        # A distance of 0 would have no logarithm. Its value is not used.
+        # A distance of 0 has no logarithm. Its value is not used.
         growth = torch.log(distance.clamp(min=1).float() / num_exact) / math.log(self.max_distance / num_exact)
         ranged = (num_exact + (growth * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
         return offset + torch.where(distance < num_exact, distance, ranged)
@@ -206,12 +193,9 @@ class RelativePositionBias(nn.Module):
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """Return a slope for each head, in a geometric series that starts with its ratio.
+    """Return a slope for each head, in a geometric series that starts with its ratio (Press et al. 2022, arXiv 2108.12409).
 
-    For other numbers of heads than powers of two, the series of the next smaller power is completed by every second slope of the
-    next larger power, as in the authors' code.
-
-    Source: Press et al. 2022, section 3, arXiv 2108.12409.
+    The series of the next smaller power of two is completed by every second slope of the next larger, as in the authors' code.
     """
     power = 2 ** math.floor(math.log2(heads))
     slower = torch.arange(1, 2 * power, 2, dtype=torch.float64)[: heads - power] / (2 * power)

@@ -1,7 +1,4 @@
-"""Encoder and decoder: initialization, embeddings, positions, masks, and the way through the layers.
-
-The encoder returns the encoder output. The decoder reads it, and returns hidden states of the target.
-"""
+"""Encoder and decoder: initialization, embeddings, positions, masks, and the way through the layers."""
 
 import copy
 
@@ -15,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .compat import CACHE_NAME, CACHE_NAMES, is_loaded, takes_cache
+from .compat import CACHE_NAME, CACHE_NAMES, takes_cache
 from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig
 from .layers import (
     MetaphraseAttention,
@@ -35,16 +32,13 @@ from .positions import (
     positions_from_mask,
 )
 
-# Tensor parallelism of a stack's layers.
-_TP_PLAN = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
-}
+# Tensor parallelism of the sublayers.
+_ATTENTION_PLAN = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_MLP_PLAN = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+
+def make_tp_plan(**sublayers: dict[str, str]) -> dict[str, str]:
+    return {f"layers.*.{name}.{weight}": style for name, plan in sublayers.items() for weight, style in plan.items()}
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -52,8 +46,7 @@ class ScaledEmbedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
-        # peft's adapters read this name.
-        self.embed_scale = scale
+        self.embed_scale = scale  # peft's adapters read this name
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         embeddings = super().forward(input_ids)
@@ -74,7 +67,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     # True if the model reads packed rows, by `source_lengths` and `target_lengths`: if the package has put its code in place.
     supports_packing = False
     _is_resizing_head = False
-    # Names of tied weights, each with the name of the weight that stays.
     _tied_weights_keys = {}
 
     @property
@@ -94,7 +86,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
 
     @property
     def _has_plain_masks(self) -> bool:
-        """True if masks are those of transformers' functions, without biases."""
         return self.config.position_embedding_type not in ("relative", "alibi") and not self.config.merged_attention
 
     @torch.no_grad()
@@ -106,7 +97,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self._std_by_shape(module) if std is None else std)
         if isinstance(module, nn.Embedding):
             # `init` cannot see that a checkpoint filled the weight, since a row has no mark.
-            if module.padding_idx is not None and not is_loaded(module.weight):
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, MetaphraseRMSNorm) and module.plus_one:
             init.zeros_(module.weight)
@@ -139,20 +130,21 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
 class Stack(MetaphrasePreTrainedModel):
     """Base class of encoder and decoder: embeddings, layers and final norm."""
 
-    layers: nn.ModuleList
-    # Not in the configuration, which is that of both stacks.
-    _tp_plan = _TP_PLAN
+    is_causal: bool
+    layer_class: type[nn.Module]
+    _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
     _pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
-    def __init__(self, config: MetaphraseConfig, vocab_size: int, is_causal: bool):
+    def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
-        self.sizes = config.stack_sizes("decoder" if is_causal else "encoder")
+        self.sizes = config.stack_sizes("decoder" if self.is_causal else "encoder")
         width, heads = self.sizes.hidden_size, self.sizes.attention_heads
-        self.norms_first = is_causal and config.embedding_norm_before_positions
+        vocab_size = config.decoder_vocab_size if self.is_causal else config.vocab_size
+        self.norms_first = self.is_causal and config.embedding_norm_before_positions
         scale = width**0.5 if config.scale_embedding and not self.norms_first else 1.0
         padding_idx = None if config.train_padding_embedding else config.pad_token_id
         self.embed_tokens = ScaledEmbedding(vocab_size, width, scale, padding_idx)
@@ -174,16 +166,16 @@ class Stack(MetaphrasePreTrainedModel):
         elif kind == "alibi":
             self.position_bias = AlibiPositionBias(heads)
         elif kind == "relative" and config.relative_attention_shared:
-            self.position_bias = RelativePositionBias(config, heads, is_bidirectional=not is_causal)
+            self.position_bias = RelativePositionBias(config, heads, is_bidirectional=not self.is_causal)
         self.embedding_norm = make_norm(config, width) if config.embedding_norm else nn.Identity()
         self.norm = make_norm(config, width) if config.final_norm else nn.Identity()
-        self.is_causal = is_causal
         self.gradient_checkpointing = False
+        self.layers = nn.ModuleList([self.layer_class(config, index) for index in range(self.sizes.layers)])
+        self.post_init()
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
-            number = "both" if input_ids is not None else "neither"
-            raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {number}.")
+            raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given, got both or neither.")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     def enter(
@@ -220,7 +212,7 @@ class Stack(MetaphrasePreTrainedModel):
         key_positions: torch.Tensor,
         query_offset: int | torch.Tensor = 0,
     ) -> list[torch.Tensor | None]:
-        """Return the mask of each layer: a mask of full attention, narrowed to the layer's window, plus its position bias."""
+        """Return the mask of each layer: `full_mask`, narrowed to the layer's window, plus its position bias."""
         is_flash = "flash" in self.config._attn_implementation
         masks = {}
         layers = list(zip(self.position_biases(), self.windows(key_positions.shape[1]), strict=True))
@@ -248,7 +240,6 @@ class Stack(MetaphrasePreTrainedModel):
         return windows
 
     def position_biases(self) -> list[nn.Module | None]:
-        """Return the module of each layer's position bias, or None."""
         if self.position_bias is not None:
             return [self.position_bias] * len(self.layers)
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
@@ -257,12 +248,8 @@ class Stack(MetaphrasePreTrainedModel):
 class MetaphraseEncoder(Stack):
     """Stack of layers with bidirectional self-attention."""
 
+    is_causal, layer_class = False, MetaphraseEncoderLayer
     _can_record_outputs = {"hidden_states": MetaphraseEncoderLayer, "attentions": MetaphraseAttention}
-
-    def __init__(self, config: MetaphraseConfig):
-        super().__init__(config, config.vocab_size, is_causal=False)
-        self.layers = nn.ModuleList([MetaphraseEncoderLayer(config, index) for index in range(config.encoder_layers)])
-        self.post_init()
 
     @merge_with_config_defaults
     @capture_outputs
@@ -274,11 +261,7 @@ class MetaphraseEncoder(Stack):
         position_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """Encode sources, with the arguments of `MetaphraseModel.forward`.
-
-        Args:
-            attention_mask: Also a kernel's mask `(batch, 1, source, source)`.
-        """
+        """Encode sources, with the arguments of `MetaphraseModel.forward`, or a kernel's mask `(batch, 1, source, source)`."""
         return self.encode(self._embed(input_ids, inputs_embeds), attention_mask, position_ids, **kwargs)
 
     def encode(
@@ -305,22 +288,13 @@ class MetaphraseEncoder(Stack):
 class MetaphraseDecoder(Stack):
     """Stack of layers with causal self-attention and cross-attention."""
 
+    is_causal, layer_class = True, MetaphraseDecoderLayer
     _can_record_outputs = {
         "hidden_states": MetaphraseDecoderLayer,
         "attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="self_attn"),
         "cross_attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="cross_attn"),
     }
-    _tp_plan = _TP_PLAN | {
-        "layers.*.cross_attn.q_proj": "colwise",
-        "layers.*.cross_attn.k_proj": "colwise",
-        "layers.*.cross_attn.v_proj": "colwise",
-        "layers.*.cross_attn.o_proj": "rowwise",
-    }
-
-    def __init__(self, config: MetaphraseConfig):
-        super().__init__(config, config.decoder_vocab_size, is_causal=True)
-        self.layers = nn.ModuleList([MetaphraseDecoderLayer(config, index) for index in range(config.decoder_layers)])
-        self.post_init()
+    _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, cross_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
 
     @takes_cache
     @merge_with_config_defaults
@@ -346,12 +320,7 @@ class MetaphraseDecoder(Stack):
             encoder_hidden_states: The encoder output `(batch / copies, source, hidden)`. Each source serves `copies` consecutive
                 targets, as in beam search.
             encoder_attention_mask: 1 for a token, 0 for padding, `(batch / copies, source)`.
-            past_key_values: Keys and values of earlier positions. If the cache is only for self-attention, one for
-                cross-attention is added.
-            use_cache: True to make a cache if `past_key_values` is None.
         """
-        if encoder_hidden_states is None:
-            raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
         if self.training:
             # Once for all layers.
             encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
@@ -393,54 +362,39 @@ class MetaphraseDecoder(Stack):
         position_ids, bound = make_position_ids(position_ids, attention_mask, query_positions, key_length)
         hidden_states, position_embeddings = self.enter(embeddings, position_ids, bound)
 
-        encoder_mask = self._cross_mask(embeddings, encoder_hidden_states, encoder_attention_mask)
-        if self.config.decoder_self_attention == SSRU:
-            masks = [attention_mask] * len(self.layers)
-        else:
-            full_mask = self._causal_mask(hidden_states, attention_mask, cache)
-            masks = self.layer_masks(full_mask, hidden_states, query_positions, key_positions, offset)
-        if self.config.merged_attention:
-            masks = self._merge_masks(masks, encoder_mask, embeddings)
-        for layer, rotation, mask in zip(self.layers, position_embeddings, masks, strict=True):
-            hidden_states = layer(hidden_states, rotation, mask, encoder_hidden_states, encoder_mask, **kwargs)
-        return hidden_states
-
-    def _causal_mask(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None):
-        return create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            # Torch's kernel can do without a mask. A merged attention has one mask for both parts.
-            allow_is_causal_skip=self.config.attn_logit_softcapping is None and not self.config.merged_attention,
-            **{CACHE_NAME: cache},
-        )
-
-    def _cross_mask(
-        self, embeddings: torch.Tensor, encoder_hidden_states: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
         rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
         if rows % sources:
             raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
-        return create_bidirectional_mask(
+        is_merged = self.config.merged_attention
+        encoder_mask = create_bidirectional_mask(
             config=self.config,
             # Only the shape counts: the queries of a source, as `fold_copies` joins them.
             inputs_embeds=embeddings.reshape(sources, -1, embeddings.shape[-1]),
-            attention_mask=attention_mask,
+            attention_mask=encoder_attention_mask,
             encoder_hidden_states=encoder_hidden_states,
-            allow_is_bidirectional_skip=not self.config.merged_attention,
+            allow_is_bidirectional_skip=not is_merged,
         )
-
-    def _merge_masks(
-        self, masks: list[torch.Tensor], encoder_mask: torch.Tensor, embeddings: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Append the mask of the source to the masks of the target, for one softmax over both."""
-        rows, length, _ = embeddings.shape
-        # (sources, 1, copies * query, source) -> (batch, 1, query, source)
-        encoder_mask = encoder_mask.unflatten(2, (-1, length)).flatten(0, 2)[:, None]
-        merged = {
-            mask: torch.cat((mask.expand(rows, -1, -1, -1), encoder_mask), dim=-1) for mask in dict.fromkeys(masks)
-        }
-        return [merged[mask] for mask in masks]
+        if self.config.decoder_self_attention == SSRU:
+            masks = [attention_mask] * len(self.layers)
+        else:
+            full_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                # Torch's kernel can do without a mask. A merged attention has one mask for both parts.
+                allow_is_causal_skip=self.config.attn_logit_softcapping is None and not is_merged,
+                **{CACHE_NAME: cache},
+            )
+            masks = self.layer_masks(full_mask, hidden_states, query_positions, key_positions, offset)
+        if is_merged:
+            # One softmax over target and source: (sources, 1, copies * query, source) -> (batch, 1, query, source)
+            encoder_mask = encoder_mask.unflatten(2, (-1, length)).flatten(0, 2)[:, None]
+            unique = dict.fromkeys(masks)
+            merged = {mask: torch.cat((mask.expand(rows, -1, -1, -1), encoder_mask), dim=-1) for mask in unique}
+            masks = [merged[mask] for mask in masks]
+        for layer, rotation, mask in zip(self.layers, position_embeddings, masks, strict=True):
+            hidden_states = layer(hidden_states, rotation, mask, encoder_hidden_states, encoder_mask, **kwargs)
+        return hidden_states
 
 
 def make_position_ids(
@@ -460,10 +414,7 @@ def make_position_ids(
 def apply_sliding_window(
     attention_mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int
 ) -> torch.Tensor:
-    """Hide the keys outside of a window from a mask of the kernels `eager` and `sdpa`, `(batch, 1, query, key)`, or None for all.
-
-    The distances from queries to keys are `(1 or batch, query, key)`.
-    """
+    """Hide the keys outside of a window from a mask of `eager` or `sdpa`, by distances `(1 or batch, query, key)`."""
     is_near = ((distances >= -left) & (distances <= right))[:, None]
     if attention_mask is None:
         return is_near
@@ -478,5 +429,5 @@ def indices(length: int, hidden_states: torch.Tensor, offset: int | torch.Tensor
 
 
 def is_padding_mask(attention_mask: object) -> bool:
-    """Return True for a mask of padding `(batch, length)`, False for a kernel's mask."""
+    """Return True for a mask `(batch, length)`, False for a kernel's mask."""
     return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2

@@ -44,10 +44,10 @@ def average(arguments: argparse.Namespace) -> None:
 
 # Some of these functions need extras, which others must not.
 EXPORTS = {
-    "ctranslate2": "metaphrase.conversion.ctranslate2.export:export_ctranslate2",
+    "ctranslate2": "metaphrase.conversion.ctranslate2:export_ctranslate2",
     "onnx": "metaphrase.conversion.onnx.export:export_onnx",
     "web": "metaphrase.conversion.onnx.web:export_web",
-    "argos": "metaphrase.conversion.ctranslate2.argos:export_argos",
+    "argos": "metaphrase.conversion.argos:export_argos",
 }
 # The formats of each option that not all formats have.
 _FORMATS_OF_OPTION = {

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import datasets
 import psutil
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.data.pairs import READERS, data_seed
@@ -35,7 +36,7 @@ from metaphrase.training.checkpoints import last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.output_dir import holds_run, refuse_single_run, with_fields_of_run
+from metaphrase.training.output_dir import holds_run, with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, choose_plainly, describe_fields, load_recipe
 
 logger = logging.getLogger(__name__)
@@ -51,34 +52,27 @@ def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
 
     A recipe is a file, or the name of a recipe in this package. A data set is a folder, or a name with its owner.
     """
+    if not names:
+        return None, []
     endings = [Path(name.lower().removesuffix(".gz")).suffix for name in names]
     if len(names) == 2 and not {*endings} & {*READERS, *_RECIPE_ENDINGS}:
         return None, ["--train_source_file", names[0], "--train_target_file", names[1]]
-    if len(names) > 1:
-        raise ValueError(
-            f"`metaphrase train` takes a recipe, a file of pairs, two parallel files or a data set, got {' '.join(names)}. Pass "
-            "other files as --train_file FILE, --validation_file FILE and --test_file FILE."
-        )
-    if not names:
-        return None, []
-    [name], [ending], path = names, endings, Path(names[0])
-    if ending in READERS:
-        return None, ["--train_file", name]
-    if path.is_file():
-        if ending in _RECIPE_ENDINGS:
+    if len(names) == 1:
+        [name], [ending], path = names, endings, Path(names[0])
+        if ending in READERS:
+            return None, ["--train_file", name]
+        if path.is_file() and ending in _RECIPE_ENDINGS:
             return path, []
-        raise ValueError(
-            f"A file of pairs must end in one of {', '.join(READERS)} and a recipe in .yaml, got {name}. Of parallel files, "
-            "pass both."
-        )
-    packaged = RECIPES / f"{name}.yaml"
-    if path.name == name and packaged.is_file():
-        return packaged, []
-    if path.is_dir() or _HUB_NAME.fullmatch(name):
-        return None, ["--dataset_name", name]
+        packaged = RECIPES / f"{name}.yaml"
+        if path.name == name and packaged.is_file():
+            return packaged, []
+        if path.is_dir() or (_HUB_NAME.fullmatch(name) and not path.is_file()):
+            return None, ["--dataset_name", name]
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     raise FileNotFoundError(
-        f"The recipe must be a file or one of {known}, got {name!r}. A data set must be a folder, or OWNER/NAME on the Hub."
+        f"`metaphrase train` takes a recipe (a .yaml file, or one of {known}), a file of pairs ({', '.join(READERS)}), two "
+        f"parallel files, or a data set (a folder, or OWNER/NAME on the Hub), got {' '.join(names)}. Pass other files as "
+        "--train_file FILE, --validation_file FILE and --test_file FILE."
     )
 
 
@@ -156,9 +150,12 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
         logger.info("%s holds nothing to resume from: the run starts from the beginning.", folder)
         recipe = recipe.replace(resume_from_checkpoint=None)
     recipe = with_fields_of_run(recipe, folder)
-    # Without the ring that measures, a recipe gets plain defaults.
-    complete = plugin("choose")
-    experiment, choices = (complete or _with_defaults)(recipe, is_dry_run, started)
+    if (complete := plugin("choose")) is not None:
+        experiment, choices = complete(recipe, is_dry_run, started)
+    else:
+        # Without the ring that measures, a recipe gets plain defaults.
+        recipe = recipe if recipe.resume_from_checkpoint else choose_plainly(recipe)
+        experiment, choices = Experiment(recipe, is_dry_run, started), []
     is_main_process = experiment.arguments.process_index == 0
     if choices and is_main_process:
         options = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
@@ -182,10 +179,6 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
     return experiment, result
 
 
-def _with_defaults(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment, list[str]]:
-    return Experiment(recipe if recipe.resume_from_checkpoint else choose_plainly(recipe), is_dry_run, started), []
-
-
 def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: float) -> None:
     """Train models that differ in the seed alone, and score their ensemble.
 
@@ -195,7 +188,11 @@ def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: fl
     if num_seeds < 1 or recipe.objective != "pairs":
         raise ValueError(f"`num_seeds` must be at least 1, and 1 for an objective other than pairs, got {num_seeds}.")
     folder, scores = Path(recipe.output_dir), {}
-    refuse_single_run(folder)
+    if holds_run(folder) or (folder / CONFIG_NAME).is_file():
+        # Its scores would be replaced.
+        raise ValueError(
+            f"`output_dir` must not hold a single run or model with `num_seeds`, got {folder}. Pass another by --output_dir."
+        )
     fields = {"data_seed": data_seed(recipe), "resume_from_checkpoint": recipe.resume_from_checkpoint}
     if recipe.time_budget is not None:
         fields["time_budget"] = f"{parse_seconds(recipe.time_budget) / num_seeds:.0f}s"

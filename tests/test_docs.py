@@ -21,21 +21,10 @@ from source_files import ROOT, SOURCES
 from subcommands import execute
 from tiny_generator import save_generator, tiny_generator, tiny_pair
 from tiny_languages import nllb_tokenizer
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from metaphrase.conversion import adapt, convert
-from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.conversion.families import FAMILIES, REFUSED
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.filtering.alignment import make_vocabulary_map
@@ -62,22 +51,19 @@ TRAINING = ("train", "tune", "demo")
 LONG = (*TRAINING, "serve")
 
 
+def save_model(folder, model_type, auto_class=AutoModelForSeq2SeqLM, **fields):
+    """Save an untrained model of transformers."""
+    auto_class.from_config(AutoConfig.for_model(model_type, **fields)).save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
     """A folder with the files that the pages assume: trained models in runs/, a recipe, texts."""
     folder = tmp_path_factory.mktemp("project")
     # More layers would make the ONNX export as slow as all other commands together.
     model = save_generator(tiny_generator(layers=1), folder / "runs" / "demo")
-    names = [
-        "demo_seed_2",
-        "demo_small",
-        "reverse",
-        "text_to_text",
-        "pairs_3_seeds/seed_42",
-        "g2p_3_seeds/seed_42",
-        "commands",
-        "smol-pairs",
-    ]
+    names = ["demo_seed_2", "demo_small", "reverse", "text_to_text", "commands", "smol-pairs"]
+    names += ["pairs_3_seeds/seed_42", "g2p_3_seeds/seed_42"]
     for name in [*names, *(f"multi30k/checkpoint-{step + 1}" for step in range(5))]:
         shutil.copytree(model, folder / "runs" / name)
     for name in ("pairs_3_seeds", "g2p_3_seeds"):
@@ -101,9 +87,9 @@ def template(tmp_path_factory):
     texts |= {"mono.de": "eine Katze schläft\n" * 256, "input.txt": "the cat sleeps\na dog\n"}
     texts |= {
         "page.html": "<p>the <b>cat</b></p>\n<p>a dog</p>\n",
-        "talk.srt": "1\n00:00:01,000 --> 00:00:02,000\nthe cat sleeps\n",
         "tuvan.tsv": "a cat\ta дөө\nno dolphin\tno öö\n" * 4,
     }
+    texts |= {"talk.srt": "1\n00:00:01,000 --> 00:00:02,000\nthe cat sleeps\n"}
     names = ("LICENSE", "dist/transformers.min.js")
     library = [f"@huggingface/transformers/{name}" for name in names]
     library += [f"onnxruntime-web/dist/ort-wasm-simd-threaded.{suffix}" for suffix in ("mjs", "wasm")]
@@ -114,23 +100,23 @@ def template(tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
-    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")
-    sizes_of_llama = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(**sizes_of_llama, vocab_size=len(tiny_pair().source)))
-    llama.save_pretrained(folder / "models" / "SmolLM2-135M")
+    save_model(folder / "models" / "t5-small", "t5", **sizes)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2}
+    sizes["vocab_size"] = len(tiny_pair().source)
+    save_model(folder / "models" / "SmolLM2-135M", "llama", AutoModelForCausalLM, **sizes)
     tiny_pair().source.save_pretrained(folder / "models" / "SmolLM2-135M")
     adapt(folder / "models" / "SmolLM2-135M", folder / "runs" / "smol")
     convert(folder / "models" / "t5-small", folder / "runs" / "my-t5")
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64, "pad_token_id": 0}
     sizes |= {f"{side}_{size}": 2 for side in ("encoder", "decoder") for size in ("attention_heads", "ffn_dim")}
-    MarianMTModel(MarianConfig(**sizes, decoder_start_token_id=0)).save_pretrained(folder / "models" / "opus-mt-en-de")
+    save_model(folder / "models" / "opus-mt-en-de", "marian", **sizes, decoder_start_token_id=0)
     convert(folder / "models" / "opus-mt-en-de", folder / "runs" / "pairs")
     tiny_pair().source.save_pretrained(folder / "runs" / "pairs")
     for name, codes in {"nllb-200-distilled-600M": [], "nllb-tyv": ["tyv_Cyrl"], "rus-tyv": ["tyv_Cyrl"]}.items():
         tokenizer = nllb_tokenizer(["rus_Cyrl", "kir_Cyrl", *codes])
         tokenizer.save_pretrained(folder / "models" / name)
-        config = M2M100Config(**sizes | {"pad_token_id": 1, "vocab_size": len(tokenizer)}, max_position_embeddings=64)
-        M2M100ForConditionalGeneration(config).save_pretrained(folder / "models" / name)
+        fields = sizes | {"pad_token_id": 1, "vocab_size": len(tokenizer), "max_position_embeddings": 64}
+        save_model(folder / "models" / name, "m2m_100", **fields)
     convert(folder / "models" / "rus-tyv", folder / "runs" / "rus-tyv")
     options, _ = write_model(folder / "models" / "enpt")
     size = options["dim-vocabs"][0]
@@ -232,9 +218,8 @@ def test_new_language_becomes_a_model_that_writes_it(project, capsys):
     ids = tokenizer(text_target="a дөө").input_ids
     assert ids[0] == new and tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a дөө"
-    old, model = (
-        AutoModelForSeq2SeqLM.from_pretrained(f"models/{name}") for name in ("nllb-200-distilled-600M", "nllb-tyv")
-    )
+    names = ("nllb-tyv", "nllb-200-distilled-600M")
+    model, old = (AutoModelForSeq2SeqLM.from_pretrained(f"models/{name}") for name in names)
     rows, old_rows = (network.get_input_embeddings().weight for network in (model, old))
     assert rows[new].equal(old_rows[related]) and rows[: len(old_rows)].equal(old_rows)
     assert len(rows) == len(tokenizer) and model.get_output_embeddings().weight is rows
@@ -257,8 +242,11 @@ def test_training_command_parses(command, project, monkeypatch):
         # No demo has made this folder, so it would be refused.
         shutil.rmtree(project / "runs" / "demo")
     module = importlib.import_module(f"metaphrase.scripts.{subcommand}")
-    for name in ("Experiment", "complete", "Tuning"):
-        monkeypatch.setattr(module, name, Mock(side_effect=InterruptedError("parsed")), raising=False)
+    end = Mock(side_effect=InterruptedError("parsed"))
+    monkeypatch.setattr("metaphrase.choices.completion.complete", end)
+    for name in ("Experiment", "complete", "train", "Tuning"):
+        if subcommand != "train":
+            monkeypatch.setattr(module, name, end, raising=False)
     with pytest.raises(InterruptedError, match="parsed"):
         execute(module, words)
 

@@ -14,26 +14,16 @@ from metaphrase.modeling.stacks import MetaphraseEncoder
 from metaphrase.ops import linear_and_dropout
 from metaphrase.scripts.parsers import RECIPE_SUBCOMMANDS, SUBCOMMANDS
 
-HEAVY = {
-    "torch",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "huggingface_hub",
-    "numpy",
-    "matplotlib",
-    "sacrebleu",
-    "tqdm",
-}
+HEAVY = {"torch", "transformers", "datasets", "tokenizers", "huggingface_hub", "numpy"}
+HEAVY |= {"matplotlib", "sacrebleu", "tqdm"}
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+def run(*words):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600)
 
 
 def test_version_is_that_of_the_distribution_and_the_package_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "metaphrase", "--version"], capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"metaphrase {metaphrase.__version__}\n"
+    assert run("-m", "metaphrase", "--version").stdout == f"metaphrase {metaphrase.__version__}\n"
     assert metaphrase.__version__ == importlib.metadata.version("metaphrase")
 
 
@@ -54,7 +44,7 @@ assert "metaphrase" in CONFIG_MAPPING and "metaphrase" in CONFIG_MAPPING.keys()
 print("metaphrase.modeling" in sys.modules)
 print(transformers.AutoConfig.for_model("metaphrase").__class__.__module__)
 """
-    first, *lines = run(code).stdout.splitlines()
+    first, *lines = run("-c", code).stdout.splitlines()
     # Seconds depend on the machine, so that modules are counted.
     assert not HEAVY & set(first.split())
     assert lines == ["False", "metaphrase.modeling.configuration_metaphrase"]
@@ -64,7 +54,7 @@ print(transformers.AutoConfig.for_model("metaphrase").__class__.__module__)
 @pytest.mark.parametrize("room", ["ops", "modeling", "tokenization", "decoding", "inference"])
 def test_any_room_may_be_imported_first(room):
     code = f"import transformers, metaphrase.{room}; from metaphrase.modeling.operators import acceleration as a; "
-    done = run(code + "print(a.linear.__module__)")
+    done = run("-c", code + "print(a.linear.__module__)")
     assert done.stdout.split() == [linear_and_dropout.__name__], done.stderr
 
 
@@ -85,7 +75,7 @@ for words in {lines + mistakes}:
         pass
 print("loaded:", *sys.modules)
 """
-    done = run(code)
+    done = run("-c", code)
     assert not HEAVY & set(done.stdout.partition("loaded:")[2].split()), done.stderr
     errors = done.stderr.splitlines()
     assert len(errors) == 1 + len(mistakes) and all(": error: " in line for line in errors)

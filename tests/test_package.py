@@ -16,12 +16,11 @@ from source_files import ROOT
 pytestmark = pytest.mark.slow
 
 
-def run(*command, **options):
+def run(*command, cwd=None):
     # Nothing of the environment of these tests may help the new one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=1200, env=environment, **options
-    )
+    words = list(map(str, command))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1200, env=environment, cwd=cwd)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -50,16 +49,13 @@ def install(wheel, folder):
 def sdist(tmp_path_factory):
     """An sdist of the files that git would commit."""
     folder = tmp_path_factory.mktemp("sdist")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("needs a git repository")
-    names = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
-    for name in filter(None, listed.stdout.split("\0")):
+    listed = list(filter(None, listed.stdout.split("\0")))
+    names = {name for name in listed if (ROOT / name).is_file()}
+    for name in listed:
         (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         if name in names or (ROOT / name).is_symlink():
             shutil.copyfile(ROOT / name, folder / "tree" / name, follow_symlinks=False)
@@ -69,16 +65,13 @@ def sdist(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pythons(sdist, tmp_path_factory):
     """Python of an environment with the wheel of the sdist, and of one with an editable install."""
-    folder = tmp_path_factory.mktemp("environments")
-    trees = {}
+    folder, made = tmp_path_factory.mktemp("environments"), {}
     for kind in ("wheel", "editable"):
         with tarfile.open(sdist[0]) as archive:
             archive.extractall(folder / kind, filter="data")
-        [trees[kind]] = (folder / kind).iterdir()
-    return {
-        kind: install(build(kind, tree, folder / f"{kind}_dist"), folder / f"{kind}_venv")
-        for kind, tree in trees.items()
-    }
+        [tree] = (folder / kind).iterdir()
+        made[kind] = install(build(kind, tree, folder / f"{kind}_dist"), folder / f"{kind}_venv")
+    return made
 
 
 def test_sdist_holds_every_file_of_the_repository(sdist):
@@ -89,26 +82,21 @@ def test_sdist_holds_every_file_of_the_repository(sdist):
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_a_clean_environment_imports_the_installed_package(kind, pythons, tmp_path):
+def test_a_clean_environment_imports_the_installed_package_and_an_editable_one_a_new_file(kind, pythons, tmp_path):
     code = "import json, metaphrase, metaphrase.training.recipe.recipe as r; print(json.dumps([metaphrase.__file__, r.__file__]))"
     package, recipe = map(Path, json.loads(run(pythons[kind], "-c", code, cwd=tmp_path)))
     assert pythons[kind].parents[1 if kind == "wheel" else 2] in package.parents
     assert recipe.relative_to(package.parent) == Path("training/recipe/recipe.py")
     assert (package.parent / "py.typed").is_file()
-
-
-def test_an_editable_install_sees_a_new_file(pythons, tmp_path):
-    code = "import metaphrase; print(metaphrase.__file__)"
-    tree = Path(run(pythons["editable"], "-c", code, cwd=tmp_path).strip()).parents[1]
-    (tree / "metaphrase" / "storage" / "new_module.py").write_text("ANSWER = 42\n")
-    for folder in (tmp_path, tree):
+    if kind == "editable":
+        (package.parent / "storage" / "new_module.py").write_text("ANSWER = 42\n")
         code = "from metaphrase.storage.new_module import ANSWER; print(ANSWER)"
-        assert run(pythons["editable"], "-c", code, cwd=folder) == "42\n"
+        for folder in (tmp_path, package.parents[1]):
+            assert run(pythons[kind], "-c", code, cwd=folder) == "42\n"
 
 
 def test_wheel_runs_the_demo(pythons, tmp_path):
-    options = ["--output_dir", "run", "--num_train", "300", "--max_steps", "2", "--eval_strategy", "no"]
-    options += ["--load_best_model_at_end", "false"]
-    options += ["--max_validation_samples", "8", "--max_test_samples", "8"]
-    said = run(pythons["wheel"], "-m", "metaphrase.scripts", "demo", *options, cwd=tmp_path)
+    options = "--output_dir run --num_train 300 --max_steps 2 --eval_strategy no --load_best_model_at_end false"
+    options += " --max_validation_samples 8 --max_test_samples 8"
+    said = run(pythons["wheel"], "-m", "metaphrase.scripts", "demo", *options.split(), cwd=tmp_path)
     assert "exact match" in said and (tmp_path / "run" / "model.safetensors").is_file()

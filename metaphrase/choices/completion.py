@@ -16,6 +16,7 @@ from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.choices.rules import (
     SIZES,
     STRATEGIES,
+    CorpusProfile,
     Size,
     StepCost,
     TokenProfile,
@@ -29,7 +30,7 @@ from metaphrase.choices.rules import (
     tokens_per_update,
     with_network,
 )
-from metaphrase.data.pairs import SIDES, CorpusProfile, data_seed, possible_validation, split_pairs
+from metaphrase.data.pairs import SIDES, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.evaluation.evaluate import ValidationSample
@@ -98,8 +99,9 @@ def _prepare(recipe: Recipe, opened: Experiment) -> tuple[Recipe, Data]:
         recipe = choose_from_text(recipe, CorpusProfile.of(train))
         if is_open and recipe.num_validation:
             # Pairs with the same source stay together.
-            size = possible_validation(train, recipe.num_validation, recipe.num_test, data_seed(recipe))
-            recipe = recipe.replace(num_validation=size)
+            sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
+            splits = rows_of_splits(train, sizes, data_seed(recipe))
+            recipe = recipe.replace(num_validation=len(splits["validation"]))
         if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
             recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
         corpus = _with_recipe(corpus, recipe)
@@ -213,12 +215,7 @@ def choose_dataset(recipe: Recipe) -> Recipe:
     name, config = recipe.dataset_name, recipe.dataset_config_name
     if name is None:
         return recipe
-    try:
-        splits = list(datasets.load_dataset(name, config))
-    except (FileNotFoundError, ConnectionError) as error:
-        raise FileNotFoundError(
-            f"`dataset_name` must be a data set of the Hub or a folder that exists, got {name!r}: {error}"
-        ) from error
+    splits = list(datasets.load_dataset(name, config))
     reason = f"{name} has the splits {', '.join(splits)}"
     validation = next((split for split in _VALIDATION_NAMES if split in splits), None)
     if validation is not None and recipe.is_open(*_VALIDATION):

@@ -26,12 +26,11 @@ from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.modeling.compat import CHECKPOINTING
+from metaphrase.training.distributed import is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
-from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.techniques import is_adapted, smooths_labels
-from metaphrase.training.training_loss import TrainingLoss
+from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
+from metaphrase.training.training_loss import TrainingLoss, smooths_labels
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Number of largest batches by each size.
@@ -187,11 +186,9 @@ def estimate_run(
         staged: The training pairs, if they have stages.
 
     Raises:
-        ValueError: If there are no lengths, or the budget cannot hold the longest pair.
+        ValueError: If the budget cannot hold the longest pair.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if lengths.ndim != 2 or lengths.shape[1] != 2 or not len(lengths):
-        raise ValueError(f"`lengths` must be those of at least one pair, `(pairs, 2)`, got the shape {lengths.shape}.")
     sharding = Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of

@@ -150,7 +150,13 @@ def estimate_activations(
         total, loss_workspace, workspace = 0, 0, 0
         loss = 3 * FLOAT32_BYTES * shape.target_tokens * getattr(config, "vocab_size", 0)
     else:
-        layers = [_layers(config, shape, precision, side) for side in STACKS]
+        layers = []
+        for side, stack in STACKS.items():
+            kinds, blocks = config.stack_sizes(stack).layer_types, _block_scores(config, shape, side)
+            of_kind = {
+                kind: _layer(config, shape, precision, side, blocks if kind == SLIDING else 0) for kind in {*kinds}
+            }
+            layers.append([of_kind[kind] for kind in kinds])
         total = _outside_layers(config, shape, precision)
         # Logits exist in chunks alone, and their gradients are made in the forward pass.
         vocabulary, tokens = config.decoder_vocab_size, shape.target_tokens
@@ -190,16 +196,6 @@ def _block_scores(config: MetaphraseConfig, shape: BatchShape, side: str) -> int
         return 0
     size = block_size(sizes.window)
     return -(-tokens // size) * size * (left + size + right)
-
-
-def _layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str) -> list[int]:
-    """Return the bytes that each layer keeps, of the encoder (`source`) or of the decoder (`target`)."""
-    sizes, block_scores = config.stack_sizes(STACKS[side]), _block_scores(config, shape, side)
-    of_kind = {
-        kind: _layer(config, shape, precision, side, block_scores if kind == SLIDING else 0)
-        for kind in {*sizes.layer_types}
-    }
-    return [of_kind[kind] for kind in sizes.layer_types]
 
 
 def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str, block_scores: int) -> int:
@@ -416,11 +412,17 @@ def estimate_states(
         # Weights and gradients are in half precision. The optimizer holds the float32 weights that it updates.
         optimizer += trained
         weights, trained = (size * precision.compute_bytes // FLOAT32_BYTES for size in (weights, trained))
+    cast_weights = 0
+    if sharding.engine == "ddp" and precision.compute_bytes != precision.stream_bytes:
+        # Autocast converts all projections but the last, which the loss converts itself.
+        head = model.get_output_embeddings()
+        projections = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+        cast_weights = precision.compute_bytes * sum(projection.weight.numel() for projection in projections)
     gathered, buffers = _traffic(model, precision, sharding, trained)
     is_away = sharding.is_offloaded and sharding.engine == "fsdp"
     return StateMemory(
         weights=0 if is_away else share(weights, 3),
-        cast_weights=_cast_bytes(model, precision) if sharding.engine == "ddp" else 0,
+        cast_weights=cast_weights,
         gathered_weights=gathered,
         gradients=0 if is_away else share(trained, 2),
         buffers=buffers,
@@ -444,12 +446,3 @@ def _traffic(model: PreTrainedModel, precision: Precision, sharding: Sharding, t
     if sharding.engine == "fsdp":
         return (units, units) if sharding.stage == 3 else (element * entries, element * entries)
     return units if sharding.stage == 3 else 0, 2 * element * min(sharding.bucket_entries, entries)
-
-
-def _cast_bytes(model: PreTrainedModel, precision: Precision) -> int:
-    """Return the bytes of weights that autocast converts: all projections but the last, which the loss converts itself."""
-    if precision.compute_bytes == precision.stream_bytes:
-        return 0
-    head = model.get_output_embeddings()
-    projections = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
-    return precision.compute_bytes * sum(projection.weight.numel() for projection in projections)

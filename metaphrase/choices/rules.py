@@ -6,14 +6,16 @@ on 17 tasks of 500 to 117,000 pairs that the rules follow from.
 
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
 from transformers import PreTrainedConfig
 
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, CorpusProfile, SideProfile
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
 from metaphrase.tokenization.tokenizer_trainer import KINDS_THAT_FILL_A_VOCABULARY
 from metaphrase.training.recipe.fields import DECODING, VALIDATION_FIELDS, decodes
 from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_optimizer
@@ -60,6 +62,77 @@ def _shown(before: Recipe, after: Recipe, name: str) -> str:
     elif isinstance(value, float):
         value = f"{value:g}"
     return f"{name} {str(value).lower() if isinstance(value, bool) else value}"
+
+
+# Profile of texts
+
+# More pairs change the numbers little.
+_SAMPLE_PAIRS = 50_000
+# Words of a closed set are symbols, such as phonemes or commands: the next word of unseen text is hardly ever new.
+_MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
+
+
+@dataclass(frozen=True)
+class SideProfile:
+    """Texts of one side. Words are split at white space.
+
+    Attributes:
+        repetitions: Mean number of times that a text occurs.
+        alphabet: Different characters.
+        num_letters: Number of different characters that Unicode has taken apart.
+        num_words: Number of different words.
+        new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
+    """
+
+    repetitions: float
+    mean_characters: float
+    mean_words: float
+    alphabet: frozenset[str]
+    num_letters: int
+    num_words: int
+    new_words: float
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the words are symbols of a closed set."""
+        return self.new_words < _MAX_NEW_SYMBOLS and self.num_words <= _MAX_SYMBOLS
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "SideProfile":
+        words = [text.split() for text in texts]
+        counts = Counter(word for line in words for word in line)
+        letters = [unicodedata.normalize("NFD", text) for text in texts]
+        characters, lengths = [len(text) for text in texts], [len(line) for line in words]
+        return cls(
+            repetitions=len(texts) / len(set(texts)),
+            mean_characters=float(np.mean(characters)),
+            mean_words=float(np.mean(lengths)),
+            alphabet=frozenset().union(*texts),
+            num_letters=len(frozenset().union(*letters)),
+            num_words=len(counts),
+            new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
+        )
+
+
+@dataclass(frozen=True)
+class CorpusProfile:
+    """Number of distinct training pairs, profiles of their sides, and the share of the targets' visible characters in sources."""
+
+    pairs: int
+    source: SideProfile
+    target: SideProfile
+    shared_characters: float
+
+    @classmethod
+    def of(cls, train: datasets.Dataset) -> "CorpusProfile":
+        """Measure training pairs; of many pairs, those at regular distances."""
+        sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
+        pairs = {*zip(*(sample[side][:] for side in SIDES), strict=True)}
+        sources, targets = zip(*sorted(pairs), strict=True)
+        source, target = SideProfile.of(sources), SideProfile.of(targets)
+        counts = Counter(character for text in targets for character in text if not character.isspace())
+        shared = sum(count for character, count in counts.items() if character in source.alphabet)
+        return cls(len(train) * len(pairs) // len(sample), source, target, shared / max(1, counts.total()))
 
 
 # Choices from tokens and from the speed of the machine
@@ -170,7 +243,9 @@ def choose_updates(
         shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
         reason = f"{reason}; {shown} of them fit into the time"
     elif step_seconds:
-        reason = f"{reason}; about {duration(updates * step_seconds)} on this machine"
+        seconds = updates * step_seconds
+        shown = f"{seconds / 60:,.0f} minutes" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
+        reason = f"{reason}; about {shown if seconds >= 90 else '1 minute'} on this machine"
     return recipe.choose(reason, max_steps=updates), updates
 
 
@@ -265,13 +340,6 @@ def tokens_of_batch(tokens: TokenProfile, budget: int, batches: int) -> int:
 def _power_of_two(number: int) -> int:
     """Return the smallest power of two that is not below a number."""
     return 2 ** math.ceil(math.log2(number))
-
-
-def duration(seconds: float) -> str:
-    """Return a time for a reader, such as `12 minutes`."""
-    if seconds < 90:
-        return "1 minute"
-    return f"{seconds / 60:,.0f} minutes" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
 
 
 def tokens_per_batch(tokens: TokenProfile) -> int:
@@ -400,7 +468,9 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
     can_join = kind == target_kind != "word" and recipe.is_open("target_tokenizer_kind", "target_vocab_size")
     values["joint_vocabulary"] = must_join or (can_join and profile.shared_characters >= _SHARED_SCRIPT)
     if {kind, target_kind} & {*KINDS_THAT_FILL_A_VOCABULARY}:
-        values["vocab_size"] = vocabulary_size(profile)
+        # Entries grow with the square root of the text.
+        characters = profile.pairs * (source.mean_characters + target.mean_characters)
+        values["vocab_size"] = 500 * max(2, min(64, round(3 * math.sqrt(characters) / 500)))
     shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
     recipe = recipe.choose(f"{reason}; {shared}", **values)
     # A character of Hangul stands for several letters. Targets must stay as they are: they are compared with the references.
@@ -436,12 +506,6 @@ def bleu_tokenize(target: SideProfile) -> str | None:
     has_kana = any("\u3040" <= character <= "\u30ff" for character in target.alphabet)
     has_han = any("\u4e00" <= character <= "\u9fff" for character in target.alphabet)
     return "zh" if has_han and not has_kana else "char"
-
-
-def vocabulary_size(profile: CorpusProfile) -> int:
-    """Return the entries of a vocabulary of pieces: they grow with the square root of the text, from 1,000 to 32,000."""
-    characters = profile.pairs * (profile.source.mean_characters + profile.target.mean_characters)
-    return 500 * max(2, min(64, round(3 * math.sqrt(characters) / 500)))
 
 
 # Choices for fine-tuning. docs/choices.md lists the source of each rate, and a measurement with small bases.

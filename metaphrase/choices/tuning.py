@@ -134,8 +134,6 @@ class Tuning:
                 logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
         self.data = self.experiment.prepare()
-        if not self.data.encoded.get("validation"):
-            raise ValueError("`validation_file` or `num_validation` must be given to compare trials, got neither.")
         check_references(self.data, self.experiment.scores)
         self.space, self.start = search_space(recipe)
         score = (recipe.metrics or [DEFAULT_METRIC])[0] if decodes(recipe) else "loss"

@@ -16,19 +16,7 @@ from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME
 
-from metaphrase.conversion.checkpoints import (
-    DEFAULT_SHARD_SIZE,
-    LICENCES,
-    OURS,
-    check_names,
-    check_shape,
-    copy_files,
-    find_folder,
-    new_folder,
-    skeleton,
-    stored_names,
-    write_ours,
-)
+from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import are_equal, rename
 from metaphrase.conversion.families.two_stacks import T5Gemma, T5Gemma2
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -65,8 +53,6 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 
 
 class _Base(NamedTuple):
-    """A decoder-only model, and its layers that one stack takes."""
-
     folder: Path
     config: PreTrainedConfig
     weights: WeightFiles
@@ -96,7 +82,6 @@ class _Base(NamedTuple):
         }
 
     def stack_fields(self, stack: str) -> dict[str, Any]:
-        """Return the fields of one stack."""
         theirs = self.config
         types = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
         types = [types[index] for index in self.layers]
@@ -124,7 +109,7 @@ def adapt(
     cross_attention: CrossAttention | None = None,
     dropout: float = 0.1,
     overwrite: bool = False,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = checkpoints.DEFAULT_SHARD_SIZE,
 ) -> Path:
     """Make an encoder-decoder of the layers of decoder-only models. It needs training: its cross-attention knows nothing.
 
@@ -144,9 +129,6 @@ def adapt(
         overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
-    Returns:
-        The path of the folder.
-
     Raises:
         ValueError: If the models cannot be adapted, or do not fit each other.
         OSError: If a model cannot be read.
@@ -155,23 +137,26 @@ def adapt(
         raise ValueError(
             f"`cross_attention` must be one of {', '.join(get_args(CrossAttention))}, got {cross_attention!r}."
         )
-    folders = {"decoder": find_folder(base), "encoder": find_folder(encoder or base)}
+    folders = {"decoder": checkpoints.find_folder(base), "encoder": checkpoints.find_folder(encoder or base)}
     layers = {"decoder": decoder_layers, "encoder": encoder_layers}
     with (
-        new_folder(Path(output), [*folders.values()], overwrite, ADAPTATION_NAME, "adapted") as partial,
+        checkpoints.new_folder(Path(output), [*folders.values()], overwrite, ADAPTATION_NAME, "adapted") as partial,
         contextlib.ExitStack() as files,
     ):
         bases = {stack: _read_base(folders[stack], layers[stack], f"{stack}_layers", files) for stack in STACKS}
-        tokenizers = _adapt_tokenizers(bases)
+        source, target = (_adapt_tokenizer(bases[stack].folder) for stack in STACKS)
+        tokenizers = TokenizerPair(source, source if target.get_vocab() == source.get_vocab() else target)
         widths = {base.config.hidden_size for base in bases.values()}
         cross_attention = cross_attention or ("copied" if len(widths) == 1 else "new")
         config = _make_config(bases, tokenizers, cross_attention == "merged", dropout)
-        model = skeleton(MetaphraseForConditionalGeneration, config)
+        model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
         planned = _plan(model, bases, is_new=cross_attention == "new")
-        write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
+        checkpoints.write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
         tokenizers.save_pretrained(partial)
-        copy_files(folders["decoder"], partial, LICENCES)
-        write_provenance(partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": OURS})
+        checkpoints.copy_files(folders["decoder"], partial, checkpoints.LICENCES)
+        write_provenance(
+            partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": checkpoints.OURS}
+        )
     return Path(output)
 
 
@@ -189,18 +174,10 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     return _Base(folder, config, WeightFiles(folder, files), layers)
 
 
-def _adapt_tokenizers(bases: dict[str, _Base]) -> TokenizerPair:
-    """Return tokenizers that end a text with the end of sequence, and put nothing in front. One serves both sides if it can."""
-    source, target = (_adapt_tokenizer(bases[stack].folder) for stack in STACKS)
-    return TokenizerPair(source, source if target.get_vocab() == source.get_vocab() else target)
-
-
 def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that ends a text with the end of sequence, and puts nothing in front."""
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    end = theirs.eos_token
-    if end is None or not theirs.is_fast:
-        raise ValueError(f"A tokenizer must be fast and have an `eos_token`, got {type(theirs).__name__} in {folder}.")
-    backend = theirs.backend_tokenizer
+    end, backend = theirs.eos_token, theirs.backend_tokenizer
     backend.post_processor = processors.TemplateProcessing(
         single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, theirs.eos_token_id)]
     )
@@ -243,11 +220,13 @@ def _make_config(
 
 
 def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is_new: bool) -> dict[str, PlannedTensor]:
-    """Plan the weights of a skeleton."""
     planned = {}
-    for number, name in enumerate(stored_names(model)):
+    for number, name in enumerate(checkpoints.stored_names(model)):
         base = bases["encoder" if name.startswith("model.encoder.") else "decoder"]
-        theirs, shape, kinds = _counterpart(name, base), model.get_parameter(name).shape, base.weights.kinds
+        shape, kinds, layers = model.get_parameter(name).shape, base.weights.kinds, base.layers
+        is_around = BASES[base.config.model_type].get("norm_position") == "both"
+        theirs = rename(name, _NAMES_AROUND if is_around else _NAMES)
+        theirs = re.sub(r"(?<=layers\.)\d+", lambda number, layers=layers: str(layers[int(number[0])]), theirs)
         of_new_attention = name.partition(".cross_attn.")[2] if is_new else ""
         like = base.weights.read(_NORM)
         is_bias_of_output = name.endswith("o_proj.bias") and base.config.model_type == "qwen2"
@@ -256,8 +235,8 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
         elif of_new_attention in ("k_proj.weight", "v_proj.weight"):
             make = functools.partial(_draw, like, shape, model.config.initializer_range, number)
         else:
-            check_names([theirs], kinds)
-            check_shape(theirs, kinds[theirs].shape, tuple(shape))
+            checkpoints.check_names([theirs], kinds)
+            checkpoints.check_shape(theirs, kinds[theirs].shape, tuple(shape))
             make = functools.partial(base.weights.read, theirs)
         planned[name] = PlannedTensor(shape.numel() * like.itemsize, make)
     return planned
@@ -265,10 +244,3 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
 
 def _draw(like: torch.Tensor, shape: torch.Size, std: float, seed: int) -> torch.Tensor:
     return like.new_empty(shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))
-
-
-def _counterpart(name: str, base: _Base) -> str:
-    """Return the weight of a decoder-only model for one of ours."""
-    is_around = BASES[base.config.model_type].get("norm_position") == "both"
-    theirs = rename(name, _NAMES_AROUND if is_around else _NAMES)
-    return re.sub(r"(?<=layers\.)\d+", lambda number: str(base.layers[int(number[0])]), theirs)

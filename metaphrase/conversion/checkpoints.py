@@ -1,24 +1,36 @@
-"""Helpers of all conversions: find a checkpoint and its files, compare its weights with those of a network, write our model."""
+"""Helpers of all conversions and exports: find a checkpoint, compare its weights with those of a network, write a folder."""
 
 import contextlib
 import fnmatch
 import functools
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import convert_file_size_to_int
 
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.folders import check_output, folder_in_one_step, refuse_outer_links
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
+from metaphrase.storage.folders import (
+    EXPORT_NAME,
+    check_output,
+    folder_in_one_step,
+    refuse_outer_links,
+    write_provenance,
+)
+from metaphrase.storage.loading import check_model_folder, load_pretrained
+from metaphrase.storage.weight_files import Kind, PlannedTensor, WeightFiles, listed, weight_names, write_weights
+from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 OURS = MetaphraseConfig.model_type
@@ -29,6 +41,9 @@ TOKENIZER_FILES = (
     *("spiece.*", "chat_template*", "dict.txt", "bpe.codes"),
 )
 LICENCES = ("LICENSE*", "NOTICE*")
+# Sinusoids have no limit, but a table has. A longer text raises an error.
+SINUSOIDAL_POSITIONS = 4096
+_STORED_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 # Fields that few families have, with their values in all others.
 RARE_FIELDS = {
@@ -48,16 +63,14 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     if os.path.isdir(name):
         return Path(name)
     files = ["*.json", "*.safetensors", *TOKENIZER_FILES, *LICENCES, f"{TARGET_SUBFOLDER}/*"]
-
-    def download(patterns: Sequence[str]) -> Path:
-        # Folders hold a run's checkpoints or other formats. A star also matches a slash.
-        ignored = ["*/*.safetensors", "*/*.bin"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
-
+    # Folders hold a run's checkpoints or other formats. A star also matches a slash.
+    download = functools.partial(
+        snapshot_download, name, revision=revision, ignore_patterns=["*/*.safetensors", "*/*.bin"]
+    )
     try:
-        folder = download(files)
+        folder = Path(download(allow_patterns=files))
         # Many models have their weights in both formats.
-        return folder if weight_names(folder) else download([*files, "pytorch_model*.bin"])
+        return folder if weight_names(folder) else Path(download(allow_patterns=[*files, "pytorch_model*.bin"]))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
@@ -75,7 +88,7 @@ def new_folder(output: Path, sources: Sequence[Path], overwrite: bool, mark: str
 
 def copy_files(folder: Path, output: Path, patterns: Sequence[str], name: str = "") -> None:
     """Copy the files of a folder, or of its folder `name`, whose names match a pattern."""
-    for path in sorted((folder / name).iterdir()) if (folder / name).is_dir() else ():
+    for path in sorted((folder / name).glob("*")):
         if path.is_file() and matches_any(path.name, patterns):
             refuse_outer_links(folder, [path], "source")
             (output / name).mkdir(exist_ok=True)
@@ -105,12 +118,10 @@ def stored_names(model: PreTrainedModel) -> list[str]:
 
 
 def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's weights by name."""
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Refuse a weight of another shape."""
     if shape != expected:
         raise ValueError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
 
@@ -153,3 +164,74 @@ def write_files(output: Path, planned: Mapping[str, PlannedTensor], max_shard_si
     """Write planned weights in files of a largest size, in bytes or such as 500MB."""
     is_number = str(max_shard_size).isdecimal()
     write_weights(output, planned, int(max_shard_size) if is_number else convert_file_size_to_int(max_shard_size))
+
+
+class TorchWeights(WeightFiles):
+    """The weights of a folder in torch's files, `pytorch_model.bin`, all of them in memory."""
+
+    def __init__(self, folder: Path, names: list[str]):
+        self.folder, tensors = folder, {}
+        for name in names:
+            tensors |= _load_tensors(folder / name)
+        self.load = tensors.__getitem__
+        self.kinds = {
+            name: Kind(_STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            for name, tensor in sorted(tensors.items())
+        }
+
+
+def open_weights(folder: Path, files: contextlib.ExitStack) -> WeightFiles:
+    """Return the weights of a folder: those in safetensors, or those in torch's files if there are no others."""
+    names = weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    return TorchWeights(folder, names) if names and not weight_names(folder) else WeightFiles(folder, files)
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Load the tensors of a file that torch has saved. A file with anything else is refused, and runs no code."""
+    try:
+        # Only files of torch 1.6 and later can be mapped.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
+        raise ValueError(
+            f"{path} must be a whole file of named tensors alone, since other content could run code."
+        ) from error
+
+
+def export_folder(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    overwrite: bool,
+    write: Callable[[PreTrainedModel, TokenizerPair, Path], None],
+    obstacles_of: Callable[[MetaphraseConfig], list[str]],
+    provenance: dict[str, str],
+    **load_options,
+) -> Path:
+    """Export the folder or Hub id of a Metaphrase model to a folder, which appears only when it is complete.
+
+    `write` writes the model itself, and `obstacles_of` returns the options that the format cannot express. `provenance` has the
+    format as `to`. The model is loaded with `load_options`.
+    """
+    source, output = os.fspath(source), Path(output)
+    sources = [Path(source)] if os.path.isdir(source) else []
+    with new_folder(output, sources, overwrite, EXPORT_NAME, "exported") as partial:
+        # Refuses a model before reading its weights.
+        check_model_folder(source)
+        config = MetaphraseConfig.from_pretrained(source)
+        if obstacles := obstacles_of(config):
+            raise ValueError(f"The format {provenance['to']} cannot express {'; '.join(obstacles)}.")
+        model = load_pretrained(source, config=config, trust_remote_code=False, **load_options).eval()
+        tokenizers = TokenizerPair.from_pretrained(source)
+        tokenizers.save_pretrained(partial)
+        write(model, tokenizers, partial)
+        model.generation_config.save_pretrained(partial)
+        write_provenance(partial / EXPORT_NAME, source, **{"from": OURS}, **provenance)
+    return output
+
+
+def position_table(positions: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
+    """Return the positions to add to the embeddings, (positions, H)."""
+    length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
+    if config.position_embedding_type == "learned":
+        length = positions.num_embeddings - positions.offset
+    return positions(torch.arange(length)[None], None)[0].detach()

@@ -15,25 +15,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from metaphrase.conversion.checkpoints import (
-    DEFAULT_SHARD_SIZE,
-    LICENCES,
-    OURS,
-    PROVENANCE_NAME,
-    TOKENIZER_FILES,
-    check_names,
-    check_shape,
-    copy_files,
-    find_folder,
-    matches_any,
-    new_folder,
-    our_skeleton,
-    shapes,
-    skeleton,
-    stored_names,
-    write_files,
-    write_ours,
-)
+from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families import FAMILIES, REFUSED
 from metaphrase.conversion.families.family import (
     DECODER_EMBEDDING,
@@ -44,9 +26,7 @@ from metaphrase.conversion.families.family import (
     Family,
     Weights,
 )
-from metaphrase.conversion.marian.files import find_model_file
-from metaphrase.conversion.marian.network import MARIAN_FILE, read_marian, write_marian
-from metaphrase.conversion.torch_weights import open_weights
+from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
@@ -71,7 +51,7 @@ def convert(
     to: str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = checkpoints.DEFAULT_SHARD_SIZE,
 ) -> Path:
     """Convert a checkpoint of a known family to Metaphrase, or a Metaphrase checkpoint to a family.
 
@@ -88,20 +68,17 @@ def convert(
         overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
-    Returns:
-        The path of the folder.
-
     Raises:
         ValueError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
         OSError: If the checkpoint cannot be read.
     """
     marian_file = find_model_file(source)
-    folder = find_folder(source, revision) if marian_file is None else marian_file.parent
-    with new_folder(Path(output), [folder], overwrite, PROVENANCE_NAME, "converted") as partial:
+    folder = checkpoints.find_folder(source, revision) if marian_file is None else marian_file.parent
+    with checkpoints.new_folder(Path(output), [folder], overwrite, checkpoints.PROVENANCE_NAME, "converted") as partial:
         check_model_folder(folder)
         config = read_json(folder / CONFIG_NAME) if marian_file is None else {"model_type": MARIAN_FILE}
         model_type = config.get("model_type")
-        if model_type != OURS and to not in (None, OURS):
+        if model_type != checkpoints.OURS and to not in (None, checkpoints.OURS):
             raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
         if model_type in REFUSED:
             raise ValueError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
@@ -111,15 +88,17 @@ def convert(
             write_marian(folder, partial)
         else:
             _convert_family(folder, config, to, partial, max_shard_size)
-        copy_files(folder, partial, (*LICENCES, "*.spm"))
-        write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
+        checkpoints.copy_files(folder, partial, (*checkpoints.LICENCES, "*.spm"))
+        write_provenance(
+            partial / checkpoints.PROVENANCE_NAME, source, **{"from": model_type, "to": to or checkpoints.OURS}
+        )
     return Path(output)
 
 
 def _convert_family(folder: Path, config: dict, to: str | None, output: Path, max_shard_size: int | str) -> None:
     """Write a checkpoint of a family as ours, or ours as that of the family `to`."""
     model_type = config.get("model_type")
-    field, name = ("to", to) if model_type == OURS else ("model_type", model_type)
+    field, name = ("to", to) if model_type == checkpoints.OURS else ("model_type", model_type)
     if name not in FAMILIES:
         raise ValueError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
     if config.get("quantization_config"):
@@ -129,8 +108,8 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
         )
     family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
-        write = _write_theirs if model_type == OURS else _write_ours
-        write(family, folder, open_weights(folder, files), output, max_shard_size)
+        write = _write_theirs if model_type == checkpoints.OURS else _write_ours
+        write(family, folder, checkpoints.open_weights(folder, files), output, max_shard_size)
     _copy_tokenizers(folder, config, output)
 
 
@@ -142,9 +121,9 @@ def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, 
     weights = Weights(files, family.prefix)
     config = family.read_config(theirs, weights)
     _copy_task_fields(theirs, config)
-    model = skeleton(MetaphraseForConditionalGeneration, config)
+    model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
     planned = plan_ours(family, model, weights)
-    write_ours(output, model, planned, generation, max_shard_size)
+    checkpoints.write_ours(output, model, planned, generation, max_shard_size)
 
 
 def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Path, max_shard_size: int | str) -> None:
@@ -155,14 +134,14 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
     model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
     theirs.architectures = [model_class.__name__]
     _copy_task_fields(config, theirs)
-    model = our_skeleton(folder, weights)
-    planned = plan_theirs(family, model, skeleton(model_class, theirs), weights)
+    model = checkpoints.our_skeleton(folder, weights)
+    planned = plan_theirs(family, model, checkpoints.skeleton(model_class, theirs), weights)
     theirs.save_pretrained(output)
     # transformers' T5 always writes true here, and older versions believe it.
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
     write_json(output / CONFIG_NAME, written, sort_keys=True)
     _read_generation_config(folder).save_pretrained(output)
-    write_files(output, planned, max_shard_size)
+    checkpoints.write_files(output, planned, max_shard_size)
 
 
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
@@ -178,7 +157,7 @@ def _read_generation_config(folder: Path) -> GenerationConfig:
 
 def _copy_tokenizers(folder: Path, config: dict, output: Path) -> None:
     for name in ("", TARGET_SUBFOLDER):
-        copy_files(folder, output, TOKENIZER_FILES, name)
+        checkpoints.copy_files(folder, output, checkpoints.TOKENIZER_FILES, name)
     settings = output / _TOKENIZER_CONFIG
     content = read_json(settings) if settings.is_file() else {}
     model_type = config["model_type"]
@@ -186,7 +165,7 @@ def _copy_tokenizers(folder: Path, config: dict, output: Path) -> None:
         model_type = config["encoder"]["model_type"]
     named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
     tokenizer_class = _tokenizer_class(model_type, named_class)
-    has_tokenizer = any(matches_any(path.name, TOKENIZER_FILES) for path in output.iterdir())
+    has_tokenizer = any(checkpoints.matches_any(path.name, checkpoints.TOKENIZER_FILES) for path in output.iterdir())
     if has_tokenizer and tokenizer_class is not None:
         # Without a name transformers would choose by the model type, which has changed.
         write_json(settings, content | {"tokenizer_class": tokenizer_class})
@@ -200,14 +179,14 @@ def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
 
 def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
     """Plan our weights, with the shapes of the skeleton `ours`, from a family's checkpoint."""
-    config, our_shapes = ours.config, shapes(ours)
+    config, our_shapes = ours.config, checkpoints.shapes(ours)
     counterparts = {
         name: Counterpart(family.embedding_name(name, weights))
         if name in family.embedding_names
         else family.counterpart(name, config)
-        for name in stored_names(ours)
+        for name in checkpoints.stored_names(ours)
     }
-    check_names([theirs.name for theirs in counterparts.values()], weights)
+    checkpoints.check_names([theirs.name for theirs in counterparts.values()], weights)
     known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
     known.update(*family.embedding_names.values())
     if left_over := [
@@ -220,9 +199,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
     planned = {}
     for name, theirs in counterparts.items():
         kind = weights.kind(theirs.name)
-        if not kind.is_floating_point:
-            raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
-        check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
+        checkpoints.check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
         planned[name] = PlannedTensor(kind.nbytes, lambda theirs=theirs: theirs.to_ours(weights.read(theirs.name)))
     return planned
 
@@ -231,9 +208,9 @@ def plan_theirs(
     family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
 ) -> dict[str, PlannedTensor]:
     """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""
-    config, stored = ours.config, stored_names(ours)
-    our_shapes = shapes(ours)
-    their_shapes = {family.file_name(name): shape for name, shape in shapes(theirs).items()}
+    config, stored = ours.config, checkpoints.stored_names(ours)
+    our_shapes = checkpoints.shapes(ours)
+    their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(theirs).items()}
     # Their name to our name and the counterpart.
     sources = {name: (our_name, Counterpart(name)) for name, our_name in _embedding_sources(family, config).items()}
     counterparts = {name: family.counterpart(name, config) for name in stored if name not in family.embedding_names}
@@ -241,7 +218,11 @@ def plan_theirs(
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
     needed = dict.fromkeys(
-        [*map(family.file_name, stored_names(theirs)), *(theirs.name for theirs in counterparts.values()), *heads]
+        [
+            *map(family.file_name, checkpoints.stored_names(theirs)),
+            *(theirs.name for theirs in counterparts.values()),
+            *heads,
+        ]
     )
     planned = {}
     for name in needed:

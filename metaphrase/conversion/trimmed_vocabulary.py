@@ -14,19 +14,7 @@ from tokenizers import pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from metaphrase.conversion.checkpoints import (
-    DEFAULT_SHARD_SIZE,
-    LICENCES,
-    OURS,
-    PROVENANCE_NAME,
-    copy_files,
-    find_folder,
-    new_folder,
-    our_skeleton,
-    skeleton,
-    stored_names,
-    write_ours,
-)
+from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
 from metaphrase.conversion.folders import convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -53,7 +41,7 @@ def trim_vocabulary(
     *,
     revision: str | None = None,
     overwrite: bool = False,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = checkpoints.DEFAULT_SHARD_SIZE,
 ) -> Path:
     """Write a Metaphrase model with only the tokens that texts use. A model of a known family is converted first.
 
@@ -68,16 +56,13 @@ def trim_vocabulary(
         overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
-    Returns:
-        The path of the folder.
-
     Raises:
         ValueError: If the files hold no text, or the model's tokenizer cannot be trimmed.
         OSError: If the model or a file cannot be read.
     """
-    folder = find_folder(source, revision)
+    folder = checkpoints.find_folder(source, revision)
     with (
-        new_folder(Path(output), [folder], overwrite, PROVENANCE_NAME, "converted") as partial,
+        checkpoints.new_folder(Path(output), [folder], overwrite, checkpoints.PROVENANCE_NAME, "converted") as partial,
         contextlib.ExitStack() as opened,
     ):
         check_model_folder(folder)
@@ -90,7 +75,7 @@ def trim_vocabulary(
                 f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. Take a model such as NLLB, mBART or "
                 "mT5, or distill the model into a student with a small vocabulary."
             )
-        texts = _texts(files)
+        texts = (text for line in iterate_lines(files) for text in line.split("\t") if text.strip())
         first_texts = [*itertools.islice(texts, _TEXTS_PER_BATCH)]
         if not first_texts:
             raise ValueError(
@@ -102,34 +87,37 @@ def trim_vocabulary(
             used.update(*tokenizers.encode_sources(batch))
         used |= _needed_ids(tokenizer, used)
         whole = folder
-        if fields["model_type"] != OURS:
+        if fields["model_type"] != checkpoints.OURS:
             whole = convert(folder, partial / _WHOLE, max_shard_size=max_shard_size)
         weights = WeightFiles(whole, opened)
-        config = our_skeleton(whole, weights).config.to_dict()
+        config = checkpoints.our_skeleton(whole, weights).config.to_dict()
         generation = read_json(whole / GENERATION_CONFIG_NAME)
         for settings in (config, generation):
             _map_ids(settings, used.add)
         ids, size = sorted(used), config["vocab_size"]
         new_ids = {index: new for new, index in enumerate(ids)}
         config = _map_ids(config, new_ids.get) | {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
-        model = skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
-        planned = {name: _plan(name, weights, ids) for name in stored_names(model)}
+        model = checkpoints.skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
+        planned = {name: _plan(name, weights, ids) for name in checkpoints.stored_names(model)}
         generation = GenerationConfig.from_dict(_map_ids(generation, new_ids.get))
-        write_ours(partial, model, planned, generation, max_shard_size)
+        checkpoints.write_ours(partial, model, planned, generation, max_shard_size)
         tokenizers.save_pretrained(partial)
         path = partial / "tokenizer.json"
         write_json(path, _trim_state(read_json(path), new_ids))
-        _check_tokenizer(tokenizers, partial, new_ids, first_texts)
-        copy_files(folder, partial, LICENCES)
+        # Some classes make a vocabulary of their own as they load.
+        trimmed, vocabulary = TokenizerPair.from_pretrained(partial), tokenizer.get_vocab()
+        kept = {token: new_ids[index] for token, index in vocabulary.items() if index in new_ids}
+        rows = [[new_ids[index] for index in row] for row in tokenizers.encode_sources(first_texts)]
+        if trimmed.source.get_vocab() != kept or trimmed.encode_sources(first_texts) != rows:
+            raise ValueError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
+        checkpoints.copy_files(folder, partial, checkpoints.LICENCES)
         shutil.rmtree(partial / _WHOLE, ignore_errors=True)
-        write_provenance(partial / PROVENANCE_NAME, source, **{"from": fields["model_type"], "to": OURS})
+        write_provenance(
+            partial / checkpoints.PROVENANCE_NAME, source, **{"from": fields["model_type"], "to": checkpoints.OURS}
+        )
     before, after = (sum(tensor.nbytes for tensor in tensors.values()) / 1e6 for tensors in (weights.kinds, planned))
     logger.info("Kept %d of %d tokens. The weights have %.1f MB, %.1f MB less.", len(ids), size, after, before - after)
     return Path(output)
-
-
-def _texts(files: Sequence[str | os.PathLike]) -> Iterator[str]:
-    return (text for line in iterate_lines(files) for text in line.split("\t") if text.strip())
 
 
 def _prefixes(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -187,7 +175,6 @@ def _map_ids(value: Any, function: Callable[[int], Any], name: str = "") -> Any:
 
 
 def _trim_state(state: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
-    """Return the content of a `tokenizer.json` with fewer tokens."""
     model = state["model"]
     if model["type"] == "Unigram":
         model["vocab"] = [entry for index, entry in enumerate(model["vocab"]) if index in new_ids]
@@ -213,12 +200,3 @@ def _plan(name: str, weights: WeightFiles, ids: list[int]) -> PlannedTensor:
     if name not in _ROWS:
         return PlannedTensor(kind.nbytes, lambda: weights.read(name))
     return PlannedTensor(kind.nbytes // kind.shape[0] * len(ids), lambda: weights.read(name)[ids])
-
-
-def _check_tokenizer(tokenizers: TokenizerPair, folder: Path, new_ids: Mapping[int, int], texts: list[str]) -> None:
-    """Check the trimmed tokenizer as it loads: some classes make a vocabulary of their own."""
-    trimmed = TokenizerPair.from_pretrained(folder)
-    vocabulary = {token: new_ids[index] for token, index in tokenizers.source.get_vocab().items() if index in new_ids}
-    rows = [[new_ids[index] for index in row] for row in tokenizers.encode_sources(texts)]
-    if trimmed.source.get_vocab() != vocabulary or trimmed.encode_sources(texts) != rows:
-        raise ValueError(f"A {type(tokenizers.source).__name__} cannot be trimmed: it loads with other tokens.")

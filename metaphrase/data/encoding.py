@@ -3,9 +3,7 @@
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import datasets
@@ -18,8 +16,6 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, shorten
 
 _ID_COLUMNS = ("input_ids", "labels")
 _SAMPLED_ROWS = 1000
-# At the start of a file, and at its end.
-_SAMPLED_BYTES = 2**16
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
@@ -46,18 +42,6 @@ def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     return {"num_pairs": len(rows), "hash": digest.hexdigest()}
 
 
-def file_fingerprint(paths: Sequence[str | Path], rules: Any) -> dict[str, Any]:
-    """Return the sizes of files, and a hash of their first and last bytes and of the rules that turn them into pairs."""
-    digest, sizes = hashlib.blake2b(repr(rules).encode(), digest_size=16), []
-    for path in map(Path, paths):
-        sizes.append(path.stat().st_size)
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLED_BYTES))
-            file.seek(max(0, sizes[-1] - _SAMPLED_BYTES))
-            digest.update(file.read(_SAMPLED_BYTES))
-    return {"num_bytes": sum(sizes), "sizes": sizes, "hash": digest.hexdigest()}
-
-
 def tokenizer_fingerprint(tokenizers: Any) -> str:
     """Return a key that is equal in all processes for tokenizers that give equal ids.
 
@@ -65,15 +49,9 @@ def tokenizer_fingerprint(tokenizers: Any) -> str:
     """
     states = []
     for name, part in sorted(vars(tokenizers).items()):
-        if (
-            isinstance(part, PreTrainedTokenizerBase)
-            and (backend := getattr(part, "backend_tokenizer", None)) is not None
-        ):
-            state = {
-                key: value
-                for key, value in json.loads(backend.to_str()).items()
-                if key not in ("truncation", "padding")
-            }
+        backend = getattr(part, "backend_tokenizer", None)
+        if isinstance(part, PreTrainedTokenizerBase) and backend is not None:
+            state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
             options = {key: str(value) for key, value in sorted(part.init_kwargs.items()) if key != "name_or_path"}
             part = type(part).__qualname__, json.dumps(state), json.dumps(options), str(part.special_tokens_map)
         states.append((name, part))

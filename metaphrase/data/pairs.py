@@ -1,20 +1,18 @@
-"""Pairs of source and target from files and data sets: rows of text, a report on what was skipped, splits, and a profile."""
+"""Pairs of source and target from files and data sets: rows of text, a report on what was skipped, and splits."""
 
 import csv
 import hashlib
 import json
 import logging
 import sys
-import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.fingerprint import Hasher
@@ -294,12 +292,10 @@ class DataReport:
         return self.read - self.dropped
 
     def add(self, **counts: int) -> None:
-        """Add to counts."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all counts and statistics as plain values for JSON."""
         return {**asdict(self), "kept": self.kept, "dropped": self.dropped}
 
     def __str__(self) -> str:
@@ -372,11 +368,9 @@ class PairSource:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
         return " and ".join(self.paths) or f"{self.dataset_name} ({self.dataset_split})"
 
     def load_dataset(self, **options: Any) -> Any:
-        """Return the data set called `dataset_name`."""
         return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
 
     def records(self, **options: Any) -> Iterator[Record]:
@@ -519,7 +513,7 @@ def split_pairs(
             f"got {num_validation} and {num_test}."
         )
     sizes = {"validation": num_validation, "test": num_test}
-    splits = _rows_of_splits(dataset, sizes, seed)
+    splits = rows_of_splits(dataset, sizes, seed)
     for name, size in sizes.items():
         if len(splits[name]) != size:
             raise ValueError(
@@ -529,12 +523,7 @@ def split_pairs(
     return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})
 
 
-def possible_validation(dataset: datasets.Dataset, most: int, num_test: int = 0, seed: int = 42) -> int:
-    """Return the largest `num_validation` up to `most` with which `split_pairs` succeeds."""
-    return len(_rows_of_splits(dataset, {"validation": most, "test": num_test}, seed)["validation"])
-
-
-def _rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int) -> dict[str, list[int]]:
+def rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int) -> dict[str, list[int]]:
     """Return the rows of each split, with at most `sizes` rows. All other rows are for training."""
     groups: dict[str, list[int]] = defaultdict(list)
     for row, source in enumerate(column_texts(dataset, "source")):
@@ -545,74 +534,3 @@ def _rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int)
         split = next((name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size), "train")
         splits[split].extend(rows)
     return splits
-
-
-# Profile
-
-# More pairs change the numbers little.
-SAMPLE_PAIRS = 50_000
-# Words of a closed set are symbols, such as phonemes or commands: the next word of unseen text is hardly ever new.
-_MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
-
-
-@dataclass(frozen=True)
-class SideProfile:
-    """Texts of one side. Words are split at white space.
-
-    Attributes:
-        repetitions: Mean number of times that a text occurs.
-        alphabet: Different characters.
-        num_letters: Number of different characters that Unicode has taken apart.
-        num_words: Number of different words.
-        new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
-    """
-
-    repetitions: float
-    mean_characters: float
-    mean_words: float
-    alphabet: frozenset[str]
-    num_letters: int
-    num_words: int
-    new_words: float
-
-    @property
-    def is_closed(self) -> bool:
-        """True if the words are symbols of a closed set."""
-        return self.new_words < _MAX_NEW_SYMBOLS and self.num_words <= _MAX_SYMBOLS
-
-    @classmethod
-    def of(cls, texts: Sequence[str]) -> "SideProfile":
-        words = [text.split() for text in texts]
-        counts = Counter(word for line in words for word in line)
-        letters = [unicodedata.normalize("NFD", text) for text in texts]
-        characters, lengths = [len(text) for text in texts], [len(line) for line in words]
-        return cls(
-            repetitions=len(texts) / len(set(texts)),
-            mean_characters=float(np.mean(characters)),
-            mean_words=float(np.mean(lengths)),
-            alphabet=frozenset().union(*texts),
-            num_letters=len(frozenset().union(*letters)),
-            num_words=len(counts),
-            new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
-        )
-
-
-@dataclass(frozen=True)
-class CorpusProfile:
-    """Number of distinct training pairs, profiles of their sides, and the share of the targets' visible characters in sources."""
-
-    pairs: int
-    source: SideProfile
-    target: SideProfile
-    shared_characters: float
-
-    @classmethod
-    def of(cls, train: datasets.Dataset) -> "CorpusProfile":
-        """Measure training pairs; of many pairs, those at regular distances."""
-        sample = train.select(range(0, len(train), -(-len(train) // SAMPLE_PAIRS)))
-        pairs = {*zip(*(sample[side][:] for side in SIDES), strict=True)}
-        sources, targets = zip(*sorted(pairs), strict=True)
-        source, target = SideProfile.of(sources), SideProfile.of(targets)
-        counts = Counter(character for text in targets for character in text if not character.isspace())
-        shared = sum(count for character, count in counts.items() if character in source.alphabet)
-        return cls(len(train) * len(pairs) // len(sample), source, target, shared / max(1, counts.total()))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import datasets
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, create_model
 from torch.utils.data import Dataset
 
 from metaphrase.data.token_budget import TokenBudgetSampler, form_round
@@ -25,20 +25,14 @@ class Stage(BaseModel, extra="forbid"):
     shares: _Numbers
     until: _Numbers = Field(min_length=1, max_length=1)
 
-    @property
-    def times(self) -> float:
-        """Number of readings of the data set of `until`."""
-        return next(iter(self.until.values()))
-
     def num_pairs(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the number of pairs that the stage reads of each data set."""
-        [name] = self.until
-        total = self.times * sizes[name] / self.shares[name]
+        [(name, times)] = self.until.items()
+        total = times * sizes[name] / self.shares[name]
         return {name: round(total * self.shares.get(name, 0)) for name in sizes}
 
 
-class _Stages(BaseModel):
-    stages: dict[str, Stage]
+_Stages = create_model("_Stages", stages=dict[str, Stage])
 
 
 def parse_stages(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Stage]:
@@ -52,13 +46,10 @@ def parse_stages(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, S
     except ValidationError as error:
         raise ValueError(explain_error(error)) from None
     for stage, parsed in stages.items():
-        for name in (*parsed.shares, *parsed.until):
-            if name not in names:
-                raise ValueError(f"`stages.{stage}` must name `datasets`, got {name!r}.{did_you_mean(name, names)}")
-        if not set(parsed.until) <= set(parsed.shares):
-            raise ValueError(
-                f"`stages.{stage}.until` must name a data set of its `shares`, got {next(iter(parsed.until))!r}."
-            )
+        for field, given, known in (("shares", parsed.shares, names), ("until", parsed.until, [*parsed.shares])):
+            for name in (name for name in given if name not in known):
+                what = "`datasets`" if field == "shares" else "a data set of its `shares`"
+                raise ValueError(f"`stages.{stage}.{field}` must name {what}, got {name!r}.{did_you_mean(name, known)}")
     if unused := [name for name in names if not any(name in stage.shares for stage in stages.values())]:
         raise ValueError(f"`datasets` must each have a share in `stages`, got none for {', '.join(unused)}.")
     return stages
@@ -85,7 +76,8 @@ class StagedSampler(TokenBudgetSampler):
         num_steps, position = 0, dict.fromkeys(self._sizes, 0)
         for name, stage in self._stages.items():
             earlier_steps, counts = num_steps, stage.num_pairs(self._sizes)
-            ends = [min(number, stage.times) / stage.times for number in range(1, math.ceil(stage.times) + 1)]
+            [times] = stage.until.values()
+            ends = [min(number, times) / times for number in range(1, math.ceil(times) + 1)]
             for start, end in itertools.pairwise([0.0, *ends]):
                 self._rounds.append(
                     {
@@ -128,12 +120,7 @@ class StagedSampler(TokenBudgetSampler):
 
 
 class StagedPairs(Dataset):
-    """Training pairs of several data sets one after the other, with the order in which stages read them.
-
-    Attributes:
-        pairs: The plain pairs.
-        column_names: Names of `dataset[name]`, and the fields of a pair.
-    """
+    """Training pairs of several data sets one after the other, with the order in which stages read them."""
 
     def __init__(self, pairs: datasets.Dataset | Dataset, sizes: Mapping[str, int], stages: Mapping[str, Stage]):
         """Take the pairs of all data sets in order, the number of pairs of each, and the stages in order."""
@@ -148,14 +135,13 @@ class StagedPairs(Dataset):
         return self._pairs[key] if isinstance(key, str) else self.__getitems__([key])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Mapping[str, Any]]:
-        """Return the pairs of a batch, by the indices of a `StagedSampler`. Loaders of torch call this method."""
+        """Return the pairs of a batch, by the indices of a `StagedSampler`."""
         # Pairs that are augmented differ in each reading.
         if isinstance(self._pairs, datasets.Dataset):
             indices = [index % len(self) for index in indices]
         return self._pairs.__getitems__(indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on, if the pairs take one."""
         if hasattr(self._pairs, "set_epoch"):
             self._pairs.set_epoch(epoch)
 

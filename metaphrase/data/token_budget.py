@@ -1,17 +1,19 @@
 """Batches by a token budget: of pairs in memory, and of a stream that sorts a buffer of pairs."""
 
+import hashlib
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from metaphrase.data.encoding import OUTCOMES, PairEncoder, file_fingerprint
+from metaphrase.data.encoding import OUTCOMES, PairEncoder
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
@@ -60,8 +62,7 @@ class LengthGroupedSampler(Sampler[int]):
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
         self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the order. accelerate's loaders call this method."""
+    def set_epoch(self, epoch: int) -> None:  # accelerate's loaders call it.
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -215,18 +216,15 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return math.ceil(min(planned, len(self.lengths)) / self.num_processes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the batches. accelerate's loaders call this method."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.batches_per_process
 
-    def _generator(self, epoch: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-
     def _form(self, epoch: int, is_whole: bool = False) -> list[list[int]]:
         size = None if is_whole else self.pairs_per_chunk
-        return form_batches(self.lengths, self.max_tokens_per_batch, self._generator(epoch), size)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return form_batches(self.lengths, self.max_tokens_per_batch, generator, size)
 
     def epoch_batches(self, epoch: int) -> Iterable[list[int]]:
         """Return the batches of all processes in an epoch."""
@@ -235,7 +233,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         candidates = (self._form(*options) for options in ((epoch,), (epoch, True), (0,)))
         batches = next(batches for batches in candidates if len(batches) <= count)
         filler = len(self.lengths) + int(self.lengths.sum(axis=1).argmin())
-        return form_steps(batches, count, filler, self.num_processes, self._generator(epoch))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return form_steps(batches, count, filler, self.num_processes, generator)
 
     def __iter__(self) -> Iterator[list[int]]:
         return islice(self.epoch_batches(self.epoch), self.process_index, None, self.num_processes)
@@ -254,7 +253,6 @@ class WithFillers(Dataset):
         return self.dataset[index] if index < len(self) else uncounted(self.dataset[index - len(self)])
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on, if the data set takes one."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -281,6 +279,8 @@ def announce_epoch(loader: DataLoader, epoch: int) -> None:
 
 Pair = Mapping[str, Sequence[int]]
 _ROWS_PER_READ = 1000
+# At the start of a file, and at its end.
+_SAMPLED_BYTES = 2**16
 # The counts of a report, in the order of the shared tensor.
 _COUNTS = ("read", *DROP_REASONS, "source_truncated", "target_truncated")
 
@@ -330,15 +330,21 @@ class PairStream:
         logger.info("Pass %d: %s", pass_number + 1, report)
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """Return the fingerprint of the files, or None for a data set of the Hub.
+        """Return sizes of the files, and a hash of their first and last bytes and of columns and prefix; None without files.
 
         A resumed run compares fingerprints. Length limits do not count, because they may leave the same pairs.
         """
-        texts = self.texts
-        return file_fingerprint(texts.paths, (texts.columns, texts.source_prefix or "")) if texts.paths else None
+        texts, sizes = self.texts, []
+        digest = hashlib.blake2b(repr((texts.columns, texts.source_prefix or "")).encode(), digest_size=16)
+        for path in map(Path, texts.paths):
+            sizes.append(path.stat().st_size)
+            with path.open("rb") as file:
+                digest.update(file.read(_SAMPLED_BYTES))
+                file.seek(max(0, sizes[-1] - _SAMPLED_BYTES))
+                digest.update(file.read(_SAMPLED_BYTES))
+        return {"num_bytes": sum(sizes), "sizes": sizes, "hash": digest.hexdigest()} if sizes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `report` as plain values."""
         return self.report.to_dict()
 
 
@@ -367,9 +373,7 @@ class TokenBudgetStream(IterableDataset):
 
         A larger buffer means less padding, more mixing, more memory.
         """
-        self.read = read
-        self.max_tokens_per_batch = max_tokens_per_batch
-        self.seed = seed
+        self.read, self.max_tokens_per_batch, self.seed = read, max_tokens_per_batch, seed
         self.num_processes, self.process_index = num_processes, process_index
         self.pairs_in_buffer = pairs_in_buffer
 

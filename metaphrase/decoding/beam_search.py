@@ -40,7 +40,7 @@ class BeamState(DecoderState):
         self._token_positions = torch.zeros(sources, 0, dtype=torch.long, device=self.device)
         # Added to the scores of each target, (sources, copies, tokens): 0 for its own tokens, the lowest number for others.
         self._mask = torch.zeros(sources, 1, 0, dtype=self.dtype, device=self.device)
-        # With more tokens, `_drop_unused` looks for tokens to drop.
+        # With more tokens, a step looks for tokens to drop.
         self._most_tokens = 0
 
     def reorder(self, rows: torch.Tensor) -> None:
@@ -51,13 +51,6 @@ class BeamState(DecoderState):
         super().select_sources(sources)
         self._token_positions = self._token_positions.index_select(0, sources)
         self._mask = self._mask.index_select(0, sources)
-
-    def _grow_cache(self, length: int) -> None:
-        if self._token_positions.shape[1] + self.copies > self._most_tokens:
-            self._drop_unused()
-        num_tokens = self._token_positions.shape[1]
-        if num_tokens + self.copies > self._target_cache.capacity:
-            self._target_cache.grow(num_tokens, 2 * max(self._most_tokens, num_tokens + self.copies))
 
     def _drop_unused(self) -> None:
         """Drop tokens that belong to no target."""
@@ -72,8 +65,12 @@ class BeamState(DecoderState):
         self._most_tokens = count + max(_STEPS_BETWEEN * self.copies, int(_SHARE_BETWEEN * count))
 
     def _prepare_step(self) -> None:
+        if self._token_positions.shape[1] + self.copies > self._most_tokens:
+            self._drop_unused()
         start = self._token_positions.shape[1]
         stop = start + self.copies
+        if stop > self._target_cache.capacity:
+            self._target_cache.grow(start, 2 * max(self._most_tokens, stop))
         # (layers, sources, copies, heads, head_dim); with one copy, without the axis.
         keys = self._target_cache.keys[..., start:stop].movedim(4, 2).squeeze(2)
         values = self._target_cache.values[..., start:stop, :].movedim(3, 2).squeeze(2)
@@ -133,17 +130,14 @@ def top_of_rows(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     return values, candidates.gather(1, indices)
 
 
-def num_candidates(num_beams: int, ends: torch.Tensor | None) -> int:
-    """Return how many candidates are enough to continue even if all end tokens are among them."""
-    return max(2, 1 + (0 if ends is None else len(ends))) * num_beams
-
-
 class Selection:
     """Selection of the best continuations of each source."""
 
     def __init__(self, config: GenerationConfig, tokens: torch.Tensor | None = None):
         """Select among `tokens`, the token of each log-probability, (V,). None means all tokens of the vocabulary."""
         self.ends, self._tokens = config._eos_token_tensor, tokens
+        # So many candidates are enough to continue even if all end tokens are among them.
+        self.num_candidates = max(2, 1 + (0 if self.ends is None else len(self.ends))) * config.num_beams
 
     def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:
         """Select the candidates with the highest sums of log-probabilities (sources, beams, V), which are overwritten.
@@ -153,7 +147,7 @@ class Selection:
         num_beams, vocab_size = log_probs.shape[1:]
         # (sources, beams, V) -> (sources, candidates), best first
         totals = log_probs.add_(beams.scores[:, :, None]).flatten(1)
-        scores, indices = top_of_rows(totals, num_candidates(num_beams, self.ends))
+        scores, indices = top_of_rows(totals, self.num_candidates)
         parents, tokens = indices // vocab_size, indices % vocab_size
         tokens = tokens if self._tokens is None else self._tokens[tokens]
         is_end = are_ends(tokens, self.ends)

@@ -21,10 +21,15 @@ from metaphrase.decoding.prepacked_weights import (
     prepared_copies,
 )
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
-from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, fold_copies, unfold_copies
+from metaphrase.modeling.layers import (
+    MetaphraseAttention,
+    MetaphraseDecoderLayer,
+    MetaphraseSSRU,
+    fold_copies,
+    unfold_copies,
+)
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
-from metaphrase.modeling.recurrence import MetaphraseSSRU
 from metaphrase.modeling.stacks import MetaphraseDecoder
 from metaphrase.ops.linear_and_dropout import is_hooked
 
@@ -44,10 +49,7 @@ class PreparedLinear:
     """Linear layers that read the same input, as one product.
 
     Small layers of torch are copied: side by side, and on a CPU in float32 also transposed and prepacked. Quantized layers are
-    joined. Other layers are called one by one.
-
-    Attributes:
-        copied: Weights and biases whose copies depend on them.
+    joined. Other layers are called one by one. `copied` are the weights and biases on which the copies depend.
     """
 
     def __init__(self, layers: Sequence[nn.Module], largest: int = LARGEST_SIZE, largest_transposed: int = 2**20):
@@ -66,12 +68,9 @@ class PreparedLinear:
             return
         self.copied = [parameter for layer in layers for parameter in layer.parameters()]
         self._weights = [layer.weight for layer in layers]
-        are_plain, is_small = (
-            all(map(is_plain, layers)),
-            len(layers) > 1 or layers[0].weight.numel() <= largest_transposed,
-        )
+        are_plain = all(map(is_plain, layers))
         self._is_packed = are_plain and can_prepack(sum(map(len, self._weights)), self._weights[0].shape[1])
-        self._is_transposed = are_plain and is_small
+        self._is_transposed = are_plain and (len(layers) > 1 or layers[0].weight.numel() <= largest_transposed)
         self._bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
         if self._is_transposed:
             self._max_transposed_rows = 1 if self._is_packed else _FEW_TRANSPOSED_ROWS
@@ -162,22 +161,11 @@ def _prepare_layers(layers: nn.ModuleList) -> tuple[list[PreparedLayer], list[to
     return prepared, [weight for linear in linears for weight in linear.copied]
 
 
-def _prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjection | None], list[torch.Tensor]]:
+def prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjection | None], list[torch.Tensor]]:
     linear = PreparedLinear([head], largest=_LARGEST_COPY, largest_transposed=LARGEST_SIZE)
+    # Elsewhere all logits are computed as fast.
     gains = is_plain(head) and head.weight.numel() > quantization.LEAST_SHORTLIST_SIZE and quantization.has_kernels()
     return (linear, ShortlistProjection(head) if gains else None), list(head.parameters())
-
-
-def prepared_head(
-    decoder: nn.Module, head: nn.Module
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], ShortlistProjection | None]:
-    """Return the projections of a decoder's output to logits and to shortlists, for the current weights of its head.
-
-    The second is None where all logits are computed as fast.
-    """
-    if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
-        return prepared_copies(decoder, head, _prepare_head)
-    return head, None
 
 
 def prepared_rows(head: nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -204,10 +192,6 @@ class KeyValueCache:
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         self.keys, self.values = keys, values
-
-    @property
-    def rows(self) -> int:
-        return self.keys.shape[1]
 
     @property
     def capacity(self) -> int:
@@ -358,11 +342,11 @@ class DecoderState:
 
     @property
     def rows(self) -> int:
-        return self._source_cache.rows * self.copies
+        return self._source_cache.keys.shape[1] * self.copies
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read one token of each row, (rows,), and return the decoder's output (rows, D)."""
-        self._make_room(self.length + 1)
+        self._grow_tables(self.length + 1)
         if not self._states:
             self._prepare_step()
         embeddings, rotation = self.decoder.embed_tokens(input_ids), None
@@ -384,7 +368,7 @@ class DecoderState:
         if copies > 1:
             self.reorder(torch.arange(self.rows, device=self.device).repeat_interleave(copies))
             self.copies *= copies
-            self._rows_per_cache_row = self.rows // self._target_cache.rows
+            self._rows_per_cache_row = self.rows // self._target_cache.keys.shape[1]
             if self._absorbed is not None and not self._gains_by_absorbing():
                 self._absorbed = None
 
@@ -414,7 +398,12 @@ class DecoderState:
         are_plain = self.dtype == torch.float32 and all(
             is_plain(attention.q_proj) and is_plain(attention.o_proj) for attention in attentions
         )
-        if has_operations_between or self._source_cache.rows != 1 or not are_plain or not self._gains_by_absorbing():
+        if (
+            has_operations_between
+            or self._source_cache.keys.shape[1] != 1
+            or not are_plain
+            or not self._gains_by_absorbing()
+        ):
             return None
         bias = None if self._source_bias is None else self._source_bias.flatten()
         views = zip(attentions, self._source_views, strict=True)
@@ -425,19 +414,10 @@ class DecoderState:
         entries = self._source_cache.capacity * size // self.head_dim
         return entries <= size // 2 or (entries <= _FEW_ENTRIES and self.copies <= _FEW_ROWS)
 
-    def _make_room(self, length: int) -> None:
-        """Make room for `length` tokens of each row in the tables and in the target cache."""
-        if length > self.num_positions:
-            self._make_tables(length)
-        if not self._states:
-            self._grow_cache(length)
-
-    def _grow_cache(self, length: int) -> None:
-        if length > self._target_cache.capacity:
-            self._target_cache.grow(self.length, length)
-
-    def _make_tables(self, length: int) -> None:
-        """Compute the position biases, position embeddings and rotations of at least `length` positions."""
+    def _grow_tables(self, length: int) -> None:
+        """Compute the position biases, position embeddings and rotations of at least `length` positions, if there are less."""
+        if length <= self.num_positions:
+            return
         num_positions = with_reserve(self.length, length)
         table, rotary = self.decoder.embed_positions, self.decoder.rotary_emb
         if isinstance(table, LearnedPositionEmbedding):
@@ -460,7 +440,10 @@ class DecoderState:
 
     def _prepare_step(self) -> None:
         """Find where each layer writes the new keys and values, its views of the cache, and the bias of its scores."""
-        past, keys, values = self.length + 1, self._target_cache.keys, self._target_cache.values
+        past = self.length + 1
+        if past > self._target_cache.capacity:
+            self._target_cache.grow(self.length, past)
+        keys, values = self._target_cache.keys, self._target_cache.values
         self._new_entries = list(
             zip(keys[..., self.length].unbind(0), values[..., self.length, :].unbind(0), strict=True)
         )
@@ -505,7 +488,10 @@ class DecoderState:
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
         if layer.is_recurrent:
-            return self._recur(index, layer, hidden_states)
+            # As `MetaphraseSSRU` does.
+            forget = torch.sigmoid(layer.ssru_forget(hidden_states).float())
+            self._states[index] = torch.lerp(layer.ssru_input(hidden_states).float(), self._states[index], forget)
+            return torch.relu(self._states[index]).to(hidden_states.dtype)
         query, key, value = self._project_target(layer, hidden_states)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
@@ -516,12 +502,6 @@ class DecoderState:
         values.copy_(value)
         views, bias = self._target_views[index], self._target_biases[index]
         return layer.self_output(self._attend(query, views, bias, layer.scaling, self._rows_per_cache_row))
-
-    def _recur(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Read one token of each row, as `MetaphraseSSRU` does: (rows, D) -> (rows, D)."""
-        forget = torch.sigmoid(layer.ssru_forget(hidden_states).float())
-        self._states[index] = torch.lerp(layer.ssru_input(hidden_states).float(), self._states[index], forget)
-        return torch.relu(self._states[index]).to(hidden_states.dtype)
 
     def _add_cross_attention(
         self, index: int, layer: PreparedLayer, residual: torch.Tensor, hidden_states: torch.Tensor
@@ -545,12 +525,10 @@ class DecoderState:
         scaling: float,
         copies: int,
     ) -> torch.Tensor:
-        """Attend with one query of each row, (rows, H, head_dim) -> (rows, H * head_dim). `copies` rows share their keys.
+        """Attend with one query of each row, (rows, H, head_dim) -> (rows, H * head_dim).
 
-        Args:
-            query: The queries.
-            views: Keys (rows / copies * key_value_heads, head_dim, keys) and values (..., keys, head_dim).
-            bias: Added to the scores, (1 or rows / copies, 1 or key_value_heads, 1 or copies * groups, keys).
+        `copies` rows share their keys (rows / copies * key_value_heads, head_dim, keys), their values (..., keys, head_dim)
+        and the bias of their scores, (1 or rows / copies, 1 or key_value_heads, 1 or copies * groups, keys).
         """
         rows = query.shape[0]
         if copies > 1:

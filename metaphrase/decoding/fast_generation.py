@@ -18,20 +18,21 @@ from transformers.utils.output_capturing import capture_outputs
 
 from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState, Selection, beam_search
-from metaphrase.decoding.decoder_state import DecoderState, prepared_head, prepared_rows
+from metaphrase.decoding.decoder_state import DecoderState, prepare_head, prepared_rows
 from metaphrase.decoding.options import (
+    ROW_PROCESSORS,
     are_ends,
     has_unknown_criteria,
-    has_unknown_processors,
     only_lower,
     process,
     process_permitted,
 )
-from metaphrase.decoding.prepacked_weights import walk
+from metaphrase.decoding.prepacked_weights import can_record, prepared_copies, walk
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
 from metaphrase.modeling.positions import has_changing_rotation
+from metaphrase.ops.linear_and_dropout import is_hooked
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,12 @@ def _generate_by_transformers(
     scores = getattr(output, "sequences_scores", None)
     if return_scores and scores is None:
         tokens = output.sequences[:, input_ids.shape[1] :]
-        scores = _sum_to_ends(step_scores.log_probs, tokens, config._eos_token_tensor)
+        scores = torch.zeros(len(tokens), device=tokens.device)
+        if step_scores.log_probs:
+            log_probs = torch.stack(step_scores.log_probs, dim=1)
+            is_end = are_ends(tokens, config._eos_token_tensor).long()
+            is_padding = (is_end.cumsum(dim=1) > is_end)[:, : log_probs.shape[1]]
+            scores = log_probs.masked_fill(is_padding.to(log_probs.device), 0.0).sum(dim=1)
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
 
@@ -151,7 +157,9 @@ def prepared_projections(
     model: MetaphraseForConditionalGeneration,
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[..., torch.Tensor | None] | None]:
     """Return `model.project` for decoding steps with the current weights, and a `ShortlistProjection` of its input or None."""
-    head, shortlist = prepared_head(model.get_decoder(), model.get_output_embeddings())
+    head, shortlist = model.get_output_embeddings(), None
+    if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
+        head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
     is_plain = _is_of_package(type(model).project) and model.config.final_logit_softcapping is None
 
     def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
@@ -179,7 +187,7 @@ def find_obstacle(
         "synced_gpus": synced_gpus,
         "sampled beams": config.do_sample and config.num_beams > 1,
         "streamer": streamer is not None,
-        "logits processor": has_unknown_processors(logits_processor),
+        "logits processor": any(type(item) not in ROW_PROCESSORS for item in logits_processor),
         "stopping criterion": has_unknown_criteria(stopping_criteria, config),
         "argument of the network": names - _SUPPORTED_ARGUMENTS,
         # A cache of the caller must be filled.
@@ -357,14 +365,6 @@ class SequenceScores(StoppingCriteria):
             self.log_probs.append(_log_probs(logits, input_ids[:, -1]))
         scores[-1].set_()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _sum_to_ends(log_probs: list[torch.Tensor], tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    if not log_probs:
-        return torch.zeros(len(tokens), device=tokens.device)
-    is_end = are_ends(tokens, ends).long()
-    is_padding = (is_end.cumsum(dim=1) > is_end)[:, : len(log_probs)]
-    return torch.stack(log_probs, dim=1).masked_fill(is_padding.to(log_probs[0].device), 0.0).sum(dim=1)
 
 
 def _log_probs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -19,16 +19,11 @@ _REMOVERS = _classes_of(
     *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
 )
 # Processors that look at each row by itself, so that rows may leave the batch.
-_ROW_PROCESSORS = _REMOVERS | _classes_of(
+ROW_PROCESSORS = _REMOVERS | _classes_of(
     *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
     *("LogitNormalization", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
     *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
 )
-
-
-def has_unknown_processors(processors: Sequence[LogitsProcessor]) -> bool:
-    """Return True if a processor may need all rows of the batch."""
-    return any(type(processor) not in _ROW_PROCESSORS for processor in processors)
 
 
 def only_lower(processors: Sequence[LogitsProcessor]) -> bool:

@@ -252,8 +252,12 @@ def encode_without_padding(
         return None
     if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
         return None
+    # In float16, only the padded kernels keep large scores finite.
+    is_supported = embeddings.device.type == "cpu" and embeddings.dtype in (torch.float32, torch.bfloat16)
+    if encoder.training or torch.is_grad_enabled() or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+        return None
     is_token = attention_mask != 0
-    if not _gains_without_padding(encoder, embeddings, is_token):
+    if bool(is_token.sum() > (1 - LEAST_PADDING) * is_token.numel()):
         return None
     has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in walk(encoder.layers))
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
@@ -266,12 +270,3 @@ def encode_without_padding(
     output = tokens.new_zeros(*is_token.shape, tokens.shape[-1])
     output[is_token] = tokens
     return BaseModelOutput(last_hidden_state=output)
-
-
-def _gains_without_padding(encoder: MetaphraseEncoder, embeddings: torch.Tensor, is_token: torch.Tensor) -> bool:
-    """Return True if a CPU is faster without the padding, in evaluation."""
-    # In float16, only the padded kernels keep large scores finite.
-    is_supported = embeddings.device.type == "cpu" and embeddings.dtype in (torch.float32, torch.bfloat16)
-    if encoder.training or torch.is_grad_enabled() or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
-        return False
-    return bool(is_token.sum() <= (1 - LEAST_PADDING) * is_token.numel())

@@ -236,7 +236,7 @@ class CTranslate2Engine:
         compute_type = "default" if dtype == "auto" else str(dtype).removeprefix("torch.")
         if is_exported(name_or_path):
             return cls(name_or_path, device=device, compute_type=compute_type)
-        from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+        from metaphrase.conversion.ctranslate2 import export_ctranslate2
 
         copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
         engine = cls(

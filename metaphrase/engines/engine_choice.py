@@ -175,7 +175,7 @@ class EngineChoice:
         return_scores: bool,
     ) -> str | None:
         # Needs an extra.
-        from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
+        from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
         from metaphrase.engines.ctranslate2_engine import translate_exactly
 
         try:
@@ -199,7 +199,7 @@ class EngineChoice:
     def _write_files(self, model: PreTrainedModel) -> str | None:
         """Write the copy's files. Return the reason if that is not possible."""
         try:
-            from metaphrase.conversion.ctranslate2.export import find_obstacles, save_weights  # Needs an extra.
+            from metaphrase.conversion.ctranslate2 import find_obstacles, save_weights  # Needs an extra.
         except ImportError as error:
             return str(error)
         if obstacles := find_obstacles(model.config):

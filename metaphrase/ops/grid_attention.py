@@ -27,23 +27,18 @@ _LEAST_SUM, _LARGEST_SUM = 2.0**-40, 2.0**100
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring sequences, or some heads of one sequence, that are computed together."""
+    """Neighbouring sequences, or some heads of one sequence, that are computed together.
+
+    `rows` counts sequences times heads. `ends` has the rows, and the end of their keys, of each sequence below `key_width`.
+    """
 
     sequences: slice
     heads: slice
     query_width: int
     key_width: int
-    # Rows of the block, and the end of their keys, for each sequence that is shorter than `key_width`.
+    num_heads: int
+    rows: int
     ends: list[tuple[slice, int]]
-
-    @property
-    def num_heads(self) -> int:
-        return self.heads.stop - self.heads.start
-
-    @property
-    def rows(self) -> int:
-        """Sequences times heads."""
-        return (self.sequences.stop - self.sequences.start) * self.num_heads
 
     def part(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the part of a mask (sequences or 1, H or 1, queries or 1, keys) for the block."""
@@ -96,9 +91,8 @@ class GridSide:
         cells, start = [], 0
         for group, width in zip(sequences, widths, strict=True):
             lengths = sequences_of_row.lengths[group, None]
-            tokens = sequences_of_row.starts[group, None] + torch.minimum(
-                torch.arange(width, device=device), lengths - 1
-            )
+            columns_of_row = torch.minimum(torch.arange(width, device=device), lengths - 1)
+            tokens = sequences_of_row.starts[group, None] + columns_of_row
             # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
             cells.append((tokens[:, None, :] * heads + head[:, None]).flatten())
             first[group] = start + torch.arange(len(lengths), device=device) * (heads * width)
@@ -106,10 +100,8 @@ class GridSide:
             start += len(lengths) * heads * width
         self.to_grid = torch.cat(cells)
         # (tokens, 1) and (tokens, heads) -> (tokens * heads)
-        cell = (first[sequences_of_row.ids] + sequences_of_row.positions[0])[:, None] + columns[
-            sequences_of_row.ids, None
-        ] * head
-        self.from_grid = cell.flatten()
+        first_cell = first[sequences_of_row.ids] + sequences_of_row.positions[0]
+        self.from_grid = (first_cell[:, None] + columns[sequences_of_row.ids, None] * head).flatten()
         self._indices_by_count = {1: (self.to_grid, self.from_grid)}
 
     def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
@@ -163,7 +155,8 @@ def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
                 for number, length in enumerate(sides[1][start:stop])
                 if length < key_width
             ]
-            yield Block(slice(start, stop), slice(head, head + step), query_width, key_width, ends)
+            bounds, rows = (slice(start, stop), slice(head, head + step)), (stop - start) * step
+            yield Block(*bounds, query_width, key_width, step, rows, ends)
         start = stop
 
 
@@ -215,14 +208,13 @@ class _GridAttention(torch.autograd.Function):
 
 
 def _sides(grid: Grid, rows: Sequence) -> list[GridSide]:
-    """Return the side of the grid of each tensor in `rows`. The first holds the queries, alone or with keys and values."""
+    # The first tensor holds the queries, alone or with keys and values.
     return [grid.queries, *[grid.keys] * (len(rows) - 1)]
 
 
 def _grid_gradients(
     ctx, gradient: torch.Tensor, query, key, value, mask, *saved: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Return the gradients of the rows, as cells of the grid, and of the mask."""
     grid, scaling = ctx.grid, ctx.scaling
     all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
     all_masks = saved[: len(saved) - len(all_weights)]
@@ -260,24 +252,17 @@ def _grid_gradients(
 
 
 def _weight_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
-    """Return the dtype of attention weights for states of a dtype and rows of so many entries."""
     return dtype if dtype == torch.bfloat16 and width >= MIN_HALF_WIDTH else torch.float32
 
 
 def _capped(query: torch.Tensor, key: torch.Tensor, scaling: float, cap: float) -> torch.Tensor:
-    """Return the scores of a soft cap as shares of the cap, from -1 to 1."""
+    # The scores of a soft cap as shares of the cap, from -1 to 1.
     return torch.bmm(query, key.transpose(1, 2)).mul_(scaling / cap).tanh_()
 
 
 def _weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    block: Block,
-    scaling: float,
-    cap: float | None,
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float, cap: float | None
 ) -> torch.Tensor:
-    """Return the attention weights of a block. `cap` is the softcap."""
     capped = None if cap is None else _capped(query, key, scaling, cap).mul_(cap * _LOG2_E)
     if mask is None:
         if capped is None:
@@ -331,7 +316,7 @@ def grid_attention(
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
-        return joined_grid_attention(rows, heads, mask, packing, scaling, dropout, cap)
+        return _joined_grid_attention(rows, heads, mask, packing, scaling, dropout, cap)
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
     sides = packing.queries, packing.keys, packing.keys
     cells = [
@@ -344,25 +329,16 @@ def grid_attention(
     return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
 
 
-def joined_grid_attention(
-    rows: Sequence[torch.Tensor],
-    heads: int,
-    mask: torch.Tensor | None,
-    packing: Packing,
-    scaling: float,
-    dropout: float,
-    cap: float | None,
+def _joined_grid_attention(
+    rows: Sequence[torch.Tensor], heads: int, mask: torch.Tensor | None, packing: Packing, *options: float | None
 ) -> torch.Tensor:
-    """Attend as `grid_attention` does, on a CPU.
-
-    The rows are query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
-    """
+    # The rows are query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
     if heads not in packing.grids:
         # Once for all layers.
         packing.grids[heads] = Grid(packing, heads)
     grid = packing.grids[heads]
     kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
-    output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout, cap, *rows)
+    output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, *options, *rows)
     return output.view(1, output.shape[0], heads, -1)
 
 
@@ -381,13 +357,13 @@ def fused_grid_attention(
     """
     if packing.kernel != "grid" or attention.config.qk_norm or attention.num_key_value_groups > 1:
         return None
-    layers, states = [[attention.q_proj, attention.k_proj, attention.v_proj]], [hidden_states]
+    query, *others = attention.q_proj, attention.k_proj, attention.v_proj
+    groups = [([query, *others], hidden_states)]
     if attention.is_cross:
-        layers = [[attention.q_proj], [attention.k_proj, attention.v_proj]]
-        states = [hidden_states, encoder_hidden_states]
-    if not all(can_join(group, inputs) for group, inputs in zip(layers, states, strict=True)):
+        groups = [([query], hidden_states), (others, encoder_hidden_states)]
+    if not all(can_join(*group) for group in groups):
         return None
-    rows = [joined_linear(group, inputs).flatten(0, 1) for group, inputs in zip(layers, states, strict=True)]
+    rows = [joined_linear(*group).flatten(0, 1) for group in groups]
     heads = attention.q_proj.out_features // attention.head_dim
     cap = attention.options.get("softcap")
-    return joined_grid_attention(rows, heads, mask, packing, attention.scaling, dropout, cap)
+    return _joined_grid_attention(rows, heads, mask, packing, attention.scaling, dropout, cap)

@@ -63,20 +63,14 @@ class _MaskedDropout(torch.autograd.Function):
 
 def _is_plain(states: torch.Tensor, p: float, training: bool) -> bool:
     """Return True if torch's own dropout runs."""
-    return (
-        not training
-        or states.device.type != "cpu"
-        or torch.compiler.is_compiling()
-        or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
-        or not states.is_floating_point()
-    )
+    is_elsewhere = states.device.type != "cpu" or torch.compiler.is_compiling()
+    return not training or is_elsewhere or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
 
 
 def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    """Apply dropout (Srivastava et al. 2014, section 4) to a tensor of any shape.
+    """Apply dropout (Srivastava et al. 2014, section 4). Elsewhere than on a CPU, and in compiled code, torch's own runs.
 
-    On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128, most of it for random numbers. This
-    function draws fewer bits there. Elsewhere, and in compiled code, torch's own dropout runs.
+    On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128, most of it for random numbers.
     """
     if _is_plain(states, p, training):
         return nn.functional.dropout(states, p, training)
@@ -151,7 +145,6 @@ def _rectified_gradient(
 
 
 def _join(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights or the biases of several layers in one tensor, (sum of out_features, ...)."""
     first = parameters[0]
     if len(parameters) == 1:
         return first.to(dtype)
@@ -164,19 +157,17 @@ def _join(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tenso
 
 @functools.cache
 def _has_kernel() -> bool:
-    """Return True if torch is built with oneDNN and the processor supports bfloat16."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    is_built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return is_built and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> bool:
     """Return True if `linear` computes a layer and its activation in one product."""
     if states.dtype != torch.bfloat16 or states.device.type != "cpu" or not torch.is_grad_enabled():
         return False
-    if type(layer) is not nn.Linear or type(activation) not in (nn.ReLU, type(None)):
+    if type(layer) is not nn.Linear or type(activation) not in (nn.ReLU, type(None)) or is_hooked(layer):
         return False
-    if any(is_hooked(module) for module in (layer, activation) if module is not None):
+    if activation is not None and is_hooked(activation):
         return False
     if type(layer.weight.data) is not torch.Tensor or layer.weight.numel() < _LEAST_SIZE:
         return False
@@ -193,7 +184,6 @@ def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None 
 
 
 def can_join(layers: Sequence[nn.Module], states: torch.Tensor) -> bool:
-    """Return True if `joined_linear` can compute the layers in one product."""
     return all(can_fuse(layer, states) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
 
 

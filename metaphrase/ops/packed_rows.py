@@ -25,8 +25,6 @@ from metaphrase.modeling.operators import soft_cap
 MIN_GRID_WIDTH, GRID_WIDTH_MULTIPLE = 16, 8
 # Least queries of a block of the kernel `window`. Smaller blocks would have many keys for each query.
 _LEAST_BLOCK = 64
-# Older GPUs have no flash attention.
-_LEAST_CAPABILITY = (8, 0)
 
 
 def grid_width(longest: int) -> int:
@@ -40,12 +38,9 @@ def block_size(window: tuple[int, int]) -> int:
 
 
 class PackedSequences:
-    """The sequences of a packed row, with the tensors that attention kernels need.
+    """Sequences of `lengths` `(sequences)` in a packed row, with the tensors that attention kernels need.
 
-    Args:
-        lengths: Tokens of each sequence, `(sequences)`.
-        num_tokens: Tokens in the row.
-        longest: The largest length, if known. Reading values from an accelerator would wait for the accelerator.
+    If `longest` is known, no value is read from an accelerator, which would wait.
     """
 
     def __init__(self, lengths: torch.Tensor, num_tokens: int, longest: int | None = None):
@@ -106,11 +101,7 @@ def rows_as_sequences(embeddings: torch.Tensor, attention_mask: torch.Tensor | N
 
 
 class Packing:
-    """The sequences between which a packed attention runs, and the name of a kernel.
-
-    The keys are `queries` for self-attention, and the sources for cross-attention. With a window, a token sees so many tokens to
-    the left and to the right of itself.
-    """
+    """The sequences between which a packed attention runs, the name of a kernel, and the window of a token."""
 
     def __init__(
         self,
@@ -146,8 +137,7 @@ class Packing:
 
         The rows of empty queries have any value.
         """
-        device = self.keys.lengths.device
-        indices = torch.arange(self.keys.width, device=device)
+        indices = torch.arange(self.keys.width, device=self.keys.lengths.device)
         if self.is_causal:
             # An empty cell comes after all tokens of its sequence, so no token sees the cell.
             return (indices[:, None] >= indices[None, :])[None, None]
@@ -166,16 +156,13 @@ class Packing:
 
 
 class MergedPacking(Packing):
-    """The sequences of an attention of targets to their own tokens, and to their sources: both are the keys of one softmax.
-
-    Attributes:
-        order: Index of each key among all tokens of the targets, and behind them those of the sources, `(keys)`.
-    """
+    """The sequences of an attention of targets to their own tokens, and to their sources: both are the keys of one softmax."""
 
     def __init__(self, targets: PackedSequences, sources: PackedSequences, kernel: str, window: tuple[int, int] | None):
         longest = targets.longest + sources.longest
         keys = PackedSequences(targets.lengths + sources.lengths, targets.num_tokens + sources.num_tokens, longest)
         super().__init__(targets, keys, True, kernel, window)
+        # Index of each key among all tokens of the targets, and behind them those of the sources, `(keys)`.
         self.order = torch.cat((targets.ids, sources.ids)).argsort(stable=True)
 
     def is_seen(self) -> torch.Tensor:
@@ -274,16 +261,11 @@ def window_attention(
     dropout: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend within windows of packed rows, or of the rows of a padded batch `(batch, heads, length, head_dim)`.
-
-    Returns:
-        `(1, query tokens, heads, head_dim)`.
-    """
+    """Attend within windows of packed rows, or of a padded batch: `(batch, heads, length, dim) -> (1, tokens, heads, dim)`."""
     (left, right), size = packing.window, block_size(packing.window)
     query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
     blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
     output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
-    # (blocks, heads, size, head_dim) -> (1, query tokens, heads, head_dim)
     return output.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
 
 

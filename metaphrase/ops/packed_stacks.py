@@ -73,7 +73,7 @@ def encode(
     """
     if source_lengths is not None:
         excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
-        sequences = packed_sequences(source_lengths, longest_source, embeddings, "source_lengths", **excluded)
+        sequences = _packed_sequences(source_lengths, longest_source, embeddings, **excluded)
         return encode_packed(encoder, embeddings, sequences, **kwargs)
     # A graph is for all lengths.
     is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -150,12 +150,12 @@ def decode(
         return _plain_decode(decoder, embeddings, encoder_hidden_states, *masks, position_ids, **kwargs)
     excluded = {"decoder_attention_mask": attention_mask, "decoder_position_ids": position_ids}
     excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": kwargs[CACHE_NAME]}
-    targets = packed_sequences(target_lengths, longest_target, embeddings, "target_lengths", **excluded)
-    sources = packed_sequences(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
+    targets = _packed_sequences(target_lengths, longest_target, embeddings, **excluded)
+    sources = PackedSequences(source_lengths, encoder_hidden_states.shape[1], longest_source)
     hidden_states, rotations = decoder.enter(embeddings, targets.positions, targets.longest)
     cross = cross_mask = None
     if not decoder.config.merged_attention:
-        cross = Packing(targets, sources, False, _choose_kernel(decoder, hidden_states, is_plain=True))
+        cross = Packing(targets, sources, False, choose_kernel(decoder, hidden_states, is_plain=True))
         cross_mask = packed_mask(cross, None, hidden_states)
     if decoder.config.decoder_self_attention == SSRU:
         layer_masks = [(Packing(targets, targets, True, "recurrence"), None)] * len(decoder.layers)
@@ -169,17 +169,15 @@ def decode(
     return hidden_states
 
 
-def packed_sequences(
-    lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, name: str, **excluded
+def _packed_sequences(
+    lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, **excluded
 ) -> PackedSequences:
-    """Return the sequences of a packed row, and refuse arguments in `excluded` that are not None."""
-    if embeddings.shape[0] != 1:
-        raise ValueError(f"Packed rows must be one, `(1, tokens)`, with `{name}`, got {embeddings.shape[0]} rows.")
-    for argument, value in excluded.items():
-        if value is not None:
-            raise ValueError(
-                f"`{argument}` must be None with `{name}`, got a value: packed rows have neither padding nor cache."
-            )
+    given = [f"`{name}`" for name, value in excluded.items() if value is not None]
+    if given or embeddings.shape[0] != 1:
+        raise ValueError(
+            "Packed sequences must stand in one row, without padding, positions and cache, "
+            f"got {embeddings.shape[0]} rows{' and '.join(['', *given])}."
+        )
     return PackedSequences(lengths, embeddings.shape[1], longest)
 
 
@@ -191,7 +189,7 @@ def _packed_masks(
     layers = list(zip(stack.position_biases(), stack.windows(sequences.longest), strict=True))
     for bias, window in dict.fromkeys(layers):
         if window not in packings:
-            kernel = _choose_kernel(stack, hidden_states, is_plain=bias is None and sources is None)
+            kernel = choose_kernel(stack, hidden_states, is_plain=bias is None and sources is None)
             if sources is not None:
                 packings[window] = MergedPacking(sequences, sources, kernel, window)
             else:
@@ -207,30 +205,21 @@ def asks_for_reference(stack: Stack) -> bool:
     return stack.config._attn_implementation != "sdpa" and stack.config.attn_logit_softcapping is None
 
 
-def _choose_kernel(stack: Stack, states: torch.Tensor, is_plain: bool) -> str:
-    config = stack.config
-    has_dropout, has_cap = stack.training and config.attention_dropout > 0, config.attn_logit_softcapping is not None
-    implementation = "sdpa" if has_cap and config._attn_implementation == "eager" else config._attn_implementation
-    is_plain = is_plain and not has_dropout and not has_cap
-    return choose_kernel(implementation, states, stack.sizes.head_dim, is_plain)
-
-
-def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, is_plain: bool) -> str:
-    """Return the name of the kernel for a packed attention to states, by `attn_implementation` and all that limits a kernel.
-
-    A plain attention has neither bias nor window nor dropout nor softcap.
-    """
-    can_flash = product_dtype(states) in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    can_flash = can_flash and states.device.type == "cuda" and is_plain
-    if implementation == "eager":
+def choose_kernel(stack: Stack, states: torch.Tensor, is_plain: bool) -> str:
+    """Return the name of the kernel for a packed attention to states. A plain attention has neither bias nor window."""
+    config, head_dim, name = stack.config, stack.sizes.head_dim, stack.config._attn_implementation
+    if name == "eager" and config.attn_logit_softcapping is None:
         return "reference"
-    if implementation not in ("sdpa", "flex_attention") and "flash" not in implementation:
+    if name not in ("eager", "sdpa", "flex_attention") and "flash" not in name:
         # A user's own kernel may compute something else.
         raise ValueError(
-            f"`attn_implementation` must be a kernel of torch or transformers for packed rows, got {implementation!r}."
+            f"`attn_implementation` must be a kernel of torch or transformers for packed rows, got {name!r}."
         )
-    if can_flash and torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY:
-        return "varlen"
+    has_dropout = stack.training and config.attention_dropout > 0
+    is_plain = is_plain and not has_dropout and config.attn_logit_softcapping is None
+    can_flash = product_dtype(states) in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+    if is_plain and can_flash and states.device.type == "cuda":
+        return "varlen" if torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY else "grid"
     return "grid"
 
 

@@ -29,13 +29,9 @@ def loss_of_head(
 
     A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be clamped.
     """
-    # A pruned weight is no parameter.
-    if type(head) is not nn.Linear or "weight" not in head._parameters:
-        return None
-    # DeepSpeed has a hook in each module to gather sharded weights.
-    if is_hooked(head) and not hasattr(head.weight, "ds_id"):
-        return None
-    if hidden_states.dtype == torch.float16:
+    # A pruned weight is no parameter. DeepSpeed has a hook in each module to gather sharded weights.
+    is_plain = type(head) is nn.Linear and "weight" in head._parameters
+    if not is_plain or (is_hooked(head) and not hasattr(head.weight, "ds_id")) or hidden_states.dtype == torch.float16:
         return None
     states = hidden_states.flatten(0, 1)
     return projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
@@ -233,8 +229,6 @@ def projected_loss(
     Returns:
         A scalar in float32, which can be differentiated once.
     """
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"`smoothing` must be at least 0 and below 1, got {smoothing}.")
     if r_drop_alpha:
         # The rows of a pair become neighbours: (tokens, ...) -> (2, tokens / 2, ...) -> (tokens, ...)
         hidden_states, labels = (t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for t in (hidden_states, labels))

@@ -91,9 +91,8 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
     """Check that a folder may be written.
 
     Args:
-        output: The folder to write.
+        output: The folder to write, which may exist if `overwrite` is true.
         sources: The folders to read.
-        overwrite: True if `output` may exist.
         mark: Name of the file that proves that this package wrote `output`. It lists the other files.
         action: Participle for the error message, such as averaged.
     """
@@ -193,7 +192,6 @@ def json_text(content: Mapping[str, Any], *, sort_keys: bool = False) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:
-    """Write indented JSON with a final line feed."""
     path.write_text(json_text(content, sort_keys=sort_keys), encoding="utf-8")
 
 
@@ -205,12 +203,7 @@ class WriteLock(contextlib.AbstractContextManager):
     """
 
     def __init__(self, path: str | os.PathLike, name: str):
-        """Take the lock.
-
-        Args:
-            path: A file or folder, which need not exist.
-            name: The option that names the output, for the error.
-        """
+        """Take the lock of a file or folder, which need not exist. `name` is the option that names it."""
         path, self._lock = Path(path).resolve(), None
         if path.exists() and not (path.is_file() or path.is_dir()):
             return

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 
 
 class GenerationOption(NamedTuple):
-    """A number, truth value or name.
-
-    Attributes:
-        type: `int`, `float`, `bool`, or `str` for true, false or never.
-        help: The meaning.
-        low: Smallest value; None if there is none.
-        high: Largest value; None if there is none.
-    """
+    """A number from `low` to `high`, a truth value, or with the type `str` one of true, false and never."""
 
     type: type
     help: str
@@ -70,9 +63,7 @@ _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cut
 def check_options(options: Mapping[str, Any], where: str = "") -> None:
     """Check options of `generate()`, which may silently ignore a wrong value or fail late.
 
-    Args:
-        options: Options by name. Those that this file does not describe, ids and None are not checked.
-        where: Origin of the options, for the error.
+    Options that this file does not describe, ids and None are not checked. `where` is the origin of the options, for the error.
     """
     for name, value in options.items():
         option = GENERATION_OPTIONS.get(name)

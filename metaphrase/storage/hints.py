@@ -15,23 +15,13 @@ _WORDS = {
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return " Did you mean 'x'?" with the known name most like `name`; an empty text if none is similar.
-
-    Args:
-        name: The name that was given.
-        known: All valid names.
-        cutoff: Least similarity, from 0 to 1.
-    """
+    """Return " Did you mean 'x'?" with the known name most like `name`; an empty text if none is similar by `cutoff`, 0 to 1."""
     nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def explain_error(error: Any) -> str:
-    """Return one sentence on the first field that a model of pydantic refuses: what must hold, and what was given.
-
-    Args:
-        error: A `ValidationError` of pydantic.
-    """
+    """Return one sentence on the first field that a `ValidationError` of pydantic names: what must hold, what was given."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])

@@ -74,7 +74,6 @@ def is_finite(weight: torch.Tensor) -> bool:
 
 
 def check_finite(weight: torch.Tensor, name: str, folder: str | os.PathLike) -> None:
-    """Raise a `ValueError` for a weight that is not finite."""
     if not is_finite(weight):
         raise ValueError(
             f"The weight `{name}` of {os.fspath(folder)} must hold finite numbers, got NaN or infinity. "
@@ -85,16 +84,11 @@ def check_finite(weight: torch.Tensor, name: str, folder: str | os.PathLike) -> 
 class WeightFiles:
     """The weights of a folder in safetensors, read one tensor at a time.
 
-    Attributes:
-        paths: The files.
-        kinds: Type and shape of each tensor, in alphabetical order of the names.
+    `kinds` has type and shape of each tensor, in alphabetical order of the names. `files` closes the files.
     """
 
     def __init__(self, folder: Path, files: contextlib.ExitStack):
-        """Open the files of a folder. `files` closes them."""
         self.folder = folder
-        if not folder.is_dir():
-            raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
         if (folder / ADAPTER_NAME).is_file():
             raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
         self.paths = [folder / name for name in weight_names(folder)]
@@ -112,7 +106,6 @@ class WeightFiles:
         self.kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor."""
         weight = self.load(name)
         check_finite(weight, name, self.folder)
         return weight

@@ -46,13 +46,13 @@ def data_alerts(corpus: PairCorpus) -> Iterator[str]:
     if corpus.recipe.objective == "pairs":
         for part in corpus.parts.values() if isinstance(corpus, TaskCorpus) else (corpus,):
             if hasattr(part.splits["train"], "__len__"):
-                yield from _repetition_alerts(part)
-                yield from _side_alerts(part)
+                yield from _pair_alerts(part)
                 yield from _shared_source_alerts(part)
 
 
-def _repetition_alerts(corpus: PairCorpus) -> Iterator[str]:
-    pairs = corpus.splits["train"]
+def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
+    """Look for repeated pairs, names of columns in the first pair, and quotes, equal sides and equal targets in a sample."""
+    pairs, prefix = corpus.splits["train"], len(corpus.recipe.source_prefix or "")
     hashes = np.fromiter(
         map(hash, zip(*(column_texts(pairs, side) for side in SIDES), strict=True)), np.int64, len(pairs)
     )
@@ -62,11 +62,6 @@ def _repetition_alerts(corpus: PairCorpus) -> Iterator[str]:
             f"{corpus.label}train: {number:,} of {len(pairs):,} pairs repeat an earlier one. They weigh more in training, and "
             "make its epochs longer. `metaphrase filter` drops them."
         )
-
-
-def _side_alerts(corpus: PairCorpus) -> Iterator[str]:
-    """Look for names of columns in the first pair, and for quotes, equal sides and equal targets in evenly spread pairs."""
-    pairs, prefix = corpus.splits["train"], len(corpus.recipe.source_prefix or "")
     if len(pairs) < _MIN_PAIRS:
         return
     first = pairs["source"][0][prefix:].strip(), pairs["target"][0].strip()
@@ -170,11 +165,7 @@ def unfinished_alerts(unfinished: int, outputs: int, limit: int) -> Iterator[str
 
 
 class TrainingAlerts(TrainerCallback):
-    """Callback that warns once of scores that stay at zero.
-
-    Args:
-        metrics: Names of the scores that an evaluation logs.
-    """
+    """Callback that warns once of `metrics` that stay at zero."""
 
     def __init__(self, metrics: Sequence[str]):
         self.metrics, self.has_warned = list(metrics), False

@@ -110,10 +110,11 @@ class TimeBudget(EarlyEnd):
             )
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)
         if isinstance(scheduler, LambdaLR):
-            scheduler.lr_lambdas = [self._by_clock(factor, state.max_steps) for factor in scheduler.lr_lambdas]
-
-    def _by_clock(self, factor, max_steps: int):
-        return lambda step: factor(max(step, min(max_steps, int(self.progress * max_steps))))
+            most = state.max_steps
+            scheduler.lr_lambdas = [
+                lambda step, factor=factor: factor(max(step, min(most, int(self.progress * most))))
+                for factor in scheduler.lr_lambdas
+            ]
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self.reserved = (1 + self.final_share) * (metrics or {}).get("eval_runtime", 0.0)
@@ -163,9 +164,7 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             metric, count = args.metric_for_best_model.removeprefix("eval_"), self.early_stopping_patience
-            _log_end(
-                state, f"{metric} was no better in the last {'evaluation' if count == 1 else f'{count} evaluations'}"
-            )
+            _log_end(state, f"{metric} was no better for {count} evaluation{'s' if count > 1 else ''}")
 
 
 class EndOnInterrupt(EarlyEnd):
@@ -236,12 +235,7 @@ class ProgressLog(TrainerCallback):
 
 
 def with_plain_lines(trainer: Trainer, deadline: float = math.inf) -> Trainer:
-    """Return the trainer with plain lines in place of transformers' bars and dictionaries. A notebook keeps its table.
-
-    Args:
-        trainer: The trainer before training.
-        deadline: End of the run, in seconds of `time.time()`.
-    """
+    """Return the trainer with plain lines in place of transformers' bars and dictionaries. A notebook keeps its table."""
     if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
         trainer.add_callback(ProgressLog(deadline))
     return trainer
@@ -262,12 +256,8 @@ def without_weight_bars() -> Iterator[None]:
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback], control: TrainerControl) -> None:
     """Restore the values of callbacks that a checkpoint stores. Later checkpoints store those of the present callbacks.
 
-    transformers' `restore_callback_states_from_checkpoint` would restore the arguments of the callbacks too.
-
-    Args:
-        state: The trainer's state, read from the checkpoint.
-        callbacks: The callbacks of the resumed run.
-        control: The trainer's control, which is stored with the callbacks.
+    transformers' `restore_callback_states_from_checkpoint` would restore the arguments of the callbacks too. `state` is read
+    from the checkpoint, and `control` is stored with the callbacks.
     """
     # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
     present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]

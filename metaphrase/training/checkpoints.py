@@ -131,7 +131,8 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
         discard_checkpoint(checkpoint)
     os.rename(unfinished, checkpoint)
     _flush(checkpoint.parent)
-    _remove_if_empty(unfinished.parent)
+    with contextlib.suppress(OSError):  # It is not empty.
+        unfinished.parent.rmdir()
 
 
 def _flush(path: Path) -> None:
@@ -151,12 +152,8 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
     discarded.parent.mkdir(exist_ok=True)
     os.rename(checkpoint, discarded)
     shutil.rmtree(discarded)
-    _remove_if_empty(discarded.parent)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    with contextlib.suppress(OSError):  # It is not empty.
+        discarded.parent.rmdir()
 
 
 def discard_surplus(run_dir: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
@@ -177,26 +174,22 @@ def discard_surplus(run_dir: str | Path, limit: int | None, protected: Iterable[
 # Progress
 
 
-def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `progress.json`, or None for a checkpoint of a plain Trainer."""
-    path = Path(checkpoint) / PROGRESS_NAME
-    if not path.is_file():
-        logger.warning("%s holds no %s: the run goes on, but not bit for bit.", checkpoint, PROGRESS_NAME)
-        return None
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def check_progress(progress: dict[str, Any], settings: dict[str, Any], layout: dict[str, Any]) -> None:
-    """Compare a run with the one that wrote a checkpoint.
+def read_progress(checkpoint: str | Path, settings: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a checkpoint's `progress.json`, or None for a checkpoint of a plain Trainer, and compare it with the resumed run.
 
     Args:
-        progress: The checkpoint's `progress.json`.
+        checkpoint: The checkpoint to resume from.
         settings: Values that must be equal. None is unknown.
         layout: Values that decide which pairs the first N batches of an epoch hold. A warning names those that differ.
 
     Raises:
         ValueError: If a setting differs.
     """
+    path = Path(checkpoint) / PROGRESS_NAME
+    if not path.is_file():
+        logger.warning("%s holds no %s: the run goes on, but not bit for bit.", checkpoint, PROGRESS_NAME)
+        return None
+    progress = json.loads(path.read_text(encoding="utf-8"))
     for name, present in settings.items():
         before = progress.get(name)
         if None not in (before, present) and before != present:
@@ -207,6 +200,7 @@ def check_progress(progress: dict[str, Any], settings: dict[str, Any], layout: d
     different = [f"{name} {progress[name]}, now {now}" for name, now in layout.items() if progress.get(name) != now]
     if different:
         logger.warning("The run resumes at another position in the data: before, it had %s.", "; ".join(different))
+    return progress
 
 
 # The mean of several checkpoints, which loads like any of them (Vaswani et al. 2017, section 6.1, arXiv 1706.03762)
@@ -235,7 +229,7 @@ def select_checkpoints(
     """Return the folders of the last or the best checkpoints that a run still has, the last or the best one at the end.
 
     Args:
-        run_dir: The trainer's output folder.
+        run_dir: The output directory.
         last: Number of checkpoints to take by step.
         best: Number of checkpoints to take by score; of equals, the later ones.
         metric: Name of the score in the trainer's log; `eval_` may be left out.
@@ -302,7 +296,6 @@ def average_checkpoints(
         checkpoints = [WeightFiles(folder, files) for folder in folders]
         for checkpoint in checkpoints[:-1]:
             _check_equal(checkpoint, checkpoints[-1])
-            _check_vocabularies(checkpoint.folder, checkpoints[-1].folder)
         with folder_in_one_step(output, check) as unfinished:
             _copy_rest(checkpoints[-1], unfinished)
             _write_means(checkpoints, unfinished)
@@ -313,8 +306,9 @@ def average_checkpoints(
 
 
 def _check_equal(checkpoint: WeightFiles, last: WeightFiles) -> None:
-    """Check that two checkpoints have the same configuration, and weights of the same names, types and shapes."""
-    where = f"in {checkpoint.folder} and in {last.folder}"
+    """Check that two checkpoints have the same configuration, the same weights, and tokenizers of the same tokens, if any."""
+    folders = checkpoint.folder, last.folder
+    where = f"in {folders[0]} and in {folders[1]}"
     for what, first, second in (
         (f"of {CONFIG_NAME}", *(read_json(files.folder / CONFIG_NAME) for files in (checkpoint, last))),
         ("of the weights", checkpoint.kinds, last.kinds),
@@ -323,16 +317,11 @@ def _check_equal(checkpoint: WeightFiles, last: WeightFiles) -> None:
             values = first.get(name, "nothing"), second.get(name, "nothing")
             if name not in _UNIMPORTANT and values[0] != values[1]:
                 raise ValueError(f"`{name}` {what} must be the same {where}, got {values[0]} and {values[1]}.")
-
-
-def _check_vocabularies(folder: Path, last: Path) -> None:
-    """Check that the weights of two checkpoints stand for the same tokens, if both have tokenizers."""
-    if not all((path / "tokenizer_config.json").is_file() for path in (folder, last)):
-        return
-    first, second = map(TokenizerPair.from_pretrained, (folder, last))
-    for side in ("source", "target"):
-        if getattr(first, side).get_vocab() != getattr(second, side).get_vocab():
-            raise ValueError(f"The {side} vocabulary must be the same in {folder} and in {last}: their tokens differ.")
+    if all((folder / "tokenizer_config.json").is_file() for folder in folders):
+        first, second = map(TokenizerPair.from_pretrained, folders)
+        for side in ("source", "target"):
+            if getattr(first, side).get_vocab() != getattr(second, side).get_vocab():
+                raise ValueError(f"The {side} vocabulary must be the same {where}: their tokens differ.")
 
 
 def _copy_rest(checkpoint: WeightFiles, output: Path) -> None:

@@ -33,16 +33,8 @@ logger = logging.getLogger(__name__)
 
 _TRAINING_LIMITS = ("max_source_length", "max_target_length")
 # Fields that tasks and data sets take from the recipe, unless they have their own.
-_SHARED_FIELDS = (
-    "data_dir",
-    *_TRAINING_LIMITS,
-    "too_long",
-    "empty",
-    "malformed",
-    "invalid_utf8",
-    "max_line_characters",
-)
-_SHARED_FIELDS += ("subword_sampling", "augmentation")
+_SHARED_FIELDS = ("data_dir", *_TRAINING_LIMITS, "too_long", "empty", "malformed", "invalid_utf8")
+_SHARED_FIELDS += ("max_line_characters", "subword_sampling", "augmentation")
 
 
 class PairCorpus:
@@ -72,7 +64,20 @@ class PairCorpus:
         Raises:
             ValueError: If the recipe names no training pairs, or gives limits above `longest`.
         """
-        self.recipe, self.arguments, self.longest = _fit_limits(recipe, longest), arguments, longest
+        self.arguments, self.longest = arguments, longest
+        # A decoded sequence has a start token, which labels lack, and its last token is never read.
+        limits = (*longest, longest[1] and longest[1] + 1)
+        lowered = {}
+        for name, limit in zip((*_TRAINING_LIMITS, "generation_max_length"), limits, strict=True):
+            if limit is not None and (value := getattr(recipe, name) or 0) > limit:
+                if recipe.is_set(name):
+                    positions = longest[name != _TRAINING_LIMITS[0]]
+                    raise ValueError(
+                        f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {positions}, got {value}."
+                    )
+                logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
+                lowered[name] = limit
+        self.recipe = recipe.choose("the model reads no more", **lowered)
         self.seed = data_seed(arguments)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
@@ -206,28 +211,8 @@ class PairCorpus:
         }
 
 
-def _fit_limits(recipe: Recipe, longest: tuple[int | None, int | None]) -> Recipe:
-    """Return the recipe with default length limits lowered to what the model can read."""
-    # A decoded sequence has a start token, which labels lack, and its last token is never read.
-    limits = zip((*_TRAINING_LIMITS, "generation_max_length"), (*longest, longest[1] and longest[1] + 1), strict=True)
-    lowered = {name: limit for name, limit in limits if limit is not None and (getattr(recipe, name) or 0) > limit}
-    for name, limit in lowered.items():
-        value = getattr(recipe, name)
-        if recipe.is_set(name):
-            positions = longest[name != _TRAINING_LIMITS[0]]
-            raise ValueError(
-                f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {positions}, got {value}."
-            )
-        logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
-    return recipe.choose("the model reads no more", **lowered)
-
-
 class _PartedCorpus(PairCorpus):
-    """Pairs of several parts.
-
-    Attributes:
-        parts: A corpus for each name.
-    """
+    """Pairs of several `parts`: a corpus for each name."""
 
     kind = "Task"
 

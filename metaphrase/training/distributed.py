@@ -1,17 +1,15 @@
-"""Several processes: start, end, the seed of each, pairs that two of them share, and sharded weights."""
+"""Several processes: their end, the seed of each, pairs that two of them share, and sharded weights."""
 
 import contextlib
 import gc
-import os
 import random
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import distributed, nn
@@ -21,31 +19,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.storage.weight_files import weight_names
-from metaphrase.training.techniques import import_peft, is_adapted
 
 # Processes
-
-
-def meet_on_cpu(timeout: float, backend: str | None = None) -> None:
-    """Start the process group on a CPU with a timeout, which transformers does not set there.
-
-    torch's default of half an hour ends a run while one process reads a large corpus or scores the finished model.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
-        PartialState(cpu=True, backend=backend, timeout=timedelta(seconds=timeout))
-
-
-def check_devices(num_devices: int) -> None:
-    """Refuse one process with several GPUs.
-
-    transformers would split each batch with `torch.nn.DataParallel`, which cuts packed rows and R-Drop's two passes in pieces.
-    """
-    if num_devices > 1:
-        raise ValueError(
-            f"Each GPU must have a process of its own, got one process with {num_devices} GPUs. Start one for each by `torchrun "
-            f"--nproc_per_node {num_devices} scripts/train.py ...` or `accelerate launch scripts/train.py ...`, or train on one: "
-            "`CUDA_VISIBLE_DEVICES=0`."
-        )
 
 
 def leave_processes() -> None:
@@ -99,18 +74,6 @@ class ProcessSeeds(TrainerCallback):
 # Sharded weights
 
 
-@contextlib.contextmanager
-def _embeddings_hidden(model: nn.Module) -> Iterator[None]:
-    names = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
-    for name in names:
-        setattr(model, name, lambda: None)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(model, name)
-
-
 def keep_embeddings_together(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Accelerator.prepare` so that all embeddings and the head stay in the model's own FSDP unit.
 
@@ -120,11 +83,16 @@ def keep_embeddings_together(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def prepare_together(*objects: Any, **options: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for model in objects:
-                if isinstance(model, nn.Module):
-                    stack.enter_context(_embeddings_hidden(model))
+        models = [model for model in objects if isinstance(model, nn.Module)]
+        names = ("get_input_embeddings", "get_output_embeddings")
+        hidden = [(model, name) for model in models for name in names if hasattr(model, name)]
+        for model, name in hidden:
+            setattr(model, name, lambda: None)
+        try:
             return prepare(*objects, **options)
+        finally:
+            for model, name in hidden:
+                delattr(model, name)
 
     return prepare_together
 
@@ -142,6 +110,11 @@ def as_plain_class(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.__class__ = sharded
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return True if a model is a peft model with adapters. peft need not be installed."""
+    return any(base.__module__.startswith("peft.") and base.__name__ == "PeftModel" for base in type(model).__mro__)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -192,7 +165,9 @@ def _new_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of this configuration and adapter, with weights of its own."""
     if not is_adapted(model):
         return _plain_class(model)(model.config)
-    return import_peft().get_peft_model(_new_model(model.get_base_model()), model.active_peft_config)
+    import peft
+
+    return peft.get_peft_model(_new_model(model.get_base_model()), model.active_peft_config)
 
 
 def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:

@@ -7,14 +7,18 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shutil
 import time
+import warnings
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
+from transformers.utils import is_peft_available
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
@@ -52,7 +56,7 @@ from metaphrase.training.checkpoints import (
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.distributed import check_devices, load_whole_weights, meet_on_cpu
+from metaphrase.training.distributed import is_adapted, load_whole_weights
 from metaphrase.training.model_setup import (
     Data,
     longest_sequences,
@@ -67,8 +71,7 @@ from metaphrase.training.output_dir import (
 )
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
-from metaphrase.training.techniques import FrozenStart, check_optimizer, import_peft, is_adapted, merge_lora
-from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +108,10 @@ class Experiment:
         Raises:
             ValueError: If the recipe names no training pairs or an unknown score, or its folder holds another run or model.
         """
-        if recipe.use_cpu or not torch.accelerator.is_available():
-            meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
+        is_on_cpu = recipe.use_cpu or not torch.accelerator.is_available()
+        if is_on_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
+            # On a CPU, transformers leaves torch's timeout of half an hour, while one process may read a corpus for longer.
+            PartialState(cpu=True, backend=recipe.ddp_backend, timeout=timedelta(seconds=recipe.ddp_timeout))
         self.arguments = make_arguments(recipe)
         self.folder = Path(self.arguments.output_dir)
         self.deadline = math.inf
@@ -121,8 +126,8 @@ class Experiment:
             for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
                 if getattr(recipe, name) is not None:
                     refuse_missing_folder(getattr(recipe, name), name)
-            if recipe.lora_rank is not None:
-                import_peft()
+            if recipe.lora_rank is not None and not is_peft_available():
+                raise ImportError("LoRA needs peft, which is not installed: pip install metaphrase[lora]")
             self.corpus = open_corpus(recipe, self.arguments, longest_sequences(recipe))
             recipe = self.corpus.recipe
         else:
@@ -162,7 +167,13 @@ class Experiment:
         lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
         with lock, without_weight_bars():
             # A dry run skips these checks.
-            check_devices(self.arguments.n_gpu)
+            if (count := self.arguments.n_gpu) > 1:
+                # `torch.nn.DataParallel` would cut packed rows, and the two passes of R-Drop, in pieces.
+                raise ValueError(
+                    f"Each GPU must have a process of its own, got one process with {count} GPUs. Start one for each by "
+                    f"`torchrun --nproc_per_node {count} scripts/train.py ...` or `accelerate launch scripts/train.py ...`, "
+                    "or train on one: `CUDA_VISIBLE_DEVICES=0`."
+                )
             if self._is_unchecked:
                 checkpoint_to_resume(self.recipe, self.folder)
             return self._train()
@@ -208,7 +219,8 @@ class Experiment:
     def _choose_decoding(self, generator: Generator, sample: ValidationSample) -> None:
         """Set the search that the recipe leaves open, and save it with the model and in the recipe."""
         choose = needed_plugin("choose_decoding", "choose_decoding")
-        values, reason = choose(generator, sample, self.deadline, len(self._scored_texts()))
+        texts = self.corpus.splits[self.corpus.scored_split()]
+        values, reason = choose(generator, sample, self.deadline, len(texts))
         logger.info("%s: %s", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
         config = generator.model.generation_config
         for name, value in values.items():
@@ -216,9 +228,6 @@ class Experiment:
         remove_ineffective_settings(config)
         config.save_pretrained(self.folder)
         self.recipe = self.recipe.replace(**values, reasons={**self.recipe.reasons, "num_beams": reason})
-
-    def _scored_texts(self) -> Any:
-        return self.corpus.splits[self.corpus.scored_split()]
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -246,7 +255,7 @@ class Experiment:
                 renamed = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
                 logger.warning("Scores of an earlier run were moved to %s.", renamed)
             return {}
-        texts = self._scored_texts()
+        texts = corpus.splits[split]
         targets = texts["target"][:]
         references = generator.tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
@@ -333,7 +342,7 @@ def make_trainer(
         if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
             sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
     if recipe.freeze and recipe.freeze_steps is not None:
-        callbacks.append(FrozenStart(recipe.freeze, recipe.freeze_steps))
+        callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
     callbacks.append(TrainingAlerts(scores.metrics))
     trainer = MetaphraseTrainer(
         model=model,
@@ -426,3 +435,16 @@ def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path)
         model = merge_lora(model, run)
         tokenizers.save_pretrained(run)
     return model
+
+
+def merge_lora(model: PreTrainedModel, output: str | Path) -> PreTrainedModel:
+    """Add an adapter to its base weights in place, save the sum as a model that needs no peft, and return it."""
+    is_tied = model.config.tie_word_embeddings
+    with warnings.catch_warnings():
+        # peft compares the output projection with the encoder's embedding, which is wrong for two vocabularies.
+        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+        merged = model.merge_and_unload(safe_merge=True)
+    merged.config.tie_word_embeddings = is_tied
+    merged.requires_grad_(True)
+    merged.save_pretrained(output)
+    return merged

@@ -3,21 +3,21 @@
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from metaphrase.inference.progress import has_bar
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.plugins import needed_plugin
 from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.loading import load_pretrained, naming
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.distributed import whole_shape
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.techniques import ALL_LINEAR, add_lora, check_r_drop, freeze
+from metaphrase.training.training_loss import check_r_drop
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +26,8 @@ _TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small",
 _TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
 
 
-@dataclass(frozen=True)
-class Data:
-    """Data of a run: texts, tokenizers, and token ids.
-
-    Attributes:
-        corpus: The texts by split, with the reports on them.
-        tokenizers: The tokenizers of both sides.
-        encoded: The token ids by split.
-    """
+class Data(NamedTuple):
+    """Data of a run: the texts, with the reports on them, the tokenizers, and the token ids by split."""
 
     corpus: PairCorpus
     tokenizers: TokenizerPair
@@ -98,10 +91,10 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
     if recipe.r_drop_alpha:
         check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
     if recipe.freeze and recipe.freeze_steps is None:
-        freeze(model, recipe.freeze)
+        needed_plugin("freeze", "freeze")(model, recipe.freeze)
     if recipe.lora_rank is not None:
-        targets = recipe.lora_target_modules or ALL_LINEAR
-        model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
+        options = recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_target_modules
+        model = needed_plugin("adapter", "lora_rank")(model, *options)
     return model
 
 
@@ -150,7 +143,10 @@ def fit_vocabulary(
     fields = tokenizers.config_fields()
     source = fields["vocab_size"]
     target = fields["decoder_vocab_size"] or source
-    if not _has_two_vocabularies(model):
+    decoder = model.get_decoder()
+    # FSMT's decoder is a plain module.
+    embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else decoder.embed_tokens
+    if embedding.weight is model.get_input_embeddings().weight:
         source = target = max(source, target)
     rows = model.get_input_embeddings().num_embeddings
     if source > rows:
@@ -167,13 +163,6 @@ def fit_vocabulary(
     # The method of other families has no options.
     options = {} if with_weights else {"mean_resizing": False}
     model.resize_decoder_token_embeddings(target, **options)
-
-
-def _has_two_vocabularies(model: PreTrainedModel) -> bool:
-    decoder = model.get_decoder()
-    # FSMT's decoder is a plain module.
-    embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else decoder.embed_tokens
-    return embedding.weight is not model.get_input_embeddings().weight
 
 
 def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
@@ -208,13 +197,8 @@ def set_generation_config(
     """Set the generation settings of a model such that transformers can save them with each checkpoint.
 
     transformers refuses to save settings that contradict each other. Settings of a base model without effect, such as the
-    `length_penalty` of a summarizer in greedy search, are removed with a warning.
-
-    Args:
-        model: Its generation config is changed.
-        recipe: Its settings replace those of the model.
-        max_length: Maximum decoded tokens, start token included.
-        languages: Result of `set_languages`.
+    `length_penalty` of a summarizer in greedy search, are removed with a warning. `max_length` counts the start token too, and
+    `languages` is the result of `set_languages`.
     """
     config = model.generation_config
     names = ("num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "repetition_penalty")
@@ -225,18 +209,9 @@ def set_generation_config(
     for name, value in {"max_length": max_length, **options, **languages}.items():
         setattr(config, name, value)
     use_floats(vars(config))
-    if options.get("length_penalty", 1.0) != 1.0 and (config.num_beams or 1) == 1:
-        raise ValueError(
-            f"`length_penalty` must come with `num_beams` above 1, got {options['length_penalty']} and {config.num_beams or 1}."
-        )
     remove_ineffective_settings(config)
-    try:
-        config.validate(strict=True)
-    except ValueError as error:
-        raise ValueError(
-            f"The generation settings of {recipe.model_name_or_path or 'the model'} must be such that transformers saves them. "
-            f"It says: {error}"
-        ) from error
+    # An error names the setting.
+    config.validate(strict=True)
 
 
 def remove_ineffective_settings(config: GenerationConfig) -> None:
@@ -260,6 +235,6 @@ def remove_ineffective_settings(config: GenerationConfig) -> None:
         setattr(config, name, None)
     if dropped:
         logger.warning(
-            "These generation settings of the base model have no effect beside the others and are removed: %s.",
+            "These generation settings have no effect beside the others and are removed: %s.",
             ", ".join(f"{name} {value}" for name, value in dropped.items()),
         )

@@ -8,16 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from transformers.utils import CONFIG_NAME
-
 from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.checkpoints import (
-    RECIPE_NAME,
-    check_whole,
-    checkpoints_in,
-    last_whole_checkpoint,
-)
+from metaphrase.training.checkpoints import RECIPE_NAME, check_whole, checkpoints_in, last_whole_checkpoint
 from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, check_conflicts, group_of
 from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, saved_recipe
 
@@ -74,14 +67,6 @@ def only_writer(folder: Path) -> Iterator[None]:
 def holds_run(folder: Path) -> bool:
     """Return True if a folder has the recipe or a checkpoint of a run."""
     return (folder / RECIPE_NAME).is_file() or bool(checkpoints_in(folder))
-
-
-def refuse_single_run(folder: Path) -> None:
-    """Refuse a folder for an ensemble that holds the run or the model of one seed, whose scores it would replace."""
-    if holds_run(folder) or (folder / CONFIG_NAME).is_file():
-        raise ValueError(
-            f"`output_dir` must not hold a single run or model with `num_seeds`, got {folder}. Pass another by --output_dir."
-        )
 
 
 def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:

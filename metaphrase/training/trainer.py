@@ -23,10 +23,14 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     Seq2SeqTrainer,
+    Trainer,
+    TrainingArguments,
     default_data_collator,
+    get_scheduler,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
+from transformers.training_args import OptimizerNames
 
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
 from metaphrase.data.encoding import data_fingerprint
@@ -60,28 +64,56 @@ from metaphrase.training.distributed import (
     as_plain_class,
     gather_model,
     ignore_repeated_pairs,
+    is_adapted,
     is_data_parallel,
     is_sharded,
     keep_embeddings_together,
     saves_whole_weights,
 )
-from metaphrase.training.techniques import (
-    check_r_drop,
-    is_adapted,
-    optimizer_class_and_options,
-    repeat_batch,
-    smooths_labels,
-)
-from metaphrase.training.training_loss import TrainingLoss
+from metaphrase.training.training_loss import TrainingLoss, check_r_drop, repeat_batch, smooths_labels
 
 logger = logging.getLogger(__name__)
 
+_READ_THE_MODEL = ("lomo", "galore", "apollo")
 # Updates in a row. With float16, an update that overflows is skipped and halves the scale of the loss, which may be 2 ** 24.
 _MOST_UPDATES, _MOST_UPDATES_IN_FLOAT16 = 2, 30
 # Packed rows in half precision have a multiple of this many tokens, so that kernels meet few lengths.
 TOKENS_MULTIPLE = 32
 # Collators that only pad, which a packed row does not need. A subclass may do more.
 _PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
+
+
+def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedModel | None = None) -> tuple:
+    """Return what `Trainer.get_optimizer_cls_and_kwargs` returns, with Adafactor's options, which it ignores.
+
+    `scale_parameter=true` makes an update proportional to the root mean square of the weights, as in T5's training (Shazeer and
+    Stern 2018, section 8, arXiv 1804.04235).
+    """
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    if arguments.optim == OptimizerNames.ADAFACTOR:
+        parts = [part.partition("=") for part in (arguments.optim_args or "").split(",") if part.strip()]
+        options |= {name.strip(): json.loads(value.lower()) for name, _, value in parts}
+    return optimizer_class, options
+
+
+def check_optimizer(arguments: TrainingArguments) -> None:
+    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    if arguments.optim_target_modules or any(name in arguments.optim for name in _READ_THE_MODEL):
+        return
+    owner, field = "optim", "optim_args"
+    try:
+        optimizer_class, options = optimizer_class_and_options(arguments)
+        optimizer = optimizer_class([nn.Parameter(torch.zeros(1))], **options)
+        owner, field = "lr_scheduler_type", "lr_scheduler_kwargs"
+        kwargs = arguments.lr_scheduler_kwargs
+        get_scheduler(arguments.lr_scheduler_type, optimizer, 0, 10, scheduler_specific_kwargs=kwargs)
+    except (ValueError, TypeError) as error:
+        name, value = getattr(arguments, owner).value, getattr(arguments, field)
+        raise ValueError(f"`{field}` must be options of `{owner}` {name}, got {value!r}: {error}") from error
 
 
 class MetaphraseTrainer(Seq2SeqTrainer):
@@ -159,12 +191,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """
         super().__init__(*args, **kwargs)
         self.tokenizers = tokenizers
-        self.score = score
+        self.score, self.decoded_rows = score, decoded_rows
         self.generation_options = dict(generation_options or {})
         self.max_tokens_per_batch = max_tokens_per_batch
-        self.decoded_rows = decoded_rows
-        self.r_drop_alpha = r_drop_alpha
-        self.r_drop_start_step = r_drop_start_step
+        self.r_drop_alpha, self.r_drop_start_step = r_drop_alpha, r_drop_start_step
         self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
         self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or DEFAULT_METRIC
         self.label_smoothing = self.args.label_smoothing_factor
@@ -251,12 +281,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             dataset.length_multiple = self._length_multiple
             return self._prepare_loader(dataset, is_training=True, batch_size=None)
         if self.max_tokens_per_batch is not None:
-            if not _has_lengths(dataset):
-                raise ValueError(
-                    f"`train_dataset` must have the columns {' and '.join(LENGTH_COLUMNS)}, in tokens, and an end with "
-                    f"`max_tokens_per_batch`, got a {type(dataset).__name__} with {getattr(dataset, 'column_names', None)}. "
-                    "Wrap a stream without end in a `TokenBudgetStream`."
-                )
             return self._loader_by_budget(dataset, is_training=True)
         column = self.args.length_column_name
         is_grouped = self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__")
@@ -274,8 +298,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         needs_loss_alone = self.args.prediction_loss_only or self.decodes or self.compute_metrics is None
+        has_lengths = hasattr(dataset, "__len__") and {*LENGTH_COLUMNS} <= {
+            *(getattr(dataset, "column_names", None) or ())
+        }
         # With fewer pairs than processes, the parent's loader repeats pairs that are not counted.
-        is_enough = _has_lengths(dataset) and len(dataset) >= self.args.world_size
+        is_enough = has_lengths and len(dataset) >= self.args.world_size
         if self.max_tokens_per_batch is not None and needs_loss_alone and is_enough:
             return self._loader_by_budget(dataset, is_training=False)
         with self._keeping_last_batch():
@@ -397,11 +424,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self._num_not_finite = (self._num_not_finite + 1) * ~(is_finite_norm & self._has_finite_losses)
             self._has_finite_losses = True
         self._reported_step = self.state.global_step
-        self._report = {
-            "is_epoch_end_reported": is_epoch_end,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-        }
+        self._report = {"is_epoch_end_reported": is_epoch_end, "grad_norm": grad_norm, "learning_rate": learning_rate}
         control, is_alone = self.control, self.args.world_size == 1
         is_waiting = control.should_log or control.should_evaluate or control.should_save
         if is_waiting or (is_alone and self.args.device.type == "cpu"):
@@ -471,12 +494,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
         self._set_best_folder(Path(resume_from_checkpoint).parent)
-        progress = checkpoints.read_progress(resume_from_checkpoint)
+        settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
+        self._resumed = progress = checkpoints.read_progress(resume_from_checkpoint, settings, self._data_layout())
         if progress is None:
             return epoch, batches
-        settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
-        checkpoints.check_progress(progress, settings, self._data_layout())
-        self._resumed = progress
         is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
         return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
@@ -589,8 +610,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             # `eval_on_start`: the run started before the checkpoint.
             return {}
         self._is_own_dataset = eval_dataset is None or eval_dataset is self.eval_dataset
-        options = self._decoding_options(gen_kwargs)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **options)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **self._decoding_options(gen_kwargs))
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
         """Predict as the parent does. With `score`, predictions are token ids (rows, longest), padded with -100.
@@ -598,17 +618,15 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         The rows are all rows, but for `eval_dataset` only `decoded_rows`.
         """
         self._is_own_dataset = test_dataset is self.eval_dataset
-        options = self._decoding_options(gen_kwargs)
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **options)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **self._decoding_options(gen_kwargs))
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
         _draw_apart(dataloader, data_seed(self.args))
-        decodes = self.decodes
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._needs_loss_alone = is_loss_alone or decodes
+        self._needs_loss_alone = is_loss_alone or self.decodes
         try:
             output = super().evaluation_loop(
                 dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
@@ -621,7 +639,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if count:
             output.metrics[f"{metric_key_prefix}_loss"] = total / count
             output.metrics[f"{metric_key_prefix}_perplexity"] = float(torch.tensor(total / count).exp())
-        if decodes:
+        if self.decodes:
             decoded, labels = self._decode(dataloader.dataset)
             scores = self.score(decoded, labels)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in scores.items()})
@@ -721,11 +739,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             saved, scores = checkpoints_in(run), scores_in(self.state.log_history, self.best_kept_metric)
             scored = [path for path in saved if step_of(path) in scores]
             scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-            best_and_last = [
-                *scored[: self.num_best_kept],
-                *(saved[-self.num_last_kept :] if self.num_last_kept else []),
-            ]
-            protected = [checkpoint, self.state.best_model_checkpoint, *best_and_last]
+            last = saved[-self.num_last_kept :] if self.num_last_kept else []
+            protected = [checkpoint, self.state.best_model_checkpoint, *scored[: self.num_best_kept], *last]
             checkpoints.discard_surplus(run, self.args.save_total_limit, protected)
 
     # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
@@ -762,10 +777,6 @@ def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
 def _draw_apart(loader: DataLoader, seed: int) -> None:
     """Let a loader draw the seeds of its workers apart from training, whose random numbers a resumed run repeats."""
     getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(seed)
-
-
-def _has_lengths(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__") and set(LENGTH_COLUMNS) <= set(getattr(dataset, "column_names", None) or ())
 
 
 def _as_array(rows: Sequence[Sequence[int]]) -> np.ndarray:

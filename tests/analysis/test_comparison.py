@@ -43,18 +43,17 @@ def with_ties(differences, observed):
     return (np.sum(differences >= observed).item() + 1) / (len(differences) + 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "label", "scorer_class", "options"),
-    [
-        ("bleu", "BLEU", BLEU, {"lowercase": True}),
-        ("chrf", "chrF2", CHRF, {}),
-        ("chrf++", "chrF2++", CHRF, {"word_order": 2}),
-        ("ter", "TER", TER, {}),
-    ],
-)
-def test_figures_are_those_of_sacrebleu_to_the_last_digit(
-    name, label, scorer_class, options, texts, report, monkeypatch
-):
+SCORERS = {
+    "bleu": ("BLEU", BLEU, {"lowercase": True}),
+    "chrf": ("chrF2", CHRF, {}),
+    "chrf++": ("chrF2++", CHRF, {"word_order": 2}),
+    "ter": ("TER", TER, {}),
+}
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_figures_are_those_of_sacrebleu_to_the_last_digit(name, texts, report, monkeypatch):
+    label, scorer_class, options = SCORERS[name]
     systems, rows = list(texts.outputs.items()), report["scores"][name]["systems"]
     for kind, key, count in (("bs", "p_bootstrap", 200), ("ar", "p_randomization", 300)):
         scorer = scorer_class(**options, references=[texts.references])
@@ -67,12 +66,9 @@ def test_figures_are_those_of_sacrebleu_to_the_last_digit(
             assert (row["score"], row.get(key)) == (result.score, result.p_value)
             if kind == "bs":
                 assert (row["mean"], row["ci"]) == (result.mean, result.ci)
-    sentence_options = options | ({"effective_order": True} if name == "bleu" else {})
-    scorer = scorer_class(**sentence_options)
-    expected = [
-        scorer.sentence_score(*pair).score for pair in zip(texts.outputs["A"], zip(texts.references), strict=True)
-    ]
-    assert report["sentence_scores"][name]["A"] == expected
+    scorer = scorer_class(**options | ({"effective_order": True} if name == "bleu" else {}))
+    pairs = zip(texts.outputs["A"], zip(texts.references), strict=True)
+    assert report["sentence_scores"][name]["A"] == [scorer.sentence_score(*pair).score for pair in pairs]
 
 
 def test_two_sentences_of_a_thousand_may_be_chance():
@@ -120,10 +116,10 @@ def test_a_mean_of_external_scores_is_tested_by_the_same_bootstrap(texts):
     assert (first["score"], second["difference"]) == (pytest.approx(0.575), pytest.approx(0.05))
     assert second["mean"] == pytest.approx(means.mean()) and second["ci"] == pytest.approx((means[-13] - means[12]) / 2)
     assert report["sorted_by"] == "COMET" and report["sentence_scores"]["COMET"] == values
-    assert [entry["line"] for entry in report["differences"][0]["better"]] == [1, 2, 4]
-    assert [entry["line"] for entry in report["differences"][0]["worse"]] == [3]
-    worse = compare(few, segments, lower_is_better=["COMET"], num_bootstrap_samples=2, num_randomization_trials=2)
-    assert [entry["line"] for entry in worse["differences"][0]["better"]] == [3]
+    reverse = compare(few, segments, lower_is_better=["COMET"], num_bootstrap_samples=2, num_randomization_trials=2)
+    for compared, better, worse in ((report, [1, 2, 4], [3]), (reverse, [3], [1, 2, 4])):
+        entries = compared["differences"][0]
+        assert [sorted(entry["line"] for entry in entries[name]) for name in ("better", "worse")] == [better, worse]
 
 
 def test_sentences_with_the_largest_differences(texts, report):
@@ -146,9 +142,7 @@ def test_words_by_frequency_by_hand():
 
     def words(**more):
         report = compare(texts, segments, **options, **more)
-        return [
-            (bucket["from"], bucket["to"], bucket["num_words"], *bucket["f1"].values()) for bucket in report["words"]
-        ]
+        return [(row["from"], row["to"], row["num_words"], *row["f1"].values()) for row in report["words"]]
 
     # Once: a, c, d. Outputs of A hold a, a, c, of which a and c are right; B holds a, d.
     assert words() == [(1, 1, 3, pytest.approx(200 * 2 / 6), pytest.approx(200 * 2 / 5)), (2, 9, 2, *[200 / 3] * 2)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from other_families import calmer, generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
-from transformers import MBartTokenizer
+from tiny_languages import mbart_tokenizer
 
-from metaphrase.analysis import scoring as forced_decoding_module
+from metaphrase.analysis import scoring
 from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.inference import cross_attentions, decode
 from metaphrase.tokenization import TokenizerPair
@@ -26,13 +26,13 @@ def by_hand(generator, source, ids):
     """Log-probabilities from one pass per token, each over all the tokens before it."""
     model = generator.model
     [source_ids] = generator.tokenizers.encode_sources([source])
-    found = []
+    values = []
     for place, token in enumerate(ids):
         read = torch.tensor([[model.config.decoder_start_token_id, *ids[:place]]])
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([source_ids]), decoder_input_ids=read).logits[0, -1]
-        found.append(logits.double().log_softmax(-1)[token].item())
-    return found
+        values.append(logits.double().log_softmax(-1)[token].item())
+    return values
 
 
 def test_each_token_has_its_probability(generator):
@@ -56,21 +56,14 @@ def test_each_token_has_its_probability(generator):
 )
 def test_batched_is_alone_in_order(family, sizes, monkeypatch):
     generator = calmer(generator_of(family, **sizes))
-    shapes = []
-    whole = forced_decoding_module.forced_inputs
-
-    def record(*arguments):
-        inputs = whole(*arguments)
-        shapes.append([tuple(inputs[name].shape) for name in ("input_ids", "decoder_input_ids")])
-        return inputs
-
-    monkeypatch.setattr(forced_decoding_module, "forced_inputs", record)
+    passes, whole = [], scoring.forced_inputs
+    monkeypatch.setattr(scoring, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
     targets = [TARGETS[3], TARGETS[2], TARGETS[0], "", TARGETS[1]]
     batched = generator.score(SOURCES, targets)
-    for batch, width in [shape for pair in shapes for shape in pair]:
+    for batch, width in [inputs[name].shape for inputs in passes for name in ("input_ids", "decoder_input_ids")]:
         assert batch <= sizes.get("batch_size", 64)
         assert batch == 1 or batch * width <= sizes.get("max_tokens_per_batch", 8192)
-    assert len(shapes) == 5 if sizes.get("max_tokens_per_batch") == 1 else 1 < len(shapes) < 5
+    assert len(passes) == 5 if sizes.get("max_tokens_per_batch") == 1 else 1 < len(passes) < 5
     everything = calmer(generator_of(family)).score(SOURCES, targets)
     for index, (source, target) in enumerate(zip(SOURCES, targets, strict=True)):
         [alone] = generator.score([source], [target])
@@ -112,34 +105,27 @@ def test_decoder_starts_as_generation_does():
 
 
 def test_code_of_a_language_behind_the_end_is_left_to_the_start():
-    letters = ["<s>", "<pad>", "</s>", "<unk>", *"\u2581adehrs"]
-    vocabulary = [(letter, 0.0 if index < 4 else -2.0) for index, letter in enumerate(letters)]
-    tokenizer = MBartTokenizer(vocab=vocabulary, extra_special_tokens=["en_XX", "de_DE"], tgt_lang="de_DE")
+    tokenizer = mbart_tokenizer()
+    tokenizer.tgt_lang = "de_DE"
     pair = TokenizerPair(tokenizer, tokenizer)
     [whole] = pair.encode_targets(["der hase"])
     end, code = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("de_DE")
     assert whole[-2:] == [end, code]
     # Ids are taken as they are, be there what may behind the end.
-    assert forced_decoding_module.encode_forced(pair, ["der hase", whole, "der"]) == [
-        whole[:-1],
-        whole,
-        [*pair.encode_targets(["der"])[0][:-1]],
-    ]
+    expected = [whole[:-1], whole, pair.encode_targets(["der"])[0][:-1]]
+    assert scoring.encode_forced(pair, ["der hase", whole, "der"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("sources", "targets", "message"),
-    [
+@pytest.mark.parametrize("call", [lambda generator, *pair: generator.score(*pair), cross_attentions])
+def test_pairs_that_do_not_match_are_refused(call):
+    for sources, targets, message in (
         (SOURCES[:3], TARGETS[:2], "`sources` and `targets` must be equally many, got 3 and 2"),
         ("a cat", ["eine Katze"], "`sources` must hold one text each, got the single string 'a cat'"),
         (["a cat"], "eine Katze", "`targets` must hold one text each, got the single string"),
         (["a cat", None], TARGETS[:2], "`sources` must hold strings only, got NoneType as text 2"),
-    ],
-)
-def test_pairs_that_do_not_match_are_refused(sources, targets, message):
-    for call in (tiny_generator().score, lambda *pairs: cross_attentions(tiny_generator(), *pairs)):
+    ):
         with pytest.raises(ValueError, match=message):
-            call(sources, targets)
+            call(tiny_generator(), sources, targets)
 
 
 def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_long():
@@ -147,11 +133,8 @@ def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_lo
     pairs = [*zip(SOURCES, TARGETS, strict=True), (SOURCES[0], "a" * 300), ("a" * 300, TARGETS[0])]
     swapped = [pair[::-1] for pair in pairs]
     scores = dual_scores(mean_entropies(forward, pairs), mean_entropies(backward, swapped))
-    entropies = [
-        [-score.mean for score in model.score(*sides)]
-        for model, sides in ((forward, (SOURCES, TARGETS)), (backward, (TARGETS, SOURCES)))
-    ]
-    expected = [math.exp(-abs(f - b) - (f + b) / 2) for f, b in zip(*entropies, strict=True)]
+    both = zip(forward.score(SOURCES, TARGETS), backward.score(TARGETS, SOURCES), strict=True)
+    expected = [math.exp(-abs(f.mean - b.mean) + (f.mean + b.mean) / 2) for f, b in both]
     assert scores == pytest.approx([*expected, 0, 0], rel=1e-4) and len(set(scores)) == 6
     assert mean_entropies(forward, []) == []
     with pytest.raises(ValueError, match="must be a single torch model here, got an ensemble"):

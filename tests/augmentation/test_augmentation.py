@@ -1,5 +1,3 @@
-"""Augmentation: changes that depend on seed, epoch and row alone, and happen at their rates."""
-
 import pickle
 import random
 from collections import Counter
@@ -68,9 +66,8 @@ def test_lengths_to_plan_by_are_those_of_the_mean(encoded, tokenizers):
 def test_a_longer_side_stays_plain(encoded, tokenizers):
     limits = max(encoded["source_length"][:]), max(encoded["target_length"][:])
     pairs = AugmentedPairs(encoded, Augmenter(tokenizers, 7, limits, 0.5))
-    lengths = [
-        [len(pair[name]) for pair in map(pairs.__getitem__, range(len(pairs)))] for name in ("input_ids", "labels")
-    ]
+    rows = [pairs[row] for row in range(len(pairs))]
+    lengths = [[len(row[name]) for row in rows] for name in ("input_ids", "labels")]
     assert max(lengths[0]) == limits[0] and max(lengths[1]) == limits[1]
     assert max(pairs["source_length"]) == limits[0]
     longest = int(np.argmax(encoded["source_length"][:]))
@@ -151,15 +148,12 @@ def test_terms_stand_behind_the_words_that_they_translate(tokenizers):
 
 
 def test_prefixes_and_special_tokens_stay(tokenizers):
-    texts = changed_texts(
-        tokenizers, "say it: <2de> dog", "hund", prefixes=["say", "say it: "], uppercase=1.0, typos=1.0, count=50
-    )
+    options = {"prefixes": ["say", "say it: "], "uppercase": 1.0, "typos": 1.0}
+    texts = changed_texts(tokenizers, "say it: <2de> dog", "hund", count=50, **options)
     assert all(source.startswith("say it: <2de> ") and source.isascii() for source, _ in texts)
     assert {source[14:] for source, _ in texts} == {"ODG", "OG", "DDOG", "DGO", "DG", "DOOG"}
     assert {target for _, target in texts} == {"HUND"}
 
-
-# Tests of BPE-dropout
 
 TEXTS = [*SOURCES, *TARGETS, "the cats, dogs' dog's <2de> </s> 12 Katzen!"]
 
@@ -218,10 +212,3 @@ def test_bpe_without_dropout_is_the_plain_segmentation(kind):
     pair, sampler = TokenizerPair(tokenizer, tokenizer), SubwordSampler(tokenizer, 0)
     rows = pair.encode_sources(TEXTS, lambda _, encoding: sampler(encoding, random.Random(0)))
     assert rows == pair.encode_sources(TEXTS)
-
-
-@pytest.mark.parametrize("kind", ["byte", "unigram"])
-def test_a_tokenizer_without_merges_is_refused(kind):
-    tokenizer = train_tokenizer(TEXTS, kind=kind, show_progress=False)
-    with pytest.raises(ValueError, match="`subword_sampling` must come with a tokenizer"):
-        SubwordSampler(tokenizer, 0.1)

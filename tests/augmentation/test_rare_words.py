@@ -1,5 +1,3 @@
-"""Rare words: the words that they may replace, and the draw of one."""
-
 from random import Random
 
 import pytest
@@ -44,11 +42,6 @@ def test_a_translation_is_the_word_that_goes_with_a_word_the_most():
     assert not {"a", "b"} & set(translations)
     # No target word stands in nearly all targets of a word.
     assert RareWords.learn([("so a", "X"), ("so b", "Y"), ("so c", "X")]).translations.get("so") is None
-
-
-def test_both_neighbors_of_a_word_are_its_contexts():
-    rare = RareWords.learn([("a x b", "X"), ("c x d", "X"), ("a y d", "Y"), ("a z e", "Z"), ("f v b", "V")])
-    assert set(rare.substitutes["x"]) == {"y"}
 
 
 def test_rarer_words_are_drawn_more_often():

@@ -176,19 +176,11 @@ def test_two_parallel_files_are_pairs_too(folder, capsys):
     assert capsys.readouterr().out.split("pairs")[1].split()[0] == "250"
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["no_such_recipe"], "The recipe must be a file or one of"),
-        (["a", "b", "c"], "takes a recipe, a file of pairs, two parallel files or a data set, got a b c"),
-        (["train.en", "my.yaml"], "two parallel files or a data set, got train.en my.yaml"),
-        (["pairs.txt"], "A file of pairs must end in one of .* got pairs.txt"),
-    ],
-)
-def test_words_that_are_no_data_are_refused(folder, names, message):
+@pytest.mark.parametrize("names", ["dmeo", "recipes/mine.yaml", "a b c", "train.en my.yaml", "pairs.txt"])
+def test_words_that_are_no_data_are_refused(folder, names):
     (folder / "pairs.txt").write_text("a\tb\n", encoding="utf-8")
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.find_data(names)
+    with pytest.raises(FileNotFoundError, match=f"one of .*demo, .* got {names}"):
+        train.find_data(names.split())
 
 
 TEXTS = [
@@ -221,7 +213,7 @@ def test_given_columns_and_splits_stay(tmp_path):
     assert recipe.dataset_validation_split is None and recipe.dataset_test_split == "test"
     with pytest.raises(ValueError, match=r"must be given for .*folder, which has id, en, de, got neither"):
         chosen(folder)
-    with pytest.raises(FileNotFoundError, match="`dataset_name` must be a data set of the Hub or a folder"):
+    with pytest.raises((FileNotFoundError, ConnectionError), match="me/other"):
         chosen("me/other")
 
 
@@ -244,7 +236,3 @@ def test_a_name_is_a_recipe_before_it_is_a_folder(tmp_path, monkeypatch):
     assert train.find_data(["demo"]) == (train.RECIPES / "demo.yaml", [])
     assert train.find_data(["corpus"]) == (None, ["--dataset_name", "corpus"])
     assert train.find_data(["me/pairs"]) == (None, ["--dataset_name", "me/pairs"])
-    with pytest.raises(FileNotFoundError, match=r"one of .*demo, .* got 'dmeo'"):
-        train.find_data(["dmeo"])
-    with pytest.raises(FileNotFoundError, match=r"got 'recipes/mine\.yaml'"):
-        train.find_data(["recipes/mine.yaml"])

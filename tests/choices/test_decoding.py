@@ -1,5 +1,3 @@
-"""Tests of the choice of the search that decodes best."""
-
 import time
 from types import SimpleNamespace
 

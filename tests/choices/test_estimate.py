@@ -1,22 +1,32 @@
-"""The plan of a run: steps, data and memory, against those of the trainer. A dry run leaves nothing behind."""
+import weakref
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from estimated_runs import AUTOCAST, FLOAT32, WIDTHS, arguments_of
+from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, arguments_of, batch_and_shape, training_model
 from small_experiments import make_recipe
+from small_trainers import with_lengths
 from tiny_generator import save_generator, tiny_generator
 from tiny_models import tiny_config, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import T5Config
 from transformers import T5ForConditionalGeneration as T5
 
 from metaphrase.choices.estimate import dry_run, estimate_run, meta_model
-from metaphrase.choices.memory import BatchShape, Precision, estimate_activations
+from metaphrase.choices.memory import (
+    BatchShape,
+    Precision,
+    Sharding,
+    estimate_activations,
+    estimate_states,
+    optimizer_bytes,
+)
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.training_loss import TrainingLoss
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
@@ -27,17 +37,9 @@ def lengths_of_pairs(count=50):
 
 
 def trainer_of(model, arguments, lengths, budget):
-    rows = [
-        {"input_ids": [5] * source, "labels": [6] * target, "source_length": source, "target_length": target}
-        for source, target in lengths.tolist()
-    ]
-    return MetaphraseTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=datasets.Dataset.from_list(rows),
-        data_collator=PairCollator(0),
-        max_tokens_per_batch=budget,
-    )
+    pairs = with_lengths([{"input_ids": [5] * source, "labels": [6] * target} for source, target in lengths.tolist()])
+    parts = {"train_dataset": pairs, "data_collator": PairCollator(0), "max_tokens_per_batch": budget}
+    return MetaphraseTrainer(model=model, args=arguments, **parts)
 
 
 DROPPED = {"num_train_epochs": 2, "dataloader_drop_last": True}
@@ -94,10 +96,7 @@ def test_largest_batch_decides_the_memory(tmp_path):
     estimate = estimate_run(meta_model(tiny_config(**WIDTHS)), arguments, lengths)
     shape = BatchShape.of([60] * 8, [60] * 8, is_packed=False)
     assert estimate.largest_batch == shape
-    expected, checkpointed = (
-        estimate_activations(tiny_config(**WIDTHS), shape, FLOAT32, is_checkpointed)
-        for is_checkpointed in (False, True)
-    )
+    expected, checkpointed = (estimate_activations(tiny_config(**WIDTHS), shape, FLOAT32, on) for on in (False, True))
     assert estimate.activations == expected
     weights = 4 * estimate.parameters
     assert estimate.peak == 3 * weights + expected.peak(weights)
@@ -106,10 +105,8 @@ def test_largest_batch_decides_the_memory(tmp_path):
 
 def test_r_drop_takes_twice_the_time_and_memory(tmp_path):
     model, arguments, lengths = meta_model(tiny_config()), arguments_of(tmp_path), [(4, 4), (5, 3)]
-    plain, twice, last = (
-        estimate_run(model, arguments, lengths, r_drop_start_step=start, tokens_per_second=1.0)
-        for start in (None, 0, 2)
-    )
+    options = [{"r_drop_start_step": start, "tokens_per_second": 1.0} for start in (None, 0, 2)]
+    plain, twice, last = (estimate_run(model, arguments, lengths, **each) for each in options)
     assert plain.steps == twice.steps == 3
     assert (twice.hours, last.hours) == pytest.approx((2 * plain.hours, plain.hours * 4 / 3))
     assert twice.largest_batch == plain.largest_batch.repeated(2) and twice.largest_batch.pairs == 4
@@ -156,10 +153,8 @@ def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique
     if "lora_rank" in technique:
         pytest.importorskip("peft")
     fields = {"model_name_or_path": save_generator(tiny_generator(), tmp_path / "base")}
-    whole, part = (
-        dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields, **more))) for more in ({}, technique)
-    )
-    model = Experiment(make_recipe(data, tmp_path / "run", **fields, **technique)).make_model()
+    whole, adapted = (Experiment(make_recipe(data, tmp_path / "run", **fields, **more)) for more in ({}, technique))
+    whole, part, model = dry_run(whole), dry_run(adapted), adapted.make_model()
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert part.trained_parameters == trained < whole.trained_parameters
 
@@ -175,3 +170,127 @@ def test_what_an_objective_draws_is_told_to_be_a_bound(data, tmp_path, objective
     estimate = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)), devices=1)
     assert ("are the most that may come" in str(estimate)) is not is_exact
     assert "unknown" in str(estimate), "no time is measured for other devices"
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the bytes of live storages made by operations: `now`, and at the peak `most`."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.most = 0
+        self.storages = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return outputs
+
+    def _count(self, storage):
+        if storage._cdata in self.storages:
+            return
+        self.storages.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key, size):
+        self.storages.discard(key)
+        self.now -= size
+
+
+def tensors_of(model, batch):
+    return [*model.parameters(), *model.buffers(), *(value for value in batch.values() if torch.is_tensor(value))]
+
+
+def kept_bytes(model, batch, is_autocast=False, **options):
+    """Storages that autograd saves in a forward pass, each counted once; weights and what autocast makes of them are not."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model, batch)}
+    matrices = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    sizes, alive = {}, []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        is_cast = tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape)[::-1]} & matrices
+        if storage.data_ptr() not in known and not (is_autocast and is_cast):
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
+    ):
+        loss = model(**batch, loss_of_states=TrainingLoss(), **options).loss
+    assert loss.requires_grad
+    return sum(sizes.values())
+
+
+NARROW = ("recommended", "vaswani", "alibi", "bart", "windows")
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("fields", "precision", "tolerance"),
+    [
+        *(pytest.param(fields, FLOAT32, 0.03, id=name) for name, fields in DESIGNS.items()),
+        *(pytest.param(DESIGNS[name], AUTOCAST, 0.05, id=f"{name}, autocast") for name in NARROW),
+    ],
+)
+def test_activations_are_what_autograd_keeps(fields, precision, tolerance, is_packed):
+    model = training_model(**fields)
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape, precision).kept_bytes
+    assert estimated == pytest.approx(kept_bytes(model, batch, is_autocast=precision is AUTOCAST), rel=tolerance)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, DESIGNS["vaswani"], {"vocab_size": 4000}, DESIGNS["wide"], DESIGNS["windows"]],
+    ids=["recommended", "vaswani", "vocabulary", "wide", "windows"],
+)
+def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpointed):
+    model = training_model(**fields)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    batch, shape = batch_and_shape(is_packed, pairs=16)
+    with LiveBytes(tensors_of(model, batch)) as live:
+        model(**batch, loss_of_states=TrainingLoss(), use_cache=False).loss.backward()
+    gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
+    estimated = estimate_activations(model.config, shape, FLOAT32, is_checkpointed).peak(gradients)
+    assert estimated == pytest.approx(live.most, rel=0.2)
+
+
+def test_frozen_weights_have_no_gradients(tmp_path):
+    model = training_model()
+    model.model.encoder.requires_grad_(False)
+    total = model.num_parameters()
+    trained = model.num_parameters(only_trainable=True)
+    optimizer, _ = optimizer_bytes(model, arguments_of(tmp_path, optim="adamw_torch"))
+    state = estimate_states(model, optimizer, FLOAT32, Sharding())
+    assert 0 < trained < total
+    assert (state.weights, state.gradients, state.optimizer) == (4 * total, 4 * trained, 8 * trained)
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args", "expected"),
+    [
+        ("adamw_torch_fused", None, 8),
+        ("adagrad", None, 4),
+        ("sgd", None, 0),
+        ("sgd", "momentum=0.9", 4),
+        ("adamw_bnb_8bit", None, 2),
+        ("apollo_adamw", None, 8),
+    ],
+)
+def test_an_optimizer_has_the_bytes_of_its_state(optim, optim_args, expected, tmp_path):
+    model, arguments = training_model(), arguments_of(tmp_path, optim=optim, optim_args=optim_args)
+    estimated, remark = optimizer_bytes(model, arguments)
+    assert estimated == expected * model.num_parameters()
+    # The package of this one is not installed.
+    assert (remark is not None) is (optim == "apollo_adamw")
+    factored, _ = optimizer_bytes(model, arguments_of(tmp_path, optim="adafactor"))
+    assert 0 < factored < 0.1 * model.num_parameters()

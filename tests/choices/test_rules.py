@@ -9,6 +9,7 @@ from pronunciations import PRONUNCIATIONS
 
 from metaphrase.choices.rules import (
     SIZES,
+    CorpusProfile,
     StepCost,
     TokenProfile,
     choose_from_text,
@@ -20,7 +21,6 @@ from metaphrase.choices.rules import (
     tokens_per_batch,
     useful_updates,
 )
-from metaphrase.data.pairs import CorpusProfile
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.recipe.recipe import Recipe, learning_rate, load_recipe

@@ -142,7 +142,6 @@ def test_a_killed_search_is_resumed(data, tmp_path, monkeypatch):
             1,
             "`streaming`, `tasks`",
         ),
-        ({"validation_file": None, "eval_strategy": "no", "num_validation": 0}, 1, "to compare trials, got neither"),
         ({"model.hidden_size": 15}, 1, "hidden_size"),
     ],
 )

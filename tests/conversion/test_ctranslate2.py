@@ -13,12 +13,8 @@ from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
-from metaphrase.conversion.ctranslate2.export import (
-    export_ctranslate2,
-    find_obstacles,
-    make_spec,
-)
-from metaphrase.conversion.exports import SINUSOIDAL_POSITIONS
+from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
+from metaphrase.conversion.ctranslate2 import export_ctranslate2, find_obstacles, make_spec
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
 from metaphrase.inference import Generator, decode
 from metaphrase.modeling import MetaphraseConfig
@@ -139,12 +135,6 @@ def test_the_draw_reaches_every_choice():
         left = {str(value) for value in values} - {str(fields[name]) for fields in DRAWN}
         # CTranslate2 refuses these in every model.
         assert left <= {"alibi", "none", "relu2", "mish", str(_ROTATIONS[2])}, (name, left)
-
-
-@pytest.mark.parametrize("rotation", _ROTATIONS[:2])
-def test_every_rotation(rotation, tmp_path):
-    fields = {"position_embedding_type": "rotary", "rope_parameters": rotation, "head_dim": 16}
-    assert_engine_is_torch(*exported(tmp_path, **fields))
 
 
 @pytest.mark.parametrize("buckets,distance", [(32, 128), (8, 10)])
@@ -271,13 +261,3 @@ def test_weights_of_lower_precision_keep_their_type(models, tmp_path):
     # Here it computes in float32, and so must be compared with the same weights in float32.
     engine = CTranslate2Engine(tmp_path / "exported_0", device="cpu", compute_type="float32")
     assert_engine_is_torch(model.float(), engine)
-
-
-def test_what_is_there_is_replaced_only_if_asked(models, tmp_path):
-    output = export_ctranslate2(models[True], tmp_path / "exported")
-    with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --overwrite to replace it"):
-        export_ctranslate2(models[True], output)
-    with pytest.raises(ValueError, match="int4 is not a valid quantization type"):
-        export_ctranslate2(models[True], output, quantization="int4", overwrite=True)
-    export_ctranslate2(models[False], output, overwrite=True)
-    assert (output / "target_tokenizer").is_dir() and not (output / "shared_vocabulary.json").exists()

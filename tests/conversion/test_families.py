@@ -4,14 +4,7 @@ import json
 
 import pytest
 import torch
-from converted_models import (
-    VARIANTS,
-    bart_like,
-    check_conversion,
-    draw,
-    encoder_decoder_like,
-    fill_randomly,
-)
+from converted_models import VARIANTS, bart_like, check_conversion, draw, encoder_decoder_like, fill_randomly
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_config, tiny_model
 from torch import nn
@@ -303,12 +296,6 @@ def write_config(family, **fields):
     return FAMILIES[family].write_config(tiny_config(**stacks | fields))
 
 
-def test_a_rotation_that_their_class_lacks_is_refused():
-    rotation = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    with pytest.raises(ValueError, match="`rope_parameters` must be without `partial_rotary_factor`"):
-        write_config("t5gemma", rope_parameters=rotation)
-
-
 def test_full_and_sliding_layers_have_the_same_rotation_without_a_base_of_their_own():
     rotation = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     for theta, expected in ((None, rotation), (50.0, {"rope_type": "default", "rope_theta": 50.0})):
@@ -317,8 +304,3 @@ def test_full_and_sliding_layers_have_the_same_rotation_without_a_base_of_their_
         assert (parameters["full_attention"], parameters["sliding_attention"]) == (rotation, expected)
     # No token of a text stands for the end of an image.
     assert written["encoder"]["eoi_token_index"] == -1
-
-
-@pytest.mark.parametrize("family", ["t5gemma", "t5gemma2"])
-def test_a_model_without_windows_gets_one_that_all_texts_fit_into(family):
-    assert write_config(family)["decoder"]["sliding_window"] == tiny_config().max_position_embeddings

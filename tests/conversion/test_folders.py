@@ -267,28 +267,11 @@ def test_weights_that_the_class_does_not_read_are_left_behind_and_named(bart, tm
 
 
 def test_quantized_weights_are_refused(bart, tmp_path):
-    folder, _ = bart
-    name = "model.decoder.layers.0.fc1.weight"
-
-    def quantize(tensors):
-        tensors[f"{name}_scale"] = tensors[name].abs().max()
-        tensors[name] = (tensors[name] / tensors[f"{name}_scale"] * 127).round().to(torch.int8)
-
-    source = changed(folder, tmp_path / "quantized", quantize)
-    with pytest.raises(ValueError, match=f"The weight `{name}` must be of floating point, got I8"):
-        convert(source, tmp_path / "ours")
+    source = shutil.copytree(bart[0], tmp_path / "quantized")
     config = read(source / "config.json")
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match="must hold plain weights, got `quantization_config`"):
-        convert(source, tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
-def test_file_that_cannot_be_read_is_named(bart, tmp_path):
-    source = shutil.copytree(bart[0], tmp_path / "source")
-    (source / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"`config\.json` must hold fields with values, got list"):
         convert(source, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
@@ -322,7 +305,7 @@ def test_a_pickle_runs_no_code(bart, tmp_path):
     hostile = f"cos\nsystem\n(S'touch {opened}'\ntR.".encode()
     for content in (hostile, pickle.dumps({"weight": Path("other")}), b"", torch_bytes(["no names"])):
         (source / "pytorch_model.bin").write_bytes(content)
-        with pytest.raises(ValueError, match=r"pytorch_model\.bin must (be a whole file of tensors|hold tensors by)"):
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin must be a whole file of named tensors"):
             convert(source, tmp_path / "ours")
     assert not opened.exists() and not (tmp_path / "ours").exists()
 

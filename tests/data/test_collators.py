@@ -1,10 +1,8 @@
-"""Padded batches, and packed rows filled up to few lengths."""
-
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from metaphrase.data.collators import PackedCollator, PairCollator, filler_lengths
+from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.training.training_loss import TrainingLoss
 
 PAIRS = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [2], "labels": [8, 9, 4, 2]}]
@@ -26,23 +24,6 @@ def test_widths_are_rounded_up(multiple, widths):
     assert (batch["input_ids"].shape[1], batch["labels"].shape[1]) == widths
     assert batch["attention_mask"].shape == batch["input_ids"].shape
     assert batch["attention_mask"].sum() == 4 and (batch["labels"] != -100).sum() == 6
-
-
-@pytest.mark.parametrize("multiple", [2, 32])
-@pytest.mark.parametrize("tokens", [(32, 64), (31, 64), (32, 33), (1, 1), (45, 19)])
-@pytest.mark.parametrize("longest", [(1, 19), (7, 5), (31, 1), (45, 64)])
-def test_fillers_complete_both_rows(tokens, longest, multiple):
-    fillers = filler_lengths(tokens, longest, multiple)
-    assert len(fillers[0]) == len(fillers[1])
-    assert bool(fillers[0]) == any(count % multiple for count in tokens)
-    for count, limit, side in zip(tokens, longest, fillers, strict=True):
-        assert (count + sum(side)) % multiple == 0
-        assert all(1 <= filler <= limit for filler in side)
-
-
-def test_fillers_are_as_short_as_possible():
-    assert filler_lengths((30, 29), (20, 20), 32) == [[2], [3]]
-    assert filler_lengths((33, 64), (20, 40), 32) == [[16, 15], [16, 16]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,3 @@
-"""Encoded pairs: ids, filtering with counts, and a cache that works across processes."""
-
 import json
 import os
 import subprocess
@@ -11,6 +9,7 @@ import datasets
 import pytest
 from letter_pair import LetterPair
 from small_runs import PAIRS
+from small_trainers import with_lengths
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -40,17 +39,8 @@ def test_ids_lengths_and_order():
 
 
 def test_each_dropped_pair_has_one_reason():
-    pairs = [
-        ("a", "b"),
-        ("", ""),
-        (" \u3000\t", "b"),
-        ("~", "b"),
-        ("a", "\xa0"),
-        ("abcd", "bcde"),
-        ("a", "abc"),
-        ("ab", "a"),
-    ]
-    encoded, report = encode(*pairs)
+    dropped = [("", ""), (" \u3000\t", "b"), ("~", "b"), ("a", "\xa0"), ("abcd", "bcde"), ("a", "abc")]
+    encoded, report = encode(("a", "b"), *dropped, ("ab", "a"))
     assert encoded["input_ids"][:] == [[97, 1], [97, 98, 1]]
     assert encoded.column_names == ["input_ids", "labels", "source_length", "target_length"]
     counts = {reason: getattr(report, reason) for reason in DROP_REASONS if getattr(report, reason)}
@@ -65,9 +55,8 @@ def test_a_text_without_ids_between_beginning_and_end_is_empty():
         def encode_sources(self, texts: list[str]) -> list[list[int]]:
             return [[3, *ids] for ids in super().encode_sources(texts)]
 
-    encoded, report = encode_pairs(
-        in_memory(("~", "b"), ("a", "b")), FramedPair(), max_source_length=None, max_target_length=None
-    )
+    limits = {"max_source_length": None, "max_target_length": None}
+    encoded, report = encode_pairs(in_memory(("~", "b"), ("a", "b")), FramedPair(), **limits)
     assert encoded["input_ids"][:] == [[3, 97, 1]]
     assert (report.empty_source, report.kept) == (1, 1)
 
@@ -166,24 +155,17 @@ def test_fingerprint_forgets_what_a_call_leaves_behind():
     assert tokenizer_fingerprint(swapped) != tokenizer_fingerprint(fresh)
 
 
-# Fingerprints of data
-
-
-def dataset_of(pairs):
-    lengths = {"source_length": "input_ids", "target_length": "labels"}
-    return datasets.Dataset.from_list(
-        [pair | {name: len(pair[side]) for name, side in lengths.items()} for pair in pairs]
-    )
-
-
 def test_equal_pairs_have_the_same_fingerprint_and_other_pairs_another():
-    first, again = data_fingerprint(dataset_of(PAIRS)), data_fingerprint(dataset_of(PAIRS).select(range(len(PAIRS))))
+    first, again = (
+        data_fingerprint(with_lengths(PAIRS)),
+        data_fingerprint(with_lengths(PAIRS).select(range(len(PAIRS)))),
+    )
     assert first == again and first["num_pairs"] == len(PAIRS)
     hashes = {first["hash"]}
     others = [PAIRS[:-1], PAIRS[::-1], [*PAIRS[:-1], {"input_ids": [5, 2], "labels": [9, 2]}]]
     others.append([{"input_ids": pair["labels"], "labels": pair["input_ids"]} for pair in PAIRS])
     for pairs in others:
-        hashes.add(data_fingerprint(dataset_of(pairs))["hash"])
+        hashes.add(data_fingerprint(with_lengths(pairs))["hash"])
     assert len(hashes) == 1 + len(others)
 
 
@@ -191,7 +173,7 @@ def test_all_lengths_count_and_where_a_block_of_text_ends():
     many = [{"input_ids": [5, 2], "labels": [6, 2]}] * 2500
     # The ids of this row are not sampled.
     other = [*many[:1], {"input_ids": [5, 2], "labels": [6, 7, 2]}, *many[2:]]
-    assert data_fingerprint(dataset_of(many)) != data_fingerprint(dataset_of(other))
+    assert data_fingerprint(with_lengths(many)) != data_fingerprint(with_lengths(other))
     blocks = [datasets.Dataset.from_dict({"input_ids": rows}) for rows in ([[1, 2], [3]], [[1], [2, 3]])]
     assert data_fingerprint(blocks[0]) != data_fingerprint(blocks[1])
     # The noise of blocks does not count.
@@ -216,11 +198,3 @@ def test_the_fingerprint_of_a_stream_is_that_of_its_files_and_settings(tmp_path)
     for changed in (text + "ab\n", "cd\n" + text[3:], text[:-3] + "cd\n"):
         moved[1].write_text(changed, encoding="utf-8")
         assert data_fingerprint(stream_of(moved)) != first
-
-
-def test_other_data_sets_have_none(tmp_path):
-    texts = PairSource(dataset_name=str(tmp_path), source_column="en", target_column="de")
-    pairs = PairStream(texts, LetterPair(), max_source_length=9, max_target_length=9)
-    assert data_fingerprint(TokenBudgetStream(pairs, 64, seed=0)) is None
-    assert data_fingerprint(PAIRS) is None
-    assert data_fingerprint(dataset_of(PAIRS).to_iterable_dataset()) is None

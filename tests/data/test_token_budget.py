@@ -1,8 +1,5 @@
-"""Batches within a token budget, and batches of similar length."""
-
 import itertools
 from itertools import islice
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -14,7 +11,6 @@ from letter_pair import LetterPair
 from random_lengths import random_lengths
 from torch.utils.data import DataLoader
 
-from metaphrase.data import token_budget
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import DataReport, PairSource, load_pairs
 from metaphrase.data.token_budget import (
@@ -22,13 +18,11 @@ from metaphrase.data.token_budget import (
     PairStream,
     TokenBudgetSampler,
     TokenBudgetStream,
-    WithFillers,
 )
 from metaphrase.tokenization.texts import cut_into_batches
 
 
 def padded_cost(lengths):
-    """Return the tokens of a padded batch of pairs `(pairs, 2)`, both sides together."""
     return len(lengths) * int(lengths.max(axis=0).sum())
 
 
@@ -44,20 +38,6 @@ def test_batches_are_as_large_as_the_budget_allows_and_no_larger():
     assert cut_into_batches([0, 1, 2, 3], lengths, 11) == [[0], [1], [2], [3]]
     # A long pair does not widen the batches behind its own.
     assert cut_into_batches([2, 3, 0], [lengths[index] for index in (2, 3, 0)], 12) == [[2], [3, 0]]
-
-
-def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs(monkeypatch):
-    lengths = random_lengths()
-    monkeypatch.setattr(token_budget, "_BATCHES_PER_CHUNK", 2)
-    sampler = TokenBudgetSampler(lengths, 600, 7)
-    monkeypatch.setattr(token_budget, "_BATCHES_PER_CHUNK", 10**6)
-    whole = TokenBudgetSampler(lengths, 600, 7)
-    assert len(whole) < 0.95 * len(sampler)
-    sampler.batches_per_process = len(whole)
-    batches = list(sampler)
-    assert len(batches) == len(whole)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    assert all(padded_cost(lengths[batch]) <= 600 for batch in batches)
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -107,17 +87,6 @@ def test_pairs_that_take_a_batch_each_are_filled_up_to_whole_steps(pairs, proces
         assert sorted(indices) == [*range(pairs), *[pairs + 1] * (-pairs % processes)]
         # No step holds fillers only.
         assert all(any(batch[0] < pairs for batch in step) for step in zip(*shares, strict=True))
-
-
-def test_a_filler_is_the_same_pair_without_labels():
-    pairs = [{"input_ids": [4, 2], "labels": [5, 6, 2]}, {"input_ids": [7, 2], "labels": [8, 2]}]
-    filled = WithFillers(pairs)
-    assert [filled[0], filled[1]] == pairs and len(filled) == 2
-    assert filled[3] == {"input_ids": [7, 2], "labels": [-100, -100]}
-    filled.set_epoch(1)
-    epochs = []
-    WithFillers(SimpleNamespace(set_epoch=epochs.append)).set_epoch(3)
-    assert epochs == [3]
 
 
 def test_lengths_are_rounded_up_as_the_collator_pads():
@@ -172,8 +141,6 @@ def test_no_pair_of_any_corpus_is_lost(lengths, processes, more, seed):
         assert all(padded_cost(lengths[batch]) <= budget for batch in pairs if batch)
 
 
-# Batches within a token budget from a stream
-
 PAIRS = 700
 
 
@@ -216,23 +183,6 @@ def test_a_rest_of_less_than_a_pair_for_each_process_is_not_lost(pairs, pairs_in
     assert sorted(seen) == list(range(PAIRS))
 
 
-def test_pairs_of_a_stream_that_take_a_batch_each_are_filled_up():
-    pairs = [{"input_ids": [number] * 200, "labels": [number] * 50} for number in range(21)]
-    options = {"num_processes": 2, "pairs_in_buffer": 10}
-    streams = [iter(stream_of(pairs, process_index=rank, **options)) for rank in range(2)]
-    batches = [next(stream) for _ in range(11) for stream in streams]
-    counted = [numbers(batch)[0] for batch in batches if batch[0]["labels"][0] != -100]
-    assert sorted(counted) == list(range(21))
-    # The pass after it begins in the same step for all.
-    assert len(batches) == 22
-
-
-def test_lengths_of_a_stream_are_rounded_up():
-    stream = stream_of([{"input_ids": [1] * 9, "labels": [1] * 9}] * 100)
-    stream.length_multiple = 8
-    assert max(len(batch) * 32 for batch in islice(stream, 20)) <= 300
-
-
 def test_passes_differ_and_the_seed_decides(pairs):
     first = [numbers(batch) for batch in islice(stream_of(pairs), 200)]
     other = TokenBudgetStream(lambda number: pairs, 300, seed=20240602, pairs_in_buffer=200)
@@ -254,8 +204,6 @@ def test_an_empty_stream_and_a_pair_that_no_batch_can_hold_are_refused(pairs):
     with pytest.raises(ValueError, match="number 501 of those to train on, with 200 source and 101 target"):
         list(islice(stream_of(pairs), PAIRS))
 
-
-# Streamed pairs
 
 LINES = ["ab\tc", "abcd\tbcde", "", "a\tabc", "x\ty\tz", " \tb", "abcd\tbcd", "c\tcc", "d\td"]
 LIMITS = {"max_source_length": 4, "max_target_length": 4}

@@ -49,20 +49,13 @@ COPIES = 4
 MOVES = [[0, 1, 2, 3], [3, 3, 0, 1], [1, 1, 2, 3], [2, 2, 2, 2]]
 
 
-def walk(setup, turns, seed=3, leaving=None):
+def walk(setup, turns, leaving=None):
     """Extend and reorder targets at random, and compare each step with a forward pass over each target alone.
 
-    Args:
-        setup: Model, encoder_output, mask, of three sources.
-        turns: Steps.
-        seed: Of tokens and moves.
-        leaving: After this step the second source leaves.
-
-    Returns:
-        The state, and how many tokens it kept of each source at each step.
+    The second source leaves after step `leaving`. Return the state, and how many tokens it kept of each source at each step.
     """
     model, encoder_output, mask = setup
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
 
     def draw(high, *shape, low=0):
         return torch.randint(low, high, shape, generator=generator)
@@ -96,7 +89,7 @@ def walk(setup, turns, seed=3, leaving=None):
 def test_targets_are_as_if_alone(design, groups):
     state, kept = walk(setting(**CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=6, leaving=3)
     # The prompt is stored once.
-    assert state._target_cache.rows == 2 and state.groups == groups and kept[0] == 2 + COPIES
+    assert len(state._token_positions) == 2 and state.groups == groups and kept[0] == 2 + COPIES
 
 
 @pytest.mark.parametrize("design", DESIGNS)

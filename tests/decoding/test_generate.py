@@ -79,17 +79,6 @@ def test_options_have_the_effect_of_transformers(options):
     check(model, sources(model), **options)
 
 
-@pytest.mark.parametrize("options", [{}, BEAMS, SAMPLES | {"top_p": 0.8}], ids=["greedy", "beams", "samples"])
-@pytest.mark.parametrize("design", ["half_split", "relative"])
-def test_every_cache_gives_the_same(design, options):
-    model = tiny_model(**DESIGNS[design])
-    inputs = sources(model, batch=3)
-    expected = check(model, inputs, **options)
-    loop = GenerationMixin._beam_search if options is BEAMS else GenerationMixin._sample
-    for cache in ({"cache_implementation": "static"}, {"use_cache": False}):
-        assert torch.equal(generate(model, inputs, **options, **cache, custom_generate=loop), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("design", ["learned", "relative", "rotary"])
 def test_half_precision_generates_alike_with_every_cache(design, dtype):

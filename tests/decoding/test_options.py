@@ -6,31 +6,11 @@ from tiny_generator import SOURCES, save_generator, tiny_generator
 from transformers import GenerationConfig
 
 from metaphrase.inference import Generator
-from metaphrase.inference.batches import decode, read_options
+from metaphrase.inference.batches import decode
 
 
 def config_of(**settings):
     return {"generation_config": GenerationConfig(**settings)}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {}),
-        ({"num_beams": 4, "top_k": None}, {"num_beams": 4, "top_k": None}),
-        (config_of(num_beams=4), {"num_beams": 4}),
-        (config_of(num_beams=4) | {"num_beams": 2, "do_sample": True}, {"num_beams": 2, "do_sample": True}),
-        (config_of(num_beams=4) | {"num_beams": None}, {"num_beams": None}),
-        ({"num_return_sequences": None}, {"num_return_sequences": 1}),
-        ({"max_length": 5}, {"max_length": 5, "max_new_tokens": None}),
-        ({"min_new_tokens": 5}, {"min_length": None, "min_new_tokens": 5}),
-        ({"max_length": 5, "max_new_tokens": 6}, {"max_length": 5, "max_new_tokens": 6}),
-        (config_of(max_length=5, max_new_tokens=6), {"max_length": None, "max_new_tokens": 6}),
-        (config_of(max_new_tokens=6) | {"max_length": 5}, {"max_length": 5, "max_new_tokens": None}),
-    ],
-)
-def test_settings_stand_by_their_own_names(given, expected):
-    assert read_options(given) == expected == read_options(read_options(given))
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 3}, {"temperature": 2, "do_sample": True}], ids=str)

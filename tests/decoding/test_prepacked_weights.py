@@ -6,7 +6,7 @@ from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 from torch import nn
 
 from metaphrase.decoding import decoder_state, prepacked_weights
-from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain
+from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack
 from metaphrase.ops import packed_stacks
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
@@ -47,17 +47,6 @@ def test_product_is_that_of_the_layer(bias, shape, rows, library):
     packed, every_other = PrepackedWeight(layer.weight, layer.bias), torch.randn(*rows, 2 * shape[1])[..., ::2]
     for states in (every_other.contiguous(), every_other):
         torch.testing.assert_close(packed(states), layer(states), atol=1e-5, rtol=1e-5)
-
-
-class _Quantized(torch.Tensor):
-    """A tensor like those of torchao: its dtype is float32, and it has its own product."""
-
-
-def test_weight_of_another_class_is_not_plain():
-    layer = nn.Linear(4, 4)
-    assert is_plain(layer)
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Quantized))
-    assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not is_plain(layer)
 
 
 @pytest.mark.parametrize("wrong_rows", [2, 130])

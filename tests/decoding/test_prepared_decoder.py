@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from metaphrase.decoding import prepacked_weights
-from metaphrase.decoding.decoder_state import DecoderState, prepared_head
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.fast_generation import prepared_projections
 
 
 class Doubled(nn.Linear):
@@ -116,7 +117,7 @@ def test_weights_without_versions_are_not_copied():
 
 
 def head_of(model):
-    return prepared_head(model.get_decoder(), model.lm_head)[0]
+    return prepared_projections(model)[0].keywords["head"]
 
 
 def test_changed_head_is_copied_again():

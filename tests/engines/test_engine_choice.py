@@ -1,6 +1,5 @@
 """Tests of `engine="auto"`: same tokens as torch in float32, the engine of each call, and copies in the cache."""
 
-import builtins
 import itertools
 import logging
 import random
@@ -50,35 +49,29 @@ def folder(tmp_path_factory):
     return save_generator(tiny_generator(), tmp_path_factory.mktemp("engine_choice") / "model")
 
 
-# equality
-
 COPIED = {
     "greedy": {"max_new_tokens": 9},
     "several ends": {"eos_token_id": [2, 5, 9], "min_new_tokens": 3},
     "tokens": {"forced_bos_token_id": 9, "bad_words_ids": [[5], [8, 9], [2]], "suppress_tokens": [5, 6, 7]},
     "wide beams": {**BEAMS, "num_beams": 9, "length_penalty": 0.0},
-    "beams": {
-        **BEAMS,
-        "length_penalty": -1.0,
-        "min_length": 7,
-        "bad_words_ids": [[5], [8, 9]],
-        "renormalize_logits": True,
-    },
+    "beams": BEAMS
+    | {"length_penalty": -1.0, "min_length": 7, "bad_words_ids": [[5], [8, 9]], "renormalize_logits": True},
 }
-IN_TORCH = {
-    "sampling": {"do_sample": True},
-    "beams to the end": {"num_beams": 4, "early_stopping": "never"},
-    "beams": {"num_beams": 4},
-    "min_length": {**BEAMS, "min_length": 7},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "no_repeat_ngram_size with beams": {**BEAMS, "no_repeat_ngram_size": 2, "renormalize_logits": True},
-    "repetition_penalty": {"repetition_penalty": 1.5},
-    "forced_bos_token_id": {**BEAMS, "forced_bos_token_id": 9},
-    "forced_eos_token_id": {"forced_eos_token_id": 2},
-    "bad words with the start": {"bad_words_ids": [[1, 5]]},
-    "must_contain": {"must_contain": ["a"], "num_beams": 3},
-    "decoder_start_token_id": {"decoder_start_token_id": 7},
-}
+IN_TORCH = [
+    {"do_sample": True},
+    {"num_beams": 4, "early_stopping": "never"},
+    {"num_beams": 4},
+    {**BEAMS, "min_length": 7},
+    {"no_repeat_ngram_size": 2},
+    {**BEAMS, "no_repeat_ngram_size": 2, "renormalize_logits": True},
+    {"repetition_penalty": 1.5},
+    {**BEAMS, "forced_bos_token_id": 9},
+    {"forced_eos_token_id": 2},
+    {"bad_words_ids": [[1, 5]]},
+    {"must_contain": ["a"], "num_beams": 3},
+    {"decoder_start_token_id": 7},
+]
+IN_COPY = "Engine: CTranslate2 (faster for this model and search)"
 
 
 def compare(folder, options, **loading):
@@ -99,11 +92,11 @@ def compare(folder, options, **loading):
 def test_the_copy_writes_what_torch_writes(name, folder, lines, copies):
     compare(folder, COPIED[name])
     assert not list(copies.iterdir())
-    assert lines() == ["Engine: CTranslate2 (faster for this model and search)"]
+    assert lines() == [IN_COPY]
 
 
 def test_torch_runs_searches_in_which_tokens_could_differ(folder, lines, copies):
-    for options in IN_TORCH.values():
+    for options in IN_TORCH:
         Generator.from_pretrained(folder, device="cpu").generate(SOURCES[:1], **options)
         [line] = lines()
         assert line.startswith("Engine: torch (")
@@ -127,7 +120,7 @@ def test_designs_and_weights_in_half_precision(design, tmp_path, lines):
     folder = save_generator(Generator(model.to(torch.bfloat16), pair), tmp_path / "model")
     for options in ({}, BEAMS):
         compare(folder, options, dtype="float32")
-    assert set(lines()) == {"Engine: CTranslate2 (faster for this model and search)"}
+    assert set(lines()) == {IN_COPY}
 
 
 def test_streams_and_scores(folder, lines):
@@ -136,7 +129,7 @@ def test_streams_and_scores(folder, lines):
     stream = auto.generate_stream(texts, chunk_size=4, return_scores=False, **BEAMS)
     expected = ours.generate(texts, **BEAMS)
     assert [row[0].text for row in stream] == expected
-    assert lines() == ["Engine: CTranslate2 (faster for this model and search)"]
+    assert lines() == [IN_COPY]
     # Scores come from torch, so that their digits do not depend on the packages that are installed.
     assert auto.generate_n_best(texts, **BEAMS) == ours.generate_n_best(texts, **BEAMS)
     assert lines() == ["Engine: torch (scores of CTranslate2 differ in the last digits)"]
@@ -149,24 +142,20 @@ def test_in_int8_the_same_engine_writes_a_text_however_it_is_called(folder, line
     assert generator.generate(TEXTS, **BEAMS) == [candidate.text for candidate in expected]
     assert [generator.generate([text], **BEAMS)[0] for text in TEXTS] == [candidate.text for candidate in expected]
     assert all(candidate.score < 0 for candidate in expected)
-    assert lines() == ["Engine: CTranslate2 (faster for this model and search)"]
-
-
-# choice of the engine
+    assert lines() == [IN_COPY]
 
 
 def test_few_sentences_run_in_torch_until_many_have_come(folder, lines, monkeypatch):
     monkeypatch.setattr(engine_choice, "MIN_SENTENCES", 8)
     in_torch = "Engine: torch (fewer than 8 sentences do not pay for loading CTranslate2)"
-    in_copy = "Engine: CTranslate2 (faster for this model and search)"
     generator = Generator.from_pretrained(folder, device="cpu")
     generator.generate(TEXTS[:5])
     assert lines() == [in_torch]
     generator.generate(TEXTS[:3])
     generator.generate(TEXTS[:1])
-    assert lines() == [in_copy]
+    assert lines() == [IN_COPY]
     # The engine of a chunk does not depend on the chunks before it, so that a resumed run repeats it.
-    for texts, first_chunk, expected in ((TEXTS[:4], 0, in_torch), (TEXTS[:4], 3, in_copy), (TEXTS[:8], 0, in_copy)):
+    for texts, first_chunk, expected in ((TEXTS[:4], 0, in_torch), (TEXTS[:4], 3, IN_COPY), (TEXTS[:8], 0, IN_COPY)):
         generator = Generator.from_pretrained(folder, device="cpu")
         list(generator.generate_stream(texts, chunk_size=8, first_chunk=first_chunk, return_scores=False))
         assert lines() == [expected]
@@ -185,14 +174,14 @@ def test_models_that_cannot_have_a_copy(lines, tmp_path, monkeypatch):
     assert "Metaphrase models only" in first_line(bart)
     assert "not used in bfloat16 on cpu" in first_line(tiny_generator().model.to(torch.bfloat16))
     assert "not used in float16 on cpu" in first_line(generator.model, "float16")
-    with monkeypatch.context() as patched:
-        patched.setattr(engine_choice, "free_main_memory", lambda: 100)
-        assert "a copy needs 0 MiB of memory, and 0 MiB are free" in first_line(generator.model)
-    with monkeypatch.context() as patched:
-        patched.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-        assert "no copy for CTranslate2: [Errno" in first_line(generator.model)
-    monkeypatch.setattr(engine_choice, "is_faster", lambda *_: False)
-    assert "torch (faster for " in first_line(generator.model)
+    for owner, name, value, message in (
+        (engine_choice, "free_main_memory", lambda: 100, "a copy needs 0 MiB of memory, and 0 MiB are free"),
+        (tempfile, "tempdir", str(tmp_path / "missing"), "no copy for CTranslate2: [Errno"),
+        (engine_choice, "is_faster", lambda *_: False, "torch (faster for "),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert message in first_line(generator.model)
 
 
 def test_texts_beyond_the_positions_run_in_torch(tmp_path, lines):
@@ -201,7 +190,7 @@ def test_texts_beyond_the_positions_run_in_torch(tmp_path, lines):
     folder = save_generator(Generator(model, pair), tmp_path / "model")
     generator = Generator.from_pretrained(folder, device="cpu")
     generator.generate(SOURCES[:2], max_new_tokens=23)
-    assert lines() == ["Engine: CTranslate2 (faster for this model and search)"]
+    assert lines() == [IN_COPY]
     generator.generate(SOURCES[:2], max_new_tokens=24, eos_token_id=[2, *range(4, 20)])
     assert lines() == ["Engine: torch (the positions of CTranslate2 end at 24, and the longest text may have 25)"]
     model = tiny_model(position_embedding_type="sinusoidal", **pair.config_fields())
@@ -211,39 +200,24 @@ def test_texts_beyond_the_positions_run_in_torch(tmp_path, lines):
 
 def test_without_the_package_torch_runs(folder, lines, monkeypatch):
     for name in list(sys.modules):
-        if name.split(".")[0] == "ctranslate2" or name.startswith("metaphrase.conversion.ctr"):
+        if name.startswith(("ctranslate2.", "metaphrase.conversion.ctr")):
             monkeypatch.delitem(sys.modules, name)
-    whole = builtins.__import__
-
-    def absent(name, *args, **kwargs):
-        if name.split(".")[0] == "ctranslate2":
-            raise ModuleNotFoundError("No module named 'ctranslate2'")
-        return whole(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
     assert all(Generator.from_pretrained(folder, device="cpu").generate(TEXTS))
     assert lines() == ["Engine: torch (CTranslate2 is not installed: pip install metaphrase[ctranslate2])"]
 
 
-def test_an_ensemble_runs_in_torch(folder, lines):
-    generator = Generator.from_pretrained(folder, device="cpu")
-    generator.members = (Generator.from_pretrained(folder, device="cpu"),)
-    assert all(generator.generate(TEXTS))
-    assert lines() == ["Engine: torch (CTranslate2 takes one model at a time)"]
-
-
-def test_weights_that_change_after_loading_run_in_torch(folder, lines):
-    generator = Generator.from_pretrained(folder, device="cpu")
-    generator.generate(TEXTS)
-    with torch.no_grad():
-        generator.model.lm_head.weight.add_(torch.randn_like(generator.model.lm_head.weight))
-    other = Generator(generator.model, generator.tokenizers)
-    assert generator.generate(TEXTS) == other.generate(TEXTS)
-    assert lines()[-1] == "Engine: torch (the weights have changed since CTranslate2 loaded them)"
-
-
-def test_a_setting_that_changes_after_loading_is_read_by_both_engines(folder):
+def test_settings_and_weights_that_change_after_loading_are_noticed(folder, lines):
     generator = Generator.from_pretrained(folder, device="cpu")
     generator.generate(TEXTS)
     generator.model.generation_config.max_new_tokens = 3
-    assert generator.generate(TEXTS) == Generator(generator.model, generator.tokenizers).generate(TEXTS)
+    other = Generator(generator.model, generator.tokenizers)
+    assert generator.generate(TEXTS) == other.generate(TEXTS)
+    assert set(lines()) == {IN_COPY}
+    with torch.no_grad():
+        generator.model.lm_head.weight.add_(torch.randn_like(generator.model.lm_head.weight))
+    assert generator.generate(TEXTS) == other.generate(TEXTS)
+    assert lines() == ["Engine: torch (the weights have changed since CTranslate2 loaded them)"]
+    generator.members = (other,)
+    generator.generate(TEXTS)
+    assert lines() == ["Engine: torch (CTranslate2 takes one model at a time)"]

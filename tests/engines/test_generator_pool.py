@@ -1,5 +1,6 @@
 """Generator pool: what one generator writes, by several processes, which end with the pool and with whoever made it."""
 
+import importlib
 import itertools
 import os
 import signal
@@ -50,13 +51,6 @@ def is_running(process):
         return False
 
 
-def assert_they_end(processes):
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while any(map(is_running, processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,6 +58,7 @@ def assert_they_end(processes):
         {"num_beams": 3, "num_return_sequences": 2},
         {"do_sample": True, "temperature": 3.0, "seed": 5, "return_scores": False},
         {"must_contain": ["H"], "num_beams": 3, "max_new_tokens": 12},
+        {"risk": {"num_candidates": 4, "utility": "bleu"}, "seed": 2, "return_scores": True},
     ],
     ids=str,
 )
@@ -78,15 +73,6 @@ def test_it_writes_what_one_generator_writes(options, pool, generator):
     assert list(rest) == expected[8:]
 
 
-def test_minimum_bayes_risk(pool, generator):
-    risk, options = {"num_candidates": 4, "utility": "bleu"}, {"seed": 2, "return_scores": True}
-    found = list(pool.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
-    assert {len(candidates) for candidates in found} == {1}
-    assert found == list(generator.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
-    torch.manual_seed(2)
-    assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
-
-
 def test_what_generators_count_is_added_up(pool):
     before = pool.num_unfinished
     list(pool.generate_stream(SOURCES * 2, chunk_size=2, max_new_tokens=2))
@@ -96,12 +82,8 @@ def test_what_generators_count_is_added_up(pool):
 def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
     with pytest.raises(ValueError, match="`num_beams` must be at least 2"):
         list(pool.generate_stream(SOURCES, num_beams=1, must_contain=["Hund"]))
-    with pytest.raises(ValueError, match="`chunk_size` must be at least 1, got 0"):
-        list(pool.generate_stream(SOURCES, chunk_size=0))
     with pytest.raises(TooLongError, match=r"than the model has positions, .* in number 5 "):
         list(pool.generate_stream([*SOURCES[:4], "the dog " * 50], chunk_size=2, max_new_tokens=2))
-    with pytest.raises(ValueError, match="`lines` must hold strings only, got NoneType as text 3"):
-        list(pool.generate_stream(["a cat", "the dog", None], chunk_size=2))
 
     def lines():
         yield from SOURCES[:4]
@@ -179,7 +161,10 @@ def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    assert_they_end(processes)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while any(map(is_running, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +191,17 @@ def test_a_death_is_named(pool):
     os.kill(processes_of(pool)[0], signal.SIGKILL)
     with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
         list(stream)
+
+
+@pytest.mark.parametrize("num_targets", [1, 3])
+def test_documents_of_datatrove_keep_their_order_and_get_their_targets(folder, generator, num_targets):
+    documents = pytest.importorskip("datatrove.data").Document
+    documents = [documents(text, str(number)) for number, text in enumerate([*SOURCES, ""])]
+    options = {"num_beams": 3, "num_return_sequences": num_targets}
+    step = importlib.import_module("metaphrase.engines.datatrove").GenerateStep
+    step = step(folder, key="de", chunk_size=2, loading={"device": "cpu"}, **options)
+    results = list(step(iter(documents)))
+    assert results == documents and step.stats["documents"].total == 6
+    rows = generator.generate_n_best([*SOURCES, ""], return_scores=False, **options)
+    expected = [[item.text for item in row] if num_targets > 1 else row[0].text for row in rows]
+    assert [document.metadata["de"] for document in results] == expected

@@ -1,5 +1,3 @@
-"""Evaluation: the loss of a corpus, and the result of a test set."""
-
 import math
 
 import pytest

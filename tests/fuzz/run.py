@@ -9,6 +9,7 @@ import gc
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -20,34 +21,28 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 # The processes of the cases find the libraries imported.
-os.environ |= {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
-import datasets  # noqa: E402
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from other_families import other_model  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from small_runs import SMALL  # noqa: E402
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair  # noqa: E402
+import datasets
+import torch
+import yaml
+from other_families import other_model
+from safetensors.torch import load_file
+from small_runs import SMALL
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 
-from metaphrase.conversion import convert  # noqa: E402
-from metaphrase.modeling import MetaphraseConfig  # noqa: E402
-from metaphrase.scripts.__main__ import find_main  # noqa: E402
-from metaphrase.scripts.__main__ import main as run_command  # noqa: E402
-from metaphrase.scripts.parsers import SUBCOMMANDS, make_parser  # noqa: E402
-from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS  # noqa: E402
+from metaphrase.conversion import convert
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.scripts.__main__ import find_main
+from metaphrase.scripts.__main__ import main as run_command
+from metaphrase.scripts.parsers import SUBCOMMANDS, make_parser
+from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS
 
 # Processor time and time by the clock, of a machine that does other work too.
 CPU_SECONDS, CLOCK_SECONDS = 40, 300
@@ -59,22 +54,8 @@ OUTPUTS = ("--output", "--output_dir", "--predictions")
 VALUES: list[Any] = [{}, [], {"a": 1}, [1, "x"], None, True, "", "x", "1", "../x", "\x00", -1, 0, 1, 3, 1.5, -0.5, 1e-9]
 VALUES += [2**31, 2**63, 2**70, -(2**70), float("nan"), float("inf"), 1e300]
 # Numbers as other programs write them, and devices.
-ODD_WORDS = [
-    "-inf",
-    "1e400",
-    "0x10",
-    "1_0",
-    "\u0661",
-    "1,5",
-    " 1",
-    "+1",
-    "1.0",
-    "nan%",
-    "meta",
-    "cuda:99",
-    "mps",
-    "CPU",
-]
+ODD_WORDS = ["-inf", "1e400", "0x10", "1_0", "\u0661", "1,5", " 1", "+1", "1.0", "nan%"]
+ODD_WORDS += ["meta", "cuda:99", "mps", "CPU"]
 # Texts that are no mistake, but unusual. The time of attention grows with the square of their length.
 ODD_TEXTS = ["", " ", "\u2028", "\x00", "\u202eabc", "e\u0301" * 40, "\U0001f9d1\u200d\U0001f680", '"', "a" * 2000]
 # Fields that a file of a tiny model lacks.
@@ -86,40 +67,20 @@ ADDED = {
     "trainer_state.json": "log_history global_step best_model_checkpoint",
     "recipe.yaml": "tasks source_language token source_prefix train_file",
 }
-RECIPE = {"tokenizer_kind": "char", "preset": "metaphrase-tiny", "model": SMALL, "max_steps": 2, "report_to": "none"}
-RECIPE |= {
-    "per_device_train_batch_size": 4,
-    "use_cpu": True,
-    "num_validation": 1,
-    "generation_max_length": 8,
+RECIPE = {
+    "tokenizer_kind": "char",
     "seed": 3,
+    "preset": "metaphrase-tiny",
+    "model": SMALL,
+    "max_steps": 2,
+    "report_to": "none",
 }
+RECIPE |= {"per_device_train_batch_size": 4, "use_cpu": True, "num_validation": 1, "generation_max_length": 8}
 # Fields and options that mean other machines, other processes, other outputs, or work that a user has chosen.
-LEFT_OUT_FIELDS = (
-    "dataloader",
-    "fsdp",
-    "deepspeed",
-    "torch_compile",
-    "local_rank",
-    "use_cpu",
-    "ddp",
-    "tpu",
-    "jit",
-    "hub_",
-)
-LEFT_OUT_FIELDS += ("parallelism", "push_to_hub", "auto_find", "num_train_epochs", "max_steps", "neftune")
-LEFT_OUT_OPTIONS = (
-    "length",
-    "new_tokens",
-    "num_processes",
-    "output",
-    "predictions",
-    "token",
-    "revision",
-    "help",
-    "quiet",
-)
-LEFT_OUT_OPTIONS += ("verbose", "mbr_candidates", "num_return_sequences", "repo_id", "shard")
+LEFT_OUT_FIELDS = ["dataloader", "fsdp", "deepspeed", "parallelism", "torch_compile", "local_rank", "use_cpu", "ddp"]
+LEFT_OUT_FIELDS += ["tpu", "jit", "hub_", "push_to_hub", "auto_find", "num_train_epochs", "max_steps", "neftune"]
+LEFT_OUT_OPTIONS = ["length", "new_tokens", "num_processes", "output", "predictions", "token", "revision", "help"]
+LEFT_OUT_OPTIONS += ["quiet", "verbose", "mbr_candidates", "num_return_sequences", "repo_id", "shard"]
 
 
 def make_world(folder: Path) -> dict[str, Path]:
@@ -207,17 +168,15 @@ def break_folder(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
     base = rng.choice([*paths])
     # Only the broken file needs a copy.
     model = shutil.copytree(paths[base].parent, root / base, copy_function=os.link) / "model"
-    subcommand = rng.choice(
-        [subcommand for subcommand in SUBCOMMANDS if subcommand in command_lines(model, world, world, root)]
-    )
+    lines = command_lines(model, world / "in", world / "pairs.tsv", root / "out")
+    subcommand = rng.choice([*lines])
     files = [path for path in sorted(model.rglob("*.*")) if path.suffix in (".json", ".yaml")]
     file = rng.choices(files, [4 if "config" in path.name else 1 for path in files])[0]
     mutation, content = mutate(file.read_bytes(), rng, ADDED.get(file.name, ""))
     file.unlink()
     file.write_bytes(content)
-    words = command_lines(model, world / "in", world / "pairs.tsv", root / "out")[subcommand]
     fields = [mutation.split(" is ")[0].split(".")[-1]] if " is " in mutation else []
-    return f"{subcommand} {base}: {file.relative_to(model)}: {mutation}", words, fields
+    return f"{subcommand} {base}: {file.relative_to(model)}: {mutation}", lines[subcommand], fields
 
 
 def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
@@ -239,11 +198,8 @@ def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Ran
             name, content = f"{name}.gz", rng.choice((bomb, cut))
         files[path.name] = root / name
         files[path.name].write_bytes(content)
-    return (
-        f"{subcommand}: {kind}",
-        command_lines(paths["one"], files["in"], files["pairs.tsv"], root / "out")[subcommand],
-        [],
-    )
+    lines = command_lines(paths["one"], files["in"], files["pairs.tsv"], root / "out")
+    return f"{subcommand}: {kind}", lines[subcommand], []
 
 
 def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
@@ -260,13 +216,8 @@ def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
     if kind == "bytes":
         kind, content = mutate(content, rng)
     (root / "recipe.yaml").write_bytes(content)
-    words = [
-        "train",
-        str(root / "recipe.yaml"),
-        "--output_dir",
-        str(root / "run"),
-        *["--dry_run"] * (rng.random() < 0.5),
-    ]
+    words = ["train", str(root / "recipe.yaml"), "--output_dir", str(root / "run")]
+    words += ["--dry_run"] * (rng.random() < 0.5)
     return f"{kind} {[f'{name}={recipe.get(name)!r}'[:40] for name in broken]}", words, broken
 
 
@@ -291,11 +242,7 @@ PARTS = {"folders": break_folder, "recipes": break_recipe, "texts": break_texts,
 
 
 def run(words: list[str], folder: Path) -> tuple[int | None, str, int]:
-    """Run a command line in a forked process.
-
-    Returns:
-        The exit status (None if the process was stopped for its time), all messages, and the bytes of memory that it added.
-    """
+    """Run a command line in a forked process. Return its status (None after a timeout), its messages and added bytes."""
     log, started = folder / "log", time.monotonic()
     base_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     sys.stdout.flush()
@@ -362,10 +309,10 @@ def outcome_of(words: list[str], fields: list[str], folder: Path) -> tuple[str, 
     return ACCEPTED, ""
 
 
-def work(parts: list[str], seed: int, number: int, folder: Path, match: str) -> Iterator[dict[str, Any]]:
-    """Yield the outcome of each case."""
+def work(parts: list[str], seed: int, number: int, folder: Path, match: str) -> list[dict[str, Any]]:
+    """Return the outcome of each case."""
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
-    paths, rng = make_world(folder / "world"), random.Random(seed)
+    paths, rng, lines = make_world(folder / "world"), random.Random(seed), []
     for index in range(number):
         part, root = parts[index % len(parts)], folder / str(index)
         root.mkdir()
@@ -374,8 +321,9 @@ def work(parts: list[str], seed: int, number: int, folder: Path, match: str) -> 
             started = time.monotonic()
             outcome, reason = outcome_of(words, fields, root)
             line = {"part": part, "outcome": outcome, "name": name, "words": words, "reason": reason}
-            yield line | {"seconds": time.monotonic() - started}
+            lines.append(line | {"seconds": time.monotonic() - started})
         shutil.rmtree(root)
+    return lines
 
 
 def main() -> int:
@@ -390,18 +338,16 @@ def main() -> int:
         find_main(name)
     gc.collect()
     gc.freeze()
-    started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="fuzz_"))
-    children, num_jobs = [], len(os.sched_getaffinity(0))
-    for job in range(num_jobs):
-        if not (child := os.fork()):
-            options = (arguments.parts, arguments.seed * 1000 + job, arguments.number // num_jobs, root / str(job))
-            with open(root / f"results_{job}", "w", encoding="utf-8") as file:
-                for line in work(*options, arguments.match):
-                    file.write(json.dumps(line) + "\n")
-            os._exit(0)
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    lines = [json.loads(line) for path in root.glob("results_*") for line in path.read_text("utf-8").splitlines()]
+    started, num_jobs = time.monotonic(), len(os.sched_getaffinity(0))
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz_") as root,
+        multiprocessing.get_context("fork").Pool(num_jobs) as pool,
+    ):
+        jobs = [
+            (arguments.seed * 1000 + job, arguments.number // num_jobs, Path(root, str(job))) for job in range(num_jobs)
+        ]
+        results = pool.starmap(work, [(arguments.parts, *job, arguments.match) for job in jobs])
+    lines = [line for result in results for line in result]
     failures = [line for line in lines if line["outcome"] in FAILURES]
     for line in failures:
         print(f"\n{line['outcome']}, {line['part']}: {line['name']}\n  {' '.join(line['words'])}\n  {line['reason']}")
@@ -409,9 +355,7 @@ def main() -> int:
         print(f"{part:12}{outcome:13}{count:6}")
     seconds, name = max(((line["seconds"], line["name"]) for line in lines), default=(0, ""))
     print(f"{len(lines)} cases in {time.monotonic() - started:.0f} seconds, the longest {seconds:.0f} seconds: {name}")
-    if not failures and not any(statuses):
-        shutil.rmtree(root)
-    return int(bool(failures or any(statuses)))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""Tests of `metaphrase.hub_card`: the card and its metadata, and what it says of missing pieces."""
-
 import json
+import re
 
 import pytest
 import torch
@@ -138,9 +137,7 @@ def test_sections_of_a_full_folder(full_folder):
     assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
     assert "train_file" not in procedure and "source_language" not in procedure
     architecture = section(card, "Architecture")
-    assert (
-        "| `decoder_layers` | 3 |" in architecture and "auto_map" not in architecture and "token_id" not in architecture
-    )
+    assert "| `decoder_layers` | 3 |" in architecture and not re.search("auto_map|token_id", architecture)
     assert "- Parameters: 804\n" in card.text
     assert "inputs and outputs end at 512 tokens." in section(card, "Limits")
     assert f"]({FIGURE_NAME})" in card.text and (full_folder / FIGURE_NAME).is_file()
@@ -225,11 +222,8 @@ def test_secrets_and_machine_paths_stay_out(full_folder):
 
 def test_an_empty_folder_states_what_is_unknown(empty_folder):
     card = ModelCard.load(write_model_card(empty_folder))
-    assert card.data.to_dict() == {
-        "library_name": "transformers",
-        "pipeline_tag": "text2text-generation",
-        "tags": ["metaphrase", "encoder-decoder"],
-    }
+    expected = {"library_name": "transformers", "pipeline_tag": "text2text-generation"}
+    assert card.data.to_dict() == expected | {"tags": ["metaphrase", "encoder-decoder"]}
     for line in ("Source language: unknown", "Parameters: unknown", "Licence: unknown"):
         assert line in card.text
     assert "No scores are known" in section(card, "Scores")
@@ -240,14 +234,6 @@ def test_an_empty_folder_states_what_is_unknown(empty_folder):
     assert section(card, "Architecture").strip().startswith("Unknown")
     assert "quality is unknown" in section(card, "Limits")
     assert [entry.name for entry in empty_folder.iterdir()] == ["README.md"]
-
-
-@pytest.mark.parametrize("missing", ["metrics.json", "recipe.yaml", "trainer_state.json", "config.json"])
-def test_each_file_may_be_missing(full_folder, missing):
-    (full_folder / missing).unlink()
-    card = ModelCard.load(write_model_card(full_folder))
-    assert f"no `{missing}`" in card.text
-    assert (card.data.eval_results is None) == (missing == "metrics.json")
 
 
 def test_languages_decide_the_task_and_enter_the_metadata_only_as_codes(empty_folder):
@@ -302,7 +288,6 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
     card = ModelCard.load(path)
     assert "My own summary." in card.text
     assert {name: card.data[name] for name in given} == given | {"tags": ["metaphrase", "encoder-decoder", "mine"]}
-    # The recipe may be another now.
     assert (card.data.language, card.data.pipeline_tag) == (["en", "de"], "translation")
     claimed = path.read_text(encoding="utf-8").replace(MARKER, "My own words.")
     path.write_text(claimed, encoding="utf-8")

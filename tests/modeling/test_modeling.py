@@ -33,21 +33,6 @@ def test_a_row_of_padding_alone_stays_finite_and_leaves_the_others_alone(dtype, 
 
 @torch.no_grad()
 @EVERY_POSITION
-def test_cross_attention_knows_no_positions(kind):
-    """A source whose tokens are shuffled together with their positions is the same source."""
-    model = tiny_model(**POSITIONS[kind])
-    inputs = random_batch(model.config)
-    positions = torch.arange(7).expand(3, 7)
-    order = torch.tensor([4, 0, 6, 2, 1, 5, 3])
-    expected = model(**inputs, position_ids=positions).logits
-    shuffled = inputs | {name: inputs[name][:, order] for name in ("input_ids", "attention_mask")}
-    torch.testing.assert_close(model(**shuffled, position_ids=positions[:, order]).logits, expected, **TOLERANCE)
-    if kind != "none":
-        assert not torch.allclose(model(**shuffled, position_ids=positions).logits, expected, atol=1e-2)
-
-
-@torch.no_grad()
-@EVERY_POSITION
 def test_given_positions_count_up_by_default_and_do_not_depend_on_the_cache(kind):
     model = tiny_model(**POSITIONS[kind])
     inputs = random_batch(model.config, padding=None)

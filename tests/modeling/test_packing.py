@@ -87,7 +87,7 @@ def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, mon
     model = tiny_model(attn_implementation="eager", **fields)
     expected, expected_gradients = gradients(model, packed(model.config))
     model.set_attn_implementation("sdpa")
-    monkeypatch.setattr(packed_stacks, "choose_kernel", lambda *_: "varlen")
+    monkeypatch.setattr(packed_stacks, "choose_kernel", lambda *_, **__: "varlen")
     output, actual_gradients = gradients(model, packed(model.config))
     assert len(calls) == model.config.encoder_layers + 2 * model.config.decoder_layers
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
@@ -95,23 +95,20 @@ def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, mon
 
 
 def test_gpu_has_a_kernel_that_it_can_run(monkeypatch):
-    fits = {"implementation": "sdpa", "head_dim": 64, "is_plain": True}
-
-    def choose(capability=(8, 0), dtype=torch.bfloat16, **changes):
+    def choose(kernel="sdpa", head_dim=64, capability=(8, 0), dtype=torch.bfloat16, is_plain=True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return choose_kernel(states=SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype), **fits | changes)
+        config = SimpleNamespace(_attn_implementation=kernel, attn_logit_softcapping=None)
+        stack = SimpleNamespace(config=config, sizes=SimpleNamespace(head_dim=head_dim), training=False)
+        states = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+        return choose_kernel(stack, states, is_plain)
 
-    assert (
-        choose() == choose(dtype=torch.float16, head_dim=256) == choose(implementation="flash_attention_2") == "varlen"
-    )
-    for obstacle in (
-        *({"capability": (7, 5)}, {"dtype": torch.float32}, {"is_plain": False}),
-        *({"head_dim": 36}, {"head_dim": 264}),
-    ):
+    assert choose() == choose(dtype=torch.float16, head_dim=256) == choose("flash_attention_2") == "varlen"
+    obstacles = [{"capability": (7, 5)}, {"dtype": torch.float32}, {"is_plain": False}]
+    for obstacle in (*obstacles, {"head_dim": 36}, {"head_dim": 264}):
         assert choose(**obstacle) == "grid", obstacle
-    assert choose(implementation="eager") == "reference"
-    with pytest.raises(ValueError, match="`attn_implementation` must be a kernel of torch or transformers"):
-        choose(implementation="sharp")
+    assert choose("eager") == "reference"
+    with pytest.raises(ValueError, match="`attn_implementation`"):
+        choose("sharp")
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2**25])
@@ -251,10 +248,10 @@ def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept_bytes, m
     [
         ({"source_lengths": torch.tensor([5, 1, 19])}, "add up to the 33 tokens"),
         ({"source_lengths": torch.tensor([5, 1, 19, 8, 0])}, "at least 1"),
-        ({"target_lengths": torch.tensor([3, 27])}, "as many sources as targets, got 4 sources and 2 targets"),
-        ({"target_lengths": None}, "must be given together"),
-        ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be None with"),
-        ({"input_ids": torch.ones(2, 33, dtype=torch.long)}, "must be one, .* got 2 rows"),
+        ({"target_lengths": torch.tensor([3, 27])}, "got 4 sources and 2 targets"),
+        ({"target_lengths": None}, "`target_lengths` must be given"),
+        ({"attention_mask": torch.ones(1, 33)}, "`attention_mask`"),
+        ({"input_ids": torch.ones(2, 33, dtype=torch.long)}, "got 2 rows"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(change, message):

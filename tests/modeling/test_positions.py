@@ -104,26 +104,6 @@ def test_rotary_width_follows_the_heads_of_its_stack():
     assert [stack.rotary_emb.inv_freq.shape[0] for stack in (model.encoder, model.decoder)] == [2, 4]
 
 
-def test_scaled_frequencies_are_those_of_the_common_suite():
-    """transformers' test of all models builds the class as `Class(config=config)`, and changes the configuration before."""
-    config = make_config(max_position_embeddings=64)
-    states, short, long = torch.randn(1, 16), torch.arange(10)[None], torch.arange(128)[None]
-
-    def scaled(rope_type):
-        config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 10.0}
-        return RotaryPositionEmbedding(config=config)
-
-    plain, linear, dynamic, yarn = map(scaled, ("default", "linear", "dynamic", "yarn"))
-    torch.testing.assert_close(linear.inv_freq * 10, plain.inv_freq)
-    for ours, theirs in zip(linear(states, long), plain(states, long), strict=True):
-        torch.testing.assert_close(ours[:, ::10], theirs[:, : ours[:, ::10].shape[1]])
-    torch.testing.assert_close(dynamic(states, short), plain(states, short))
-    assert not torch.allclose(dynamic(states, long)[0], plain(states, long)[0])
-    assert (dynamic.inv_freq <= plain.inv_freq).all()
-    assert not torch.allclose(yarn(states, short)[0], plain(states, short)[0])
-    assert (yarn.inv_freq <= plain.inv_freq).all()
-
-
 def test_rotate_keeps_float16_finite():
     states = torch.full((1, 1, 1, 8), torch.finfo(torch.float16).max, dtype=torch.float16)
     states[..., 4:] *= -1

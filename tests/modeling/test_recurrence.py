@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.recurrence`: the scan is the plain recurrence, in training, with a cache and in all searches."""
+"""The recurrence SSRU: the scan is the plain recurrence, in training, with a cache and in all searches."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 
 from metaphrase.conversion.onnx.export import find_obstacles
 from metaphrase.inference import Generator
-from metaphrase.modeling.recurrence import scan
+from metaphrase.modeling.layers import scan
 
 SSRU = {"decoder_self_attention": "ssru"}
 # Marian's students, and our design.

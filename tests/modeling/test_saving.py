@@ -78,17 +78,6 @@ def test_every_class_loads_from_the_folder_of_the_whole_model(model_class, desig
         assert not warned
 
 
-@pytest.mark.parametrize("model_class", [MetaphraseModel, MetaphraseEncoderModel])
-def test_models_without_a_head_save_and_load_themselves(model_class, tmp_path, warned):
-    for number, ties in enumerate(TIES):
-        model = tiny_model(model_class, **TIES[ties])
-        model.save_pretrained(tmp_path / str(number))
-        loaded, info = model_class.from_pretrained(tmp_path / str(number), output_loading_info=True)
-        assert not any(info.values()), info
-        assert_same_tensors(loaded, model)
-    assert not warned
-
-
 @pytest.mark.parametrize("ties", TIES)
 def test_ties_before_and_after_saving(ties, tmp_path):
     model = tiny_model(**TIES[ties])

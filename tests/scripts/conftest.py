@@ -46,5 +46,4 @@ def template(tmp_path_factory):
 
 @pytest.fixture
 def folder(template, tmp_path):
-    """A copy of the template."""
     return shutil.copytree(template, tmp_path / "trained")

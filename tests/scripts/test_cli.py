@@ -1,5 +1,3 @@
-"""The command line: finding subcommands, their options and errors, and `metaphrase tokenize`."""
-
 import contextlib
 import gzip
 import sys
@@ -22,9 +20,8 @@ def test_tokenize_trains_one_tokenizer(files, tmp_path):
     options = ["--vocab_size", "300", "--kind", "byte_bpe", "--additional_special_tokens", "<2de>"]
     execute(tokenize, ["--files", *files, "--output", str(tmp_path / "t"), *options])
     pair = TokenizerPair.from_pretrained(tmp_path / "t")
-    expected = train_tokenizer(
-        SOURCES + TARGETS, vocab_size=300, additional_special_tokens=["<2de>"], show_progress=False
-    )
+    given = {"vocab_size": 300, "additional_special_tokens": ["<2de>"]}
+    expected = train_tokenizer(SOURCES + TARGETS, show_progress=False, **given)
     assert pair.is_joint and pair.source.get_vocab() == expected.get_vocab() and "<2de>" in expected.get_vocab()
 
 
@@ -59,9 +56,8 @@ def test_tokenize_refuses_what_is_no_text(files, tmp_path):
 
 def test_tokenize_replaces_a_tokenizer_and_never_a_model(files, tmp_path):
     folder, model = tmp_path / "t", save_generator(tiny_generator(), tmp_path / "model")
-    execute(
-        tokenize, ["--source_files", files[0], "--target_files", files[1], "--kind", "char", "--output", str(folder)]
-    )
+    sides = ["--source_files", files[0], "--target_files", files[1]]
+    execute(tokenize, [*sides, "--kind", "char", "--output", str(folder)])
     before = contents(folder), contents(model)
     words = ["--files", *files, "--kind", "char", "--output"]
     with pytest.raises(ValueError, match=r"`output` must not exist, got .*t. Pass --overwrite to replace it"):
@@ -125,6 +121,8 @@ def test_plain_mistakes_are_one_line_and_load_nothing(words, said, monkeypatch, 
         ("train none.tsv", "`train_file` must be a file that exists, got none.tsv."),
         ("train full none.de", "`train_target_file` must be a file that exists, got none.de."),
         ("train demo --num-train-epochss 3", "got `num_train_epochss` in the command line. Did you mean"),
+        ("train --dry_run demo --resume demo", "unrecognized arguments: demo"),
+        ("train", "Give a file: metaphrase train pairs.tsv."),
     ],
 )
 def test_mistakes_in_a_recipe_are_one_line(words, said, monkeypatch, tmp_path, capsys):
@@ -165,16 +163,9 @@ def test_the_hub_is_asked_once_for_a_model_that_cannot_be_loaded(error, reason, 
     assert len(calls) == 1 and calls[0].endswith("/some/model/resolve/main/config.json")
 
 
-def test_an_interruption_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(train, "main", Mock(side_effect=KeyboardInterrupt("Use --resume.")))
-    assert command_line.run("train", []) == 130
-    assert capsys.readouterr().err.strip() == "metaphrase train: interrupted. Use --resume."
-
-
 @pytest.mark.parametrize("word", ["--quiet", "--verbose"])
 def test_errors_are_a_line_or_a_traceback(word, monkeypatch, capsys):
     monkeypatch.setattr(train, "main", Mock(side_effect=ValueError("`x` must be y.")))
-    # With `--verbose`, the traceback follows.
     with pytest.raises(ValueError) if word == "--verbose" else contextlib.nullcontext():
         assert command_line.run("train", [word]) == 2
     assert capsys.readouterr().err == "metaphrase train: error: `x` must be y.\n"

@@ -1,5 +1,3 @@
-"""The command line: `metaphrase demo` replaces its own earlier work, nothing else, and only for a run that can be."""
-
 import shutil
 from functools import partial
 
@@ -19,7 +17,6 @@ WORDS = [word for name, value in FIELDS.items() for word in (f"--{name}", str(va
 
 @pytest.fixture(scope="module", autouse=True)
 def few_pairs():
-    """Few pairs of the other splits than training."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("write_demo_corpus", "write_demo_summaries"):
             whole = getattr(demo, name)
@@ -33,7 +30,6 @@ def call(folder, *words, num_train=2000):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a demo, which tests leave as it is."""
     folder = tmp_path_factory.mktemp("made") / "demo"
     assert call(folder) == 0
     return folder

@@ -1,5 +1,3 @@
-"""The command line: `metaphrase evaluate` on tiny models."""
-
 import json
 import os
 import shutil
@@ -55,7 +53,6 @@ def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
-    """A model with the scores that the returned words measured."""
     path = tmp_path_factory.mktemp("scored")
     folder = save_generator(tiny_generator(), path / "model")
     for name, texts in (("test.en", SOURCES), ("test.de", TARGETS)):
@@ -68,7 +65,6 @@ def scored(tmp_path_factory):
 
 @pytest.fixture
 def scored_folder(scored, tmp_path, monkeypatch):
-    """A copy of `scored` beside the current folder."""
     folder, words = scored
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -1,11 +1,9 @@
-"""Options of the command line become arguments of `generate()`."""
-
 import pytest
 from transformers import GenerationConfig
 
 from metaphrase.conversion.checkpoints import DEFAULT_SHARD_SIZE
 from metaphrase.conversion.families import FAMILIES
-from metaphrase.decoding.searches.minimum_bayes_risk import UTILITIES
+from metaphrase.decoding.minimum_bayes_risk import UTILITIES
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH

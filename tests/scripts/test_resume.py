@@ -1,5 +1,3 @@
-"""Runs that are killed and resumed end as the run that was never stopped, bit for bit."""
-
 import json
 import random
 
@@ -8,6 +6,7 @@ import pytest
 import torch
 from killed_runs import CASES, Server
 from small_runs import SMALL, is_whole
+from torch.utils._pytree import tree_flatten_with_path
 from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.training.checkpoints import checkpoints_in
@@ -47,31 +46,17 @@ def timeless(content, run):
 
 
 def assert_same(first, second, where):
-    """That two states of optimizers, schedules or generators are equal bit for bit."""
-    assert type(first) is type(second), where
-    if isinstance(first, dict):
-        assert first.keys() == second.keys(), where
-        for name in first:
-            assert_same(first[name], second[name], f"{where} {name}")
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second), where
-        for number, pair in enumerate(zip(first, second, strict=True)):
-            assert_same(*pair, f"{where} {number}")
-    elif isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), where
-    elif isinstance(first, np.ndarray):
-        assert np.array_equal(first, second), where
-    else:
-        assert first == second, where
+    (leaves, form), (others, other_form) = tree_flatten_with_path(first), tree_flatten_with_path(second)
+    assert form == other_form, where
+    for (path, one), (_, two) in zip(leaves, others, strict=True):
+        assert type(one) is type(two) and np.array_equal(one, two), f"{where} {path}"
 
 
 def assert_same_run(whole, resumed):
     """That two runs left the same files with the same content: models, states of everything, history."""
-    names = [
-        sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()) for run in (whole, resumed)
-    ]
-    assert names[0] == names[1]
-    for name in names[0]:
+    names, others = ({path.relative_to(run) for path in run.rglob("*") if path.is_file()} for run in (whole, resumed))
+    assert names == others
+    for name in names:
         first, second = whole / name, resumed / name
         if first.suffix == ".json":
             pair = [timeless(json.loads(path.read_text()), run) for path, run in ((first, whole), (second, resumed))]

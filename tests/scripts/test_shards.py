@@ -1,5 +1,3 @@
-"""Parts of an input: the outputs of all shards, one after the other, are the output of a run without shards."""
-
 import pytest
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS
@@ -19,7 +17,6 @@ SEARCHES = {
 
 @pytest.fixture
 def words(cli_model, tmp_path):
-    """The words of a subcommand, but for its own: input, model, chunks."""
     rows = [(f"{SOURCES[n % 5]} {SOURCES[n % 3]}", TARGETS[n % 5]) for n in range(NUM_LINES)]
     (tmp_path / "in.txt").write_text("".join(f"{source}\n" for source, _ in rows), encoding="utf-8")
     # A header, so that pairs and lines differ in number.
@@ -43,7 +40,6 @@ def test_shards_together_are_the_whole_output(words, tmp_path, search):
     whole = run("whole.tsv")
     parts = [run(f"{number}.tsv", "--shard", f"{number}/3") for number in (1, 2, 3)]
     assert b"".join(parts) == whole and all(parts)
-    # A shard that was stopped goes on.
     (tmp_path / "2.tsv").write_bytes(parts[1][: len(parts[1]) // 2])
     assert run("2.tsv", "--shard", "2/3", "--resume") == parts[1]
 
@@ -51,12 +47,8 @@ def test_shards_together_are_the_whole_output(words, tmp_path, search):
 def test_parts_are_nearly_equal_and_begin_at_chunks():
     parts = [shard_range(100, (number, 4), 7) for number in (1, 2, 3, 4)]
     assert parts == [range(21), range(21, 49), range(49, 77), range(77, 100)]
-    assert (
-        shard_range(10, None, 7) == range(10)
-        and shard_range(5, (1, 1)) == range(5)
-        and not shard_range(0, None)
-        and not shard_range(0, (2, 3))
-    )
+    assert shard_range(10, None, 7) == range(10) and shard_range(5, (1, 1)) == range(5)
+    assert not shard_range(0, None) and not shard_range(0, (2, 3))
     with pytest.raises(ValueError, match=r"no more parts than the input has chunks of 7, 15, got 16\. Set a smaller"):
         shard_range(100, (1, 16), 7)
     with pytest.raises(ValueError, match="`shard` must have no more parts than the input has lines or pairs, 3, got 4"):

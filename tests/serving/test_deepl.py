@@ -8,9 +8,6 @@ from tiny_generator import tiny_generator
 
 from metaphrase.texts.plan import Terms
 
-GLOSSARY = Terms(glossary={"cat": "Kater"})
-KEY = {"Authorization": "DeepL-Auth-Key right"}
-
 
 def client_of(url, key="right"):
     return deepl.DeepLClient(key, server_url=url)
@@ -23,24 +20,21 @@ def client(guarded_url):
 
 @pytest.fixture(scope="module")
 def markup_client():
-    with running(upper_service(tiny_generator(), glossaries={"pets": GLOSSARY})) as address:
+    glossaries = {"pets": Terms(glossary={"cat": "Kater"})}
+    with running(upper_service(tiny_generator(), glossaries=glossaries)) as address:
         yield client_of(address, "any")
 
 
-def test_client_translates_a_text(client):
+def test_client_translates_texts(client, guarded_url):
+    before = client.get_usage().character
     result = client.translate_text("a small dog runs", target_lang="DE")
     assert (result.text, result.detected_source_lang) == ("A SMALL DOG RUNS", "EN")
-    assert result.billed_characters == len("a small dog runs")
-
-
-def test_client_translates_a_list(client):
+    after = client.get_usage().character
+    assert after.count - before.count == result.billed_characters == 16 and after.valid and not after.limit_reached
     results = client.translate_text(["der Hund", "ein Hund"], source_lang="DE", target_lang="EN-US")
     assert [result.text for result in results] == ["DER HUND", "EIN HUND"]
-
-
-def test_form_repeats_texts(guarded_url):
-    form = {"text": ["a cat", "a dog"], "target_lang": "de"}
-    rows = requests.post(guarded_url + "/v2/translate", form, headers=KEY).json()["translations"]
+    form, headers = {"text": ["a cat", "a dog"], "target_lang": "de"}, {"Authorization": "DeepL-Auth-Key right"}
+    rows = requests.post(guarded_url + "/v2/translate", form, headers=headers).json()["translations"]
     assert rows == [{"detected_source_language": "EN", "text": text} for text in ("A CAT", "A DOG")]
 
 
@@ -52,28 +46,16 @@ def test_lines_are_split_or_joined(client):
 
 
 def test_client_lists_languages(client):
-    assert [(language.code, language.name) for language in client.get_source_languages()] == [
-        ("EN", "English"),
-        ("DE", "German"),
-    ]
+    sources = [(language.code, language.name) for language in client.get_source_languages()]
+    assert sources == [("EN", "English"), ("DE", "German")]
     targets = client.get_target_languages()
     assert [language.code for language in targets] == ["DE", "EN-GB", "EN-US"]
     assert not any(language.supports_formality for language in targets)
 
 
-def test_client_reads_usage(client):
-    before = client.get_usage().character
-    client.translate_text("a cat", target_lang="DE")
-    after = client.get_usage().character
-    assert after.count - before.count == len("a cat") and after.valid and not after.limit_reached
-
-
-def test_client_uses_a_glossary(markup_client):
+def test_glossary_and_tags_have_their_effect(markup_client):
     result = markup_client.translate_text("the cat", source_lang="EN", target_lang="DE", glossary="pets")
     assert "Kater" in result.text
-
-
-def test_tags_return_and_ignored_ones_keep_their_text(markup_client):
     html = markup_client.translate_text('<p>the <a href="x">cat</a></p>', target_lang="DE", tag_handling="html").text
     assert html.startswith("<p>") and html.count('<a href="x">') == html.count("</a>") == 1
     for form, text in (("xml", "<s>the cat <x>sleeps</x> runs</s>"), ("html", "<p>the cat <x>sleeps</x> runs</p>")):

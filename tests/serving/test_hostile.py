@@ -32,6 +32,7 @@ TEMPLATES = (
 JUNK = [None, True, -1, 0, 1e308, -1e308, 10**400, float("nan"), float("inf"), "", " ", "\x00", "\ud800", "\u202e<b>"]
 JUNK += ["<a <a ", "<!--" * 500, "&#" * 500, "a " * 3000, "{{" * 500, [], {}, [[]], [None], {"a": {}}, [[[[[[]]]]]]]
 JUNK += [["a"] * 300, {"": ""}]
+ODD_PATHS = ("/%00", "/../etc/passwd", "/" + "a" * 5000, "*", "/v1/models/%ff", "//", "/?" + "a=b&" * 999)
 
 
 def draw_value(rng, value):
@@ -72,9 +73,7 @@ def draw_request(rng):
     """Return the bytes of a request, and True if the connection is closed for writing behind them."""
     path, fields = rng.choice(TEMPLATES)
     if rng.random() < 0.05:
-        path = rng.choice(
-            ("/%00", "/../etc/passwd", "/" + "a" * 5000, "*", "/v1/models/%ff", "//", "/?" + "a=b&" * 999)
-        )
+        path = rng.choice(ODD_PATHS)
     method = rng.choice(("POST",) * 40 + ("GET", "PUT", "HEAD", "OPTIONS", "\x00"))
     kind, body = draw_body(rng, fields)
     length = rng.choice((str(len(body)),) * 50 + (str(len(body) + 9), "-1", "1e3", "99999999999", "", "0"))

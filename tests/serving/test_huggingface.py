@@ -4,7 +4,7 @@ import pytest
 import requests
 from huggingface_hub import InferenceClient, constants
 from huggingface_hub.errors import HfHubHTTPError, ValidationError
-from local_server import running, upper_service
+from local_server import running
 from tiny_generator import tiny_generator
 
 from metaphrase.serving import Limits
@@ -14,25 +14,7 @@ from metaphrase.serving.service import Service
 
 
 @pytest.fixture(scope="module")
-def url():
-    with running(upper_service()) as address:
-        yield address
-
-
-@pytest.fixture
-def client(url, monkeypatch):
-    # Offline, the client refuses even the loopback network.
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return InferenceClient(model=url)
-
-
-def test_client_translates(client):
-    assert client.translation("a small dog runs").translation_text == "A SMALL DOG RUNS"
-
-
-@pytest.fixture(scope="module")
 def writer():
-    """A model for all tasks with a real search."""
     return tiny_generator()
 
 
@@ -47,16 +29,21 @@ def writer_url(writer):
 
 @pytest.fixture
 def connect(writer_url, monkeypatch):
+    # Offline, the client refuses even the loopback network.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return lambda key="right": InferenceClient(model=writer_url, token=key)
 
 
-def test_client_summarizes(connect, writer):
+def test_client_translates(connect, guarded_url):
+    client = InferenceClient(model=guarded_url, token="right")
+    assert client.translation("a small dog runs").translation_text == "A SMALL DOG RUNS"
+    with pytest.raises(HfHubHTTPError, match="'fr'"):
+        client.translation("the cat", src_lang="en", tgt_lang="fr")
+
+
+def test_client_summarizes_and_generates(connect, writer):
     [expected] = writer.generate(["the cat"], num_beams=2)
     assert connect().summarization("the cat", generate_parameters={"num_beams": 2}).summary_text == expected
-
-
-def test_client_generates(connect, writer):
     [expected] = writer.generate(["the cat"], max_new_tokens=5)
     assert connect().text_generation("the cat", max_new_tokens=5) == expected
     output = connect().text_generation("the cat", max_new_tokens=5, details=True)
@@ -79,10 +66,9 @@ def test_client_reads_a_stream(connect, writer):
 
 
 def test_client_raises_its_errors(connect, writer_url):
-    for key, status in (("wrong", 401), (None, 401)):
-        with pytest.raises(HfHubHTTPError) as error:
+    for key in ("wrong", None):
+        with pytest.raises(HfHubHTTPError, match="401"):
             connect(key).summarization("the cat")
-        assert error.value.response.status_code == status
     with pytest.raises(ValidationError, match="top_p"):
         connect().text_generation("the cat", top_p=2.0)
     for name, value in (("max_new_tokens", 3.5), ("temperature", 1e-300), ("num_return_sequences", "x")):
@@ -96,8 +82,3 @@ def test_client_raises_its_errors(connect, writer_url):
     body = {"inputs": "the cat", "num_beams": 4}
     answer = requests.post(writer_url, json=body, headers={"Authorization": "Bearer right"})
     assert answer.status_code == 400 and "num_beams" in answer.text
-
-
-def test_unknown_language_is_refused(client):
-    with pytest.raises(HfHubHTTPError, match="'fr'"):
-        client.translation("the cat", src_lang="en", tgt_lang="fr")

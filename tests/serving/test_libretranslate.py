@@ -2,7 +2,6 @@
 
 import io
 import json
-import zipfile
 from urllib.error import HTTPError
 
 import pytest
@@ -38,18 +37,12 @@ def error_of(call, *arguments):
     return error.value.code, json.load(io.TextIOWrapper(error.value))["error"]
 
 
-def test_client_translates(client):
+def test_client_translates_and_detects_languages(client):
     assert client.translate("a small dog runs", "en", "de") == "A SMALL DOG RUNS"
-
-
-def test_client_lists_languages(client):
     assert client.languages() == [
         {"code": "en", "name": "English", "targets": ["de"]},
         {"code": "de", "name": "German", "targets": ["en"]},
     ]
-
-
-def test_client_detects_a_language(client):
     first, second = client.detect(LONG_GERMAN)
     assert (first["language"], second["language"]) == ("de", "en")
     assert first["confidence"] > 90 and first["confidence"] + second["confidence"] == pytest.approx(100, abs=0.2)
@@ -106,16 +99,11 @@ def test_errors_are_those_of_libretranslate(client, guarded_url, post):
     assert error_of(LibreTranslateAPI(guarded_url, api_key="wrong").translate, "a cat", "en", "de")[0] == 403
     assert error_of(LibreTranslateAPI(guarded_url).detect, "a cat")[0] == 403
     assert error_of(client.translate, "a" * 5000, "en", "de")[0] == 413
-    assert post(q="a cat", source="en", target="de", format="pdf").status_code == 400
-
-
-def test_keys_may_stand_in_the_header(guarded_url):
     fields = {"q": "a cat", "source": "en", "target": "de"}
-    answers = [
-        requests.post(guarded_url + "/translate", fields, headers={"Authorization": f"Bearer {key}"})
-        for key in ("right", "wrong")
-    ]
-    assert [answer.status_code for answer in answers] == [200, 403]
+    assert post(format="pdf", **fields).status_code == 400
+    for key, status in (("right", 200), ("wrong", 403)):
+        answer = requests.post(guarded_url + "/translate", fields, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == status
 
 
 def test_markup_and_alternatives_of_a_model():
@@ -131,14 +119,6 @@ def test_markup_and_alternatives_of_a_model():
 
 
 SUBTITLES = b"1\n00:00:01,000 --> 00:00:02,000\n<i>the dog</i>\n\n2\n00:00:05,000 --> 00:00:06,000\nsleeps.\n"
-
-
-def zipped(content):
-    """Return a zip archive of one file."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("word/document.xml", content)
-    return stream.getvalue()
 
 
 def upload(url, name, content, **fields):
@@ -158,7 +138,6 @@ def test_files_are_translated(name, content, expected, guarded_url):
     answer = upload(guarded_url, name, content)
     assert answer.status_code == 200
     url = answer.json()["translatedFileUrl"]
-    # The random name is the key.
     downloaded = requests.get(url)
     assert downloaded.content == expected and "attachment" in downloaded.headers["content-disposition"]
     assert url.startswith(guarded_url + "/download_file/") and url.endswith(name[name.index(".") :].lower())
@@ -173,9 +152,7 @@ def test_the_server_keeps_the_last_files(guarded_url, monkeypatch):
 def test_a_file_has_one_language():
     service = translators({"en-fr": identity_generator(str.upper), "de-fr": identity_generator(str.lower)})
     english = "The small dog runs through the garden."
-    content = SUBTITLES.replace(b"<i>the dog</i>", f"{LONG_GERMAN} {LONG_GERMAN}".encode()).replace(
-        b"sleeps.", english.encode()
-    )
+    content = SUBTITLES.replace(b"<i>the dog</i>", 2 * LONG_GERMAN.encode()).replace(b"sleeps.", english.encode())
     with running(service) as url:
         answer = upload(url, "talk.srt", content, source="auto", target="fr")
         text = requests.get(answer.json()["translatedFileUrl"]).text
@@ -200,10 +177,7 @@ def test_a_word_document_of_many_texts_is_translated(tmp_path):
     ("status", "message", "name", "content", "fields"),
     [
         (400, "A file must end in one of .txt, .html, .htm, .srt", "talk.pdf", b"%PDF", {}),
-        (400, "A file must end in one of .txt", "talk." + "b" * 400, b"a cat", {}),
         (400, "must be a Word document, got 'a.docx'", "a.docx", b"PK\x03\x04", {}),
-        (400, "must hold text to decode, got none in 'talk.srt'", "talk.srt", b"\n", {}),
-        (400, "must unpack to at most", "bomb.docx", zipped(b"0" * 10**6), {}),
         (400, "utf-8", "note.txt", b"\xff\xfe\xff", {}),
         (400, "xx is not supported", "talk.srt", SUBTITLES, {"target": "xx"}),
         (403, "key", "talk.srt", SUBTITLES, {"api_key": "wrong"}),
@@ -220,7 +194,7 @@ def part(disposition, content="a cat"):
     return f"--a\r\nContent-Disposition: {disposition}\r\n\r\n{content}\r\n"
 
 
-FIELDS = "".join(part(f'form-data; name="{name}"', text) for name, text in (("source", "en"), ("target", "de")))
+FIELDS = part("form-data; name=source", "en") + part("form-data; name=target", "de")
 
 
 def send_form(url, body, kind="multipart/form-data; boundary=a"):
@@ -228,34 +202,25 @@ def send_form(url, body, kind="multipart/form-data; boundary=a"):
     return requests.post(url + "/translate_file", data=body.encode(), headers=headers, timeout=20)
 
 
-@pytest.mark.parametrize(
-    "disposition",
-    [
-        'form-data; name="file"; filename="a;b.txt"',
-        r'form-data; name="file"; filename="a\"b.txt"',
-        "form-data; name=file; filename=b.txt",
-        'form-data; NAME="file"; FileName="b.txt"',
-        'form-data; filename="Äpfel und \u4e2d.txt"; name="file"',
-    ],
-)
-def test_a_file_may_be_described_in_any_legal_way(disposition, guarded_url):
-    answer = send_form(guarded_url, FIELDS + part(disposition) + "--a--\r\n")
-    assert answer.status_code == 200, answer.text
-    assert requests.get(answer.json()["translatedFileUrl"]).content == b"A CAT"
-
-
+LEGAL = [
+    r'form-data; name="file"; filename="a\"b.txt"',
+    "form-data; name=file; filename=b.txt",
+    'form-data; NAME="file"; FileName="b.txt"',
+    'form-data; filename="Äpfel und \u4e2d.txt"; name="file"',
+]
 FILE = part('form-data; name="file"; filename="b.txt"')
-REFUSED = {
-    "JSON": ("{}", "application/json"),
-    "no boundary": ("x", "multipart/form-data"),
-    "no part": ("--a--",),
-    "a field in place of a file": (FIELDS + part("form-data; name=file") + "--a--\r\n",),
-    # RFC 7578 forbids this form.
-    "a name of another form": (FIELDS + part("form-data; name=file; filename*=UTF-8''b.txt") + "--a--\r\n",),
-    "a file in place of a field": (FILE.replace('"file"', '"source"') + "--a--\r\n",),
-    "two files": (FIELDS + 2 * FILE + "--a--\r\n",),
-    "no end": (FIELDS + '--a\r\nContent-Disposition: form-data; name="file"',),
-}
+REFUSED = [
+    ("{}", "application/json"),
+    ("no boundary", "multipart/form-data"),
+    ("--a--",),
+    (FIELDS + part("form-data; name=file") + "--a--\r\n",),
+    # RFC 7578 forbids this form of a name.
+    (FIELDS + part("form-data; name=file; filename*=UTF-8''b.txt") + "--a--\r\n",),
+    (FILE.replace('"file"', '"source"') + "--a--\r\n",),
+    (FIELDS + 2 * FILE + "--a--\r\n",),
+    # There is no end.
+    (FIELDS + '--a\r\nContent-Disposition: form-data; name="file"',),
+]
 HOSTILE = {
     "a long header": '--a\r\nContent-Disposition: form-data; a="' + ";" * 900_000,
     "nested parts": "".join(
@@ -268,15 +233,19 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_forms_without_a_file_are_refused(case, guarded_url):
-    answer = send_form(guarded_url, *REFUSED[case])
-    assert answer.status_code == 400 and answer.json()["error"]
+def test_forms_of_any_legal_form_are_read_and_others_refused(guarded_url):
+    for disposition in LEGAL:
+        answer = send_form(guarded_url, FIELDS + part(disposition) + "--a--\r\n")
+        assert answer.status_code == 200, (disposition, answer.text)
+        assert requests.get(answer.json()["translatedFileUrl"]).content == b"A CAT"
+    for form in REFUSED:
+        answer = send_form(guarded_url, *form)
+        assert answer.status_code == 400 and answer.json()["error"], form
     assert requests.get(guarded_url + "/download_file/none.srt").status_code == 404
 
 
-def test_hostile_forms_are_refused_at_once():
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_forms_are_refused_at_once(case):
     with running(upper_service()) as url:
-        for body in HOSTILE.values():
-            answer = send_form(url, body)
-            assert answer.status_code == 400 and answer.json()["error"]
+        answer = send_form(url, HOSTILE[case])
+        assert answer.status_code == 400 and answer.json()["error"]

@@ -32,21 +32,6 @@ def batcher():
     batcher.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "pair"),
-    [
-        ("en-de", ("en", "de")),
-        ("eng_deu", ("eng", "deu")),
-        ("my-model", None),
-        ("old-new", None),
-        ("g2p", None),
-        ("en-de-fr", None),
-    ],
-)
-def test_name_of_two_languages_tells_them(name, pair):
-    assert read_pair(name) == pair
-
-
 def test_a_folder_of_several_models_is_served_as_their_ensemble(batcher, tmp_path):
     names = [f"seed_{seed}" for seed in (1, 2)]
     folders = [save_generator(tiny_generator(seed=seed), tmp_path / "all" / f"seed_{seed}") for seed in (1, 2)]
@@ -122,9 +107,9 @@ def test_pairs_of_two_models():
         service.batcher.close()
         return service
 
-    def find(service, source, target):
-        route = service.find_translator(source, target)
-        return [model.name for model in (route.first, route.second)] if isinstance(route, Pivot) else route.name
+    def find(service, *pair):
+        route = service.find_translator(*pair)
+        return [route.first.name, route.second.name] if isinstance(route, Pivot) else route.name
 
     # English comes first, then the order of the models.
     service = serve("de-it", "it-fr", "de-es", "es-fr", "de-en", "en-fr")
@@ -141,7 +126,9 @@ def test_pairs_of_two_models():
             service.find_translator(*pair)
 
 
-def test_codes_of_languages():
+def test_codes_and_names_of_languages():
+    assert [read_pair(name) for name in ("en-de", "eng_deu")] == [("en", "de"), ("eng", "deu")]
+    assert [read_pair(name) for name in ("my-model", "old-new", "g2p", "en-de-fr")] == [None] * 4
     assert [base_code(code) for code in ("EN-US", "eng_Latn", "pt_XX", "tyv")] == ["en", "en", "pt", "tyv"]
     assert name_of("deu_Latn") == "German" and name_of("xyz") == "xyz"
     assert codes_of_tokenizer(mbart_tokenizer()) == {"en": "en_XX", "de": "de_DE", "ro": "ro_RO"}

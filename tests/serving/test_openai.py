@@ -25,7 +25,7 @@ def url(generator):
         yield address
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(url):
     return client_of(url)
 
@@ -35,7 +35,7 @@ def complete(client):
     return lambda prompt, **options: client.completions.create(model="en-de", prompt=prompt, **options)
 
 
-def test_client_completes_a_prompt(complete, generator):
+def test_client_completes_prompts(complete, generator):
     completion = complete("the cat")
     [target] = generator.generate(["the cat"])
     [choice] = completion.choices
@@ -44,9 +44,6 @@ def test_client_completes_a_prompt(complete, generator):
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len("the cat") + 1, len(target) + 1)
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-
-
-def test_each_prompt_has_n_choices(complete, generator):
     prompts = ["the cat", "a dog"]
     choices = complete(prompts, n=2).choices
     rows = generator.generate_n_best(prompts, num_beams=2, num_return_sequences=2)
@@ -69,7 +66,7 @@ def test_tokens_stop_and_temperature_have_their_effect(complete, generator):
     assert choice.text == generator.generate(["the cat"], num_beams=3)[0]
 
 
-def test_stream_has_the_same_text(complete, generator):
+def test_stream_has_the_same_text_and_ends_with_a_mark(complete, generator, url):
     [target] = generator.generate(["the cat"])
     chunks = list(complete("the cat", stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].text for chunk in chunks[:-1]]
@@ -79,14 +76,8 @@ def test_stream_has_the_same_text(complete, generator):
     stop = target[3:5]
     pieces = [chunk.choices[0].text for chunk in complete("the cat", stream=True, stop=[stop, "?"])]
     assert "".join(pieces) == target[: target.index(stop)]
-
-
-def test_stream_ends_with_a_mark(url):
-    body = {"model": "en-de", "prompt": "the cat", "stream": True}
-    lines = requests.post(f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer right"}).text.split(
-        "\n\n"
-    )
-    assert lines[-2:] == ["data: [DONE]", ""]
+    body, headers = {"model": "en-de", "prompt": "the cat", "stream": True}, {"Authorization": "Bearer right"}
+    assert requests.post(f"{url}/v1/completions", json=body, headers=headers).text.endswith("\n\ndata: [DONE]\n\n")
 
 
 def test_client_reads_models(client):

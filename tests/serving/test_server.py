@@ -16,7 +16,7 @@ from tiny_generator import tiny_generator
 
 from metaphrase.scripts import serve
 from metaphrase.serving import Limits
-from metaphrase.serving.service import Query, TargetStream, cut_pieces
+from metaphrase.serving.service import Query, TargetStream
 from metaphrase.texts.whole_texts import TextDecoder
 
 SECRET = "a sentence that nobody else may read"
@@ -31,34 +31,14 @@ def translate(url, text, **fields):
 
 
 @pytest.fixture(scope="module")
-def url():
-    with running(upper_service()) as address:
-        yield address
-
-
-@pytest.fixture
-def slow():
-    """A server whose model needs the event for each text, and the event."""
-    event = threading.Event()
-
-    def change(text):
-        event.wait(20)
-        return text.upper()
-
-    limits = Limits(max_requests=2, timeout_seconds=30)
-    with running(upper_service(identity_generator(change), limits=limits)) as address:
-        yield address, event
-        event.set()
-
-
-# Limits and errors
-
-
-@pytest.fixture(scope="module")
 def limited():
     limits = Limits(max_body_kilobytes=4, max_texts=2, max_text_characters=900)
     with running(upper_service(limits=limits)) as address:
         yield address
+
+
+BAD_OPTIONS = [("num_beams", 17), ("max_new_tokens", 2000), ("num_return_sequences", 0), ("temperature", "hot")]
+BAD_OPTIONS += [("decoder_start_token_id", 3), ("temperature", float("inf"))]
 
 
 @pytest.mark.parametrize(
@@ -73,17 +53,7 @@ def limited():
         ([1], 400),
         ({"inputs": "a", "model": "other"}, 404),
         ({"inputs": "a", "parameters": {"src_lang": "fr", "tgt_lang": "de"}}, 404),
-        *(
-            ({"inputs": "a", "parameters": {name: value}}, 400)
-            for name, value in (
-                ("num_beams", 17),
-                ("max_new_tokens", 2000),
-                ("num_return_sequences", 0),
-                ("decoder_start_token_id", 3),
-                ("temperature", "hot"),
-                ("temperature", float("inf")),
-            )
-        ),
+        *(({"inputs": "a", "parameters": {name: value}}, 400) for name, value in BAD_OPTIONS),
         *((body, 400) for body in (b"", b"{", b"\xff\xfe", b'{"inputs": ' + b"[" * 3000, b"null", b'{"inputs": NaN}')),
     ],
 )
@@ -96,15 +66,12 @@ def test_request_beyond_a_limit_is_refused(body, status, limited):
     assert translate(limited, "a").json()[0]["translation_text"] == "A"
 
 
-def test_body_without_length_is_bounded(url):
+def test_body_without_length_is_bounded(limited):
     chunks = (b"a" * 65536 for _ in range(100))
     # The server may close the connection while the client is still sending.
     with contextlib.suppress(requests.exceptions.ConnectionError):
-        assert post(url, data=chunks).status_code == 413
-    assert translate(url, "a").ok
-
-
-# Keys
+        assert post(limited, data=chunks).status_code == 413
+    assert translate(limited, "a").ok
 
 
 def test_clients_need_one_of_the_keys():
@@ -118,12 +85,11 @@ def test_clients_need_one_of_the_keys():
             assert requests.get(f"{address}{path}", timeout=9).status_code == 200
 
 
-# Overload and time
-
-
-def test_requests_beyond_the_queue_are_refused_at_once(slow):
-    address, event = slow
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+def test_requests_beyond_the_queue_are_refused_at_once():
+    event, limits = threading.Event(), Limits(max_requests=2, timeout_seconds=30)
+    generator = identity_generator(lambda text: event.wait(20) and text.upper())
+    service = upper_service(generator, limits=limits)
+    with running(service) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
         accepted = [pool.submit(translate, address, text) for text in ("a", "b")]
         while "metaphrase_requests_running 2.0" not in requests.get(f"{address}/metrics", timeout=9).text:
             time.sleep(0.01)
@@ -136,26 +102,16 @@ def test_requests_beyond_the_queue_are_refused_at_once(slow):
         assert [answer.result().json()[0]["translation_text"] for answer in accepted] == ["A", "B"]
 
 
-def test_a_request_that_would_take_too_long_is_refused():
-    def change(text):
-        time.sleep(0.01)
-        return text
-
-    with running(upper_service(identity_generator(change), limits=Limits(timeout_seconds=5))) as address:
+def test_a_request_ends_in_time_or_is_refused():
+    generator = identity_generator(lambda text: time.sleep(0.01) or text)
+    with running(upper_service(generator, limits=Limits(timeout_seconds=5))) as address:
         started = time.monotonic()
         refused = translate(address, "\n".join(["a"] * 10_000))
         assert refused.status_code == 503 and "Send fewer texts" in refused.json()["error"]
         assert refused.headers["Retry-After"] == "1" and time.monotonic() - started < 4
         assert translate(address, "a").ok
-
-
-def test_request_ends_in_time():
-    def change(text):
-        time.sleep(1.8)
-        return text
-
-    limits = Limits(timeout_seconds=1)
-    with running(upper_service(identity_generator(change), limits=limits)) as address:
+    generator = identity_generator(lambda text: time.sleep(1.8) or text)
+    with running(upper_service(generator, limits=Limits(timeout_seconds=1))) as address:
         started = time.monotonic()
         assert translate(address, "a").status_code == 503
         assert time.monotonic() - started < 1.7
@@ -167,8 +123,7 @@ def test_texts_of_a_client_that_goes_away_are_not_decoded():
     def change(text):
         decoded.append(text)
         started.set()
-        event.wait(20)
-        return text.upper()
+        return event.wait(20) and text.upper()
 
     service = upper_service(identity_generator(change))
     with running(service) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -184,25 +139,6 @@ def test_texts_of_a_client_that_goes_away_are_not_decoded():
     assert decoded == ["a", "c"]
 
 
-# Streams and alignments
-
-
-@pytest.mark.parametrize("size", [1, 3, 9])
-@pytest.mark.parametrize("stops", [[], ["cd"], ["x", "def"], ["h", "gh"], ["a"]])
-def test_pieces_end_before_a_stop(size, stops):
-    text = "abcdefgh"
-
-    async def pieces():
-        for start in range(0, len(text), size):
-            yield text[start : start + size]
-
-    async def collect():
-        return [piece async for piece in cut_pieces(pieces(), stops)]
-
-    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    assert "".join(asyncio.run(collect())) == text[:end]
-
-
 def test_stream_has_a_piece_for_each_sentence():
     service = upper_service()
 
@@ -216,21 +152,14 @@ def test_stream_has_a_piece_for_each_sentence():
 
 
 def test_alignments_are_computed_while_nothing_is_decoded(monkeypatch):
-    service, running_calls = upper_service(tiny_generator()), []
-    align = TextDecoder._align
-
-    def record(*arguments):
-        running_calls.append(list(service.batcher._running))
-        return align(*arguments)
-
-    monkeypatch.setattr(TextDecoder, "_align", record)
+    service, running_calls, align = upper_service(tiny_generator()), [], TextDecoder._align
+    monkeypatch.setattr(
+        TextDecoder, "_align", lambda *a: running_calls.append(list(service.batcher._running)) or align(*a)
+    )
     with running(service) as address:
         body = {"q": "<b>the cat</b> sleeps", "source": "en", "target": "de", "format": "html"}
         assert post(address, "/translate", json=body).ok
     assert running_calls == [[0]]
-
-
-# Records
 
 
 def test_failure_is_one_failed_request_without_its_text_in_the_log(caplog):
@@ -279,19 +208,11 @@ def test_other_origins_are_allowed_only_if_named():
             assert answer.headers.get("Access-Control-Allow-Origin") == expected
 
 
-# Connections and the end
-
-
 def test_end_of_the_server_answers_accepted_requests():
     started = threading.Event()
-
-    def change(text):
-        started.set()
-        time.sleep(0.5)
-        return text.upper()
-
+    generator = identity_generator(lambda text: started.set() or time.sleep(0.5) or text.upper())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with running(upper_service(identity_generator(change))) as address:
+        with running(upper_service(generator)) as address:
             request = pool.submit(translate, address, "a")
             started.wait()
         assert request.result().json()[0]["translation_text"] == "A"

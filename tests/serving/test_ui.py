@@ -3,13 +3,11 @@
 import base64
 import hashlib
 import re
-import time
 
 import numpy as np
 import pytest
 import requests
 from chromium import chromium, one, texts, wait_for
-from identity_engine import identity_generator
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
@@ -22,15 +20,9 @@ from metaphrase.serving.service import Service
 HOSTILE = """</textarea><script>window.hacked=1</script> <b id="x">&amp; \u202eabc שלום 👩‍💻 {{script}}"""
 
 
-def upper(text):
-    # An older request that takes longer than a newer one.
-    time.sleep(0.6 if "slow" in text else 0)
-    return text.upper()
-
-
 @pytest.fixture(scope="module")
 def url():
-    with running(upper_service(identity_generator(upper))) as address:
+    with running(upper_service()) as address:
         yield address
 
 
@@ -113,18 +105,15 @@ def test_attention_is_that_of_the_model(torch_url, torch_generator):
     np.testing.assert_allclose(answer["weights"], word_weights(attention), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
+def test_refusals_are_one_line(torch_url):
+    for path, body, message in (
         ("attention", {"source": "a" * 600, "target": "a"}, "at most 512 tokens for attention, got 601"),
         ("attention", {"source": "a"}, "`target` must be given"),
         ("translate", {"text": "a", "num_targets": 99}, "The number of targets must be from 1 to 16, got 99"),
         ("translate", {"text": "a" * 100_001}, "at most 100000 characters, got 100001"),
-    ],
-)
-def test_refusals_are_one_line(path, body, message, torch_url):
-    answer = requests.post(f"{torch_url}/ui/{path}", json=body)
-    assert answer.status_code == 400 and message in answer.json()["error"]
+    ):
+        answer = requests.post(f"{torch_url}/ui/{path}", json=body)
+        assert answer.status_code == 400 and message in answer.json()["error"]
 
 
 def test_typing_shows_a_translation(browser, url):

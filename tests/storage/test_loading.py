@@ -1,6 +1,5 @@
 """Tests of loading: damaged weights and settings are an error of one line that names the file, in every subcommand."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -14,7 +13,7 @@ from tiny_generator import tiny_pair
 from metaphrase.inference import Generator
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage.loading import check_model_folder, load_pretrained
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, is_finite, write_weights
+from metaphrase.storage.weight_files import is_finite
 from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -85,10 +84,6 @@ DAMAGES = {
     ),
     "cut": (cut, r"must hold whole weights, got \S+model: "),
     "empty index": (damage_index, r"index\.json must name \.safetensors files beside it, got none"),
-    "numbers": (
-        lambda folder: damage_index(folder, '{"weight_map": {"a": 1, "b": []}}'),
-        r"index\.json must name \.safetensors files beside it, got 1, \[\]",
-    ),
     "brackets": (lambda folder: damage_index(folder, "[" * 100_000), r"index\.json` must be readable"),
 }
 
@@ -137,15 +132,6 @@ def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
                 changed = weight.clone()
                 changed[index] = value
                 assert not is_finite(changed) and not is_finite(changed.expand(2, size).T)
-
-
-def test_a_weight_may_be_written_under_two_names(folder, tmp_path):
-    with contextlib.ExitStack() as files:
-        weights = WeightFiles(folder, files)
-        tensor = PlannedTensor(weights.kinds[LOST].nbytes, lambda: weights.read(LOST))
-        write_weights(tmp_path, {"first": tensor, "second": tensor}, 10**9)
-        written = load_file(tmp_path / "model.safetensors")
-        assert torch.equal(written["first"], weights.read(LOST)) and torch.equal(written["second"], written["first"])
 
 
 @pytest.mark.parametrize("is_in_index", [False, True])
@@ -206,11 +192,8 @@ def test_every_subcommand_names_the_broken_field_before_it_reads_weights(subcomm
     ("file", "field", "value"),
     [
         ("config.json", "model_type", {}),
-        ("config.json", "dtype", "x"),
         ("config.json", "dropout", {}),
         ("generation_config.json", "num_beams", 1.5),
-        ("generation_config.json", "num_beams", "4"),
-        ("generation_config.json", "max_new_tokens", 2**70),
         ("generation_config.json", "temperature", float("nan")),
         ("generation_config.json", "top_p", {"a": 1}),
         ("generation_config.json", "do_sample", "never"),

@@ -47,11 +47,6 @@ class HubHandler(QuietHandler):
             return self.answer(200, {"id": repo_id, "private": repository.get("visibility") == "private"})
         self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
 
-    def do_PUT(self):
-        hub, body = self.read()
-        hub.objects[self.path.rsplit("/", 1)[1]] = body
-        self.answer(200)
-
     def do_POST(self):
         hub, body = self.read()
         if hub.refusal is not None:
@@ -66,13 +61,8 @@ class HubHandler(QuietHandler):
         if self.path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
         if "/preupload/" in self.path:
-            names = [file["path"] for file in json.loads(body)["files"]]
-            modes = {name: "lfs" if hub.lfs and name.endswith(".safetensors") else "regular" for name in names}
-            files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
+            files = [file | {"uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
             return self.answer(200, {"files": files})
-        if self.path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            return self.answer(200, {"transfer": "basic", "objects": [self.lfs_object(entry) for entry in objects]})
         if "/branch/" in self.path:
             hub.branches.append(self.path.rsplit("/", 1)[1])
             return self.answer(201)
@@ -82,10 +72,6 @@ class HubHandler(QuietHandler):
             return self.answer(200, hub.commit(lines, repo_id, branch))
         return self.answer(404)
 
-    def lfs_object(self, entry):
-        actions = {"upload": {"href": f"{self.server.url}/store/{entry['oid']}", "header": {}}}
-        return {"oid": entry["oid"], "size": entry["size"], "actions": actions}
-
 
 class StandIn(ThreadingHTTPServer):
     """A Hub that keeps uploads in memory."""
@@ -93,15 +79,10 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.calls, self.repositories, self.commits, self.branches, self.objects = [], {}, [], [], {}
-        self.refusal, self.lfs = None, False
+        self.calls, self.repositories, self.commits, self.branches, self.refusal = [], {}, [], [], None
 
     def commit(self, lines, repo_id, branch):
-        files = {}
-        for line in lines[1:]:
-            value = line["value"]
-            is_lfs = line["key"] == "lfsFile"
-            files[value["path"]] = self.objects[value["oid"]] if is_lfs else base64.b64decode(value["content"])
+        files = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines[1:]}
         self.commits.append((branch, lines[0]["value"]["summary"], files))
         oid = hashlib.sha1(repr(sorted(files)).encode()).hexdigest()
         return {"commitUrl": f"{self.url}/{repo_id}/commit/{oid}", "commitOid": oid}

@@ -10,12 +10,8 @@ from pathlib import Path
 import torch
 from job_server import JobServer, fork, serve
 from safetensors import torch as safetensors_torch
-from transformers import (
-    EarlyStoppingCallback,
-    Seq2SeqTrainingArguments,
-    TrainerCallback,
-    modeling_utils,
-)
+from small_trainers import small_pairs
+from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback, modeling_utils
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.collators import PairCollator
@@ -41,13 +37,8 @@ CASES = {
     | {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     # The checkpoint of an epoch's last step is older than the epoch's evaluation, which the schedule follows, and its log.
     "ends_of_epochs": BY_EPOCHS
-    | {
-        "num_train_epochs": 3,
-        "save_strategy": "steps",
-        "save_steps": 7,
-        "logging_strategy": "epoch",
-        "eval_on_start": True,
-    }
+    | {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_on_start": True}
+    | {"logging_strategy": "epoch"}
     | {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", "greater_is_better": False},
     # With several processes, neither transformers nor accelerate tells a sampler of ours the epoch in which a run is resumed.
     "processes": BY_STEPS
@@ -141,23 +132,13 @@ def kill_at_access(folder, event, number):
     sys.addaudithook(hook)
 
 
-def make_pairs():
-    generator = torch.Generator().manual_seed(3)
-
-    def row():
-        length = int(torch.randint(2, 9, (), generator=generator))
-        return [*torch.randint(4, 37, (length,), generator=generator).tolist(), 2]
-
-    pairs = [{"input_ids": row(), "labels": row()} for _ in range(26)]
-    return [pair | {"length": len(pair["input_ids"]) + len(pair["labels"])} for pair in pairs]
-
-
 def make_trainer(case, output, callbacks=()):
     import datasets
     from tiny_models import tiny_model
 
     sizes = {"hidden_size": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
-    pairs = datasets.Dataset.from_list(make_pairs())
+    pairs = small_pairs(26, vocab_size=37)
+    pairs = datasets.Dataset.from_list([pair | {"length": sum(map(len, pair.values()))} for pair in pairs])
     callbacks, options = [RunningMean(), *callbacks], {}
     if case == "patience":
         score = RisesThenStays()

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from datasets import Dataset
 from small_runs import QUIET
+from tiny_models import tiny_model
 from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
@@ -13,14 +14,14 @@ from metaphrase.training.trainer import MetaphraseTrainer
 SIDES = {"source": "input_ids", "target": "labels"}
 
 
-def small_pairs():
+def small_pairs(count=12, vocab_size=60):
     generator = torch.Generator().manual_seed(1)
 
     def row():
         length = int(torch.randint(2, 9, (), generator=generator))
-        return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
+        return [*torch.randint(4, vocab_size, (length,), generator=generator).tolist(), 2]
 
-    return [{"input_ids": row(), "labels": row()} for _ in range(12)]
+    return [{"input_ids": row(), "labels": row()} for _ in range(count)]
 
 
 def make_trainer(model, pairs, folder, **options):
@@ -55,6 +56,18 @@ def tiny_bart():
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
     return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))
+
+
+def model_of_two_passes(**fields):
+    """A model whose two passes of R-Drop differ, by something that does not depend on how many rows share a batch."""
+
+    def perturb_second_half(module, arguments, output):
+        first, second = output.flatten(0, 1).chunk(2)
+        return torch.cat((first, second * 1.5)).view_as(output) if module.training else output
+
+    model = tiny_model(initializer_range=0.2, **fields)
+    model.get_encoder().embed_tokens.register_forward_hook(perturb_second_half)
+    return model.train()
 
 
 def pairs_of_eight_lengths():

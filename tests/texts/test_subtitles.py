@@ -1,11 +1,8 @@
 """Tests of subtitles: times, tags and all else of a file stay, and sentences go over events."""
 
 import pytest
-from identity_engine import align_by, identity_generator
-from subcommands import execute
-from tiny_generator import tiny_generator
+from identity_engine import identity_generator
 
-from metaphrase.scripts import generate
 from metaphrase.texts.subtitles import Subtitles
 from metaphrase.texts.whole_texts import TextDecoder, read_file
 
@@ -67,14 +64,18 @@ Dialogue: 0,0:00:02.00,0:00:03.00,Song,,0,0,0,,{\\k20}la{\\k30}la
 """
 
 
-def decoded(monkeypatch, folder, name, content, change=str.upper):
-    """Return the texts of a file, and the file with changed texts. The alignment is word by word."""
-    monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: index if index < count else None))
-    (folder / name).write_text(content, encoding="utf-8", newline="")
-    file = read_file(folder / name)
-    decoder = TextDecoder(identity_generator(change), text_format="xml", has_lines=True)
-    file.write(decoder.decode(file.texts), folder / "out")
-    return file.texts, (folder / "out").read_bytes().decode()
+@pytest.fixture
+def decoded(align, tmp_path):
+    """Returns the texts of a file, and the file with texts in upper case."""
+
+    def decode(name, content):
+        (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+        file = read_file(tmp_path / name)
+        decoder = TextDecoder(identity_generator(str.upper), text_format="xml", has_lines=True)
+        file.write(decoder.decode(file.texts), tmp_path / "out")
+        return file.texts, (tmp_path / "out").read_bytes().decode()
+
+    return decode
 
 
 def replaced(text, changes):
@@ -84,8 +85,8 @@ def replaced(text, changes):
     return text
 
 
-def test_srt(monkeypatch, tmp_path):
-    texts, output = decoded(monkeypatch, tmp_path, "talk.srt", SRT)
+def test_srt(decoded):
+    texts, output = decoded("talk.srt", SRT)
     assert texts[0] == "We saw the small dog &amp; the cat." and len(texts) == 3
     changes = {
         "We saw the small": "WE SAW THE SMALL",
@@ -96,21 +97,20 @@ def test_srt(monkeypatch, tmp_path):
         " lines of text.": " LINES OF TEXT.",
     }
     assert output == replaced(SRT, changes)
-    _, output = decoded(monkeypatch, tmp_path, "talk.srt", "\ufeff" + SRT.replace("\n", "\r\n"))
+    _, output = decoded("talk.srt", "\ufeff" + SRT.replace("\n", "\r\n"))
     assert output == "\ufeff" + replaced(SRT, changes).replace("\n", "\r\n")
 
 
-def test_vtt_keeps_settings_notes_and_names(monkeypatch, tmp_path):
-    texts, output = decoded(monkeypatch, tmp_path, "talk.vtt", VTT)
+def test_vtt_keeps_settings_notes_and_names(decoded):
+    texts, output = decoded("talk.vtt", VTT)
     # The second cue comes too late to continue the first one.
     assert len(texts) == 2
-    assert output == replaced(
-        VTT, {"Tom &amp; Eva are <c.loud>here": "TOM &amp; EVA ARE <c.loud>HERE", "and there.": "AND THERE."}
-    )
+    changes = {"Tom &amp; Eva are <c.loud>here": "TOM &amp; EVA ARE <c.loud>HERE", "and there.": "AND THERE."}
+    assert output == replaced(VTT, changes)
 
 
-def test_ass_keeps_styles_comments_and_songs(monkeypatch, tmp_path):
-    texts, output = decoded(monkeypatch, tmp_path, "talk.ass", ASS)
+def test_ass_keeps_styles_comments_and_songs(decoded):
+    texts, output = decoded("talk.ass", ASS)
     assert len(texts) == 2
     sentence = "{\\i1}the small, old\\Ndog{\\i0} and"
     assert output == replaced(ASS, {sentence: "{\\i1}THE SMALL, OLD DOG{\\i0} AND", ",,Exit": ",,EXIT"})
@@ -141,31 +141,18 @@ def test_target_is_divided_among_events(tmp_path, texts, target, expected):
     assert (tmp_path / "out.srt").read_text(encoding="utf-8") == events(*expected)
 
 
-@pytest.mark.parametrize(
-    ("texts", "number"),
-    [
-        (("One", "two."), 1),
-        (("One.", "Two."), 2),
-        (("One", "- Two."), 2),
-        (("[A door]", "one."), 2),
-        ([f"part {number}" for number in range(1, 10)], 2),
-    ],
-)
-def test_sentences_that_go_on(tmp_path, texts, number):
-    (tmp_path / "talk.srt").write_text(events(*texts), encoding="utf-8")
-    assert len(Subtitles.read(tmp_path / "talk.srt").texts) == number
+def test_sentences_that_go_on(tmp_path):
+    cases = {("One", "two."): 1, ("One.", "Two."): 2, ("One", "- Two."): 2, ("[A door]", "one."): 2}
+    cases[tuple(f"part {number}" for number in range(1, 10))] = 2
+    for texts, number in cases.items():
+        (tmp_path / "talk.srt").write_text(events(*texts), encoding="utf-8")
+        assert len(Subtitles.read(tmp_path / "talk.srt").texts) == number, texts
 
 
-def run(monkeypatch, folder, name, *words):
-    monkeypatch.setattr(generate.Generator, "from_pretrained", lambda *_, **__: tiny_generator())
-    words = ["--file", str(folder / name), "--output", str(folder / f"out.{name}"), *words]
-    execute(generate, ["model", *words])
-    return (folder / f"out.{name}").read_text(encoding="utf-8")
-
-
-def test_command(monkeypatch, tmp_path):
+def test_command(run_generate, tmp_path):
     (tmp_path / "talk.srt").write_text(SRT, encoding="utf-8")
-    output = run(monkeypatch, tmp_path, "talk.srt")
+    run_generate("--file", tmp_path / "talk.srt", "--output", tmp_path / "out.srt")
+    output = (tmp_path / "out.srt").read_text(encoding="utf-8")
     assert [line for line in output.split("\n") if "-->" in line] == [line for line in SRT.split("\n") if "-->" in line]
     assert output.count("<b>") == output.count("</b>") == 1 and "The" not in output
 
@@ -181,28 +168,29 @@ def test_command(monkeypatch, tmp_path):
         ("talk.srt", SRT.encode(), ("--output", "out.txt"), r"`output` must be a file that ends in \.srt"),
     ],
 )
-def test_errors_leave_the_output(monkeypatch, tmp_path, name, content, words, message):
+def test_errors_leave_the_output(run_generate, monkeypatch, tmp_path, name, content, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"out.{name}").write_text("old")
+    words = ("--output", f"out.{name}", *words, *["--overwrite"] * ("--resume" not in words))
     with pytest.raises(ValueError, match=message):
-        run(monkeypatch, tmp_path, name, *(() if "--resume" in words else ("--overwrite",)), *words)
+        run_generate("--file", name, *words)
     assert (tmp_path / f"out.{name}").read_text() == "old"
 
 
-HOSTILE = {
-    "arrows": ".srt\n" + "-->" * 100_000,
-    "open tag": ".srt\n1\n00:00:01,000 --> 00:00:02,000\n<" + "a" * 100_000,
-    "spaces": ".vtt\n00:01.000 --> 00:02.000\n" + " " * 100_000,
-    "breaks": ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "\\N" * 50_000 + "- b",
-    "braces": ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "{" * 100_000 + "\\" * 100_000,
-}
+HOSTILE = [
+    ".srt\n" + "-->" * 100_000,
+    ".srt\n1\n00:00:01,000 --> 00:00:02,000\n<" + "a" * 100_000,
+    ".vtt\n00:01.000 --> 00:02.000\n" + " " * 100_000,
+    ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "\\N" * 50_000 + "- b",
+    ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "{" * 100_000 + "\\" * 100_000,
+]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_lines_are_read_in_one_pass(name, tmp_path):
+@pytest.mark.parametrize("text", HOSTILE, ids=["arrows", "open tag", "spaces", "breaks", "braces"])
+def test_hostile_lines_are_read_in_one_pass(text, tmp_path):
     # Patterns that try a line in many ways would not end.
-    suffix, _, content = HOSTILE[name].partition("\n")
+    suffix, _, content = text.partition("\n")
     path = tmp_path / f"talk{suffix}"
     path.write_text(content, encoding="utf-8")
     subtitles = Subtitles.read(path)

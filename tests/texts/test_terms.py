@@ -2,10 +2,8 @@
 
 import pytest
 from identity_engine import identity_generator
-from subcommands import execute
 from tiny_generator import tiny_generator
 
-from metaphrase.scripts import generate
 from metaphrase.texts.documents import find_loop
 from metaphrase.texts.markup import Atom, MarkedText
 from metaphrase.texts.plan import Links, Sentence, Terms, find_words, read_glossary
@@ -35,60 +33,37 @@ def test_patterns(name, text, kept):
 def test_longest_term_wins_and_lower_case_finds_any_case():
     atoms = find_atoms("Black Cat, cats, cat, us, US", glossary={"cat": "Katze", "black cat": "Panther", "US": "USA"})
     assert all(atom.ignore_case for atom in atoms)
-    assert [(atom.start, atom.end, atom.expected) for atom in atoms] == [
-        (0, 9, "Panther"),
-        (17, 20, "Katze"),
-        (26, 28, "USA"),
-    ]
-
-
-def test_patterns_come_before_terms():
+    expected = [(0, 9, "Panther"), (17, 20, "Katze"), (26, 28, "USA")]
+    assert [(atom.start, atom.end, atom.expected) for atom in atoms] == expected
+    # Patterns come before terms.
     atoms = find_atoms("www.cat.org cat", ["url"], {"cat": "Katze"})
     assert [atom.expected for atom in atoms] == ["www.cat.org", "Katze"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep": ["("]}, "`keep` must have names of .*, or expressions: missing"),
-        ({"glossary": {"cat": "Katze", "a": " "}}, r"`glossary` must .* in each entry, got \('a', ''\)\.$"),
-    ],
-)
-def test_wrong_terms_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Terms(**options)
-
-
-def test_glossary_file(tmp_path):
+def test_wrong_terms_and_glossary_files_are_refused(tmp_path):
     path = tmp_path / "terms.tsv"
     path.write_text("cat\tKatze\n\nblack cat\tPanther\n", encoding="utf-8")
     assert read_glossary(path) == {"cat": "Katze", "black cat": "Panther"}
     path.write_text("cat\tKatze\ndog\n", encoding="utf-8")
     with pytest.raises(ValueError, match="dog"):
         read_glossary(path)
+    for options, message in (({"keep": ["("]}, "`keep`"), ({"glossary": {"a": " "}}, r"`glossary` .* \('a', ''\)")):
+        with pytest.raises(ValueError, match=message):
+            Terms(**options)
 
 
-@pytest.mark.parametrize(
-    ("target", "part"),
-    [
-        ("the cat the cat the cat the cat the", "the cat"),
-        ("nonononononono yes", "no"),
-        ("a b c d e f", None),
-        ("very very very good", None),
-        ("........", None),
-    ],
-)
-def test_loops(target, part):
-    found = find_loop("a source", target)
-    assert (found is None) == (part is None) and (part is None or found.strip() in part * 2)
+def test_loops():
+    for target, part in (("the cat the cat the cat the cat the", "the cat"), ("nonononononono yes", "no")):
+        assert find_loop("a source", target).strip() in part * 2
+    assert [find_loop("a source", target) for target in ("a b c d e f", "very very very good", "........")] == [
+        None
+    ] * 3
+    decoder = TextDecoder(identity_generator(lambda text: "so so " * 10))
+    decoder.decode(["a cat"])
+    assert decoder.generator.num_loops == decoder.generator.num_looping == 1
 
 
-def test_kept_part_that_is_missing_takes_the_place_of_its_words(monkeypatch):
-    def align(self, sentences, targets):
-        pairs = [(find_words(s.text), find_words(t)) for s, t in zip(sentences, targets, strict=True)]
-        return [Links(source, target, list(range(len(target)))) for source, target in pairs]
-
-    monkeypatch.setattr(TextDecoder, "_align", align)
+def test_kept_part_that_is_missing_takes_the_place_of_its_words(align):
     generator = identity_generator(lambda text: text.replace("{name}", "{Name}").replace("Cat", "Hund"))
     decoder = TextDecoder(generator, terms=Terms(["placeholder"], {"cat": "Katze"}))
     assert decoder.decode(["the Cat of {name} runs"]) == ["the Katze of {name} runs"]
@@ -121,17 +96,13 @@ def test_a_missing_term_is_inserted_without_loss(best, target):
         ("das Tier", "das Hund läuft", 0),
     ],
 )
-def test_a_constrained_target_must_be_better(constrained, target, num_forced, monkeypatch):
+def test_a_constrained_target_must_be_better(constrained, target, num_forced, align, monkeypatch):
     calls = []
 
     def decode(texts, **options):
         calls.append(options)
         return [constrained if "must_contain" in options and len(calls) > 1 else "das Tier läuft"]
 
-    def align(self, sentences, targets):
-        return [Links(find_words(s.text), find_words(t), [0, 1, 2]) for s, t in zip(sentences, targets, strict=True)]
-
-    monkeypatch.setattr(TextDecoder, "_align", align)
     monkeypatch.setattr(generator := tiny_generator(), "generate", decode)
     decoder = TextDecoder(generator, terms=Terms(glossary={"dog": "Hund"}))
     assert decoder.decode(["the dog runs"], must_contain=["läuft"]) == [target]
@@ -140,44 +111,34 @@ def test_a_constrained_target_must_be_better(constrained, target, num_forced, mo
     assert calls[1]["must_contain"] == ["läuft", "Hund"] and calls[1]["num_beams"] >= 4
 
 
-def test_terms_are_forced_in_decoding():
+@pytest.mark.parametrize(("max_new_tokens", "num_forced"), [(20, 1), (2, 0)])
+def test_terms_are_forced_in_decoding_or_placed_where_they_have_no_room(max_new_tokens, num_forced):
     decoder = TextDecoder(tiny_generator(), terms=Terms(["H[a-z]+"]))
-    [target] = decoder.decode(["the Hund runs"], max_new_tokens=20)
-    assert "Hund" in target and decoder.counts["num_forced"] == 1 and decoder.counts["num_placed"] == 0
+    [target] = decoder.decode(["the Hund runs"], max_new_tokens=max_new_tokens)
+    assert "Hund" in target and decoder.counts["num_forced"] == 1 - decoder.counts["num_placed"] == num_forced
 
 
-def test_terms_that_cannot_be_forced_are_placed():
-    decoder = TextDecoder(tiny_generator(), terms=Terms(glossary={"dog": "Hund"}))
-    # Two tokens have no room for the term.
-    [target] = decoder.decode(["the dog runs"], max_new_tokens=2)
-    assert "Hund" in target and decoder.counts["num_forced"] == 0 and decoder.counts["num_placed"] == 1
+@pytest.fixture
+def output_of(run_generate, tmp_path):
+    """Returns what the command writes for a text."""
+
+    def run(text, *words):
+        (tmp_path / "in").write_text(text, encoding="utf-8")
+        run_generate("--input", tmp_path / "in", "--output", tmp_path / "out", *words)
+        return (tmp_path / "out").read_text(encoding="utf-8")
+
+    return run
 
 
-def test_loops_are_decoded_again_and_counted():
-    decoder = TextDecoder(identity_generator(lambda text: "so so " * 10))
-    decoder.decode(["a cat"])
-    assert decoder.generator.num_loops == decoder.generator.num_looping == 1
-
-
-def run_generate(monkeypatch, folder, text, *words):
-    monkeypatch.setattr(generate.Generator, "from_pretrained", lambda *_, **__: tiny_generator())
-    (folder / "in").write_text(text, encoding="utf-8")
-    execute(generate, ["model", "--input", str(folder / "in"), "--output", str(folder / "out"), *words])
-    return (folder / "out").read_text(encoding="utf-8")
-
-
-def test_command_reads_a_page(monkeypatch, tmp_path):
-    output = run_generate(monkeypatch, tmp_path, "<p>\n  the <b>cat</b></p>\n<pre>stays\n</pre>\n", "--format", "html")
+def test_command_reads_a_page(output_of):
+    output = output_of("<p>\n  the <b>cat</b></p>\n<pre>stays\n</pre>\n", "--format", "html")
     assert output.startswith("<p>\n  ") and output.endswith("</p>\n<pre>stays\n</pre>\n") and "<b>" in output
-
-
-def test_command_keeps_terms_in_lines(monkeypatch, tmp_path, caplog):
-    (tmp_path / "terms.tsv").write_text("cat\tHund\n", encoding="utf-8")
-    words = ("--glossary", str(tmp_path / "terms.tsv"), "--keep", "number")
-    lines = run_generate(monkeypatch, tmp_path, "the cat\n\na 7 dog\n", *words).splitlines()
-    assert len(lines) == 3 and "Hund" in lines[0] and lines[1] == "" and "7" in lines[2]
-
-
-def test_command_refuses_what_it_cannot_align(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="num_processes"):
-        run_generate(monkeypatch, tmp_path, "the cat\n", "--format", "html", "--num_processes", "2")
+        output_of("the cat\n", "--overwrite", "--format", "html", "--num_processes", "2")
+
+
+def test_command_keeps_terms_in_lines(output_of, tmp_path):
+    (tmp_path / "terms.tsv").write_text("cat\tHund\n", encoding="utf-8")
+    words = ("--glossary", tmp_path / "terms.tsv", "--keep", "number")
+    lines = output_of("the cat\n\na 7 dog\n", *words).splitlines()
+    assert len(lines) == 3 and "Hund" in lines[0] and lines[1] == "" and "7" in lines[2]

@@ -4,12 +4,9 @@ import io
 import zipfile
 
 import pytest
-from identity_engine import align_by, identity_generator
+from identity_engine import identity_generator
 from PIL import Image
-from subcommands import execute
-from tiny_generator import tiny_generator
 
-from metaphrase.scripts import generate
 from metaphrase.texts.whole_texts import TextDecoder, read_file
 
 docx = pytest.importorskip("docx", reason="needs python-docx")
@@ -23,11 +20,13 @@ FIELD += '|<w:fldChar w:fldCharType="end"/>'
 
 
 def append(paragraph, xml):
-    name, rest = xml.split(">", 1)[0].rstrip("/"), xml
-    paragraph._p.append(parse_xml(rest.replace(name, f"{name} {nsdecls('w')}", 1)))
+    name = xml.split(">", 1)[0].rstrip("/")
+    paragraph._p.append(parse_xml(xml.replace(name, f"{name} {nsdecls('w')}", 1)))
 
 
-def make_document(path):
+@pytest.fixture
+def path(tmp_path):
+    """A document with headings, formatted words, a field, a link, an image, a table and a header."""
     document = docx.Document()
     document.add_heading("A title", 1)
     paragraph = document.add_paragraph("The ")
@@ -41,10 +40,8 @@ def make_document(path):
         append(paragraph, f"<w:r>{xml}</w:r>")
     append(paragraph, "<w:bookmarkStart w:id='5' w:name='x'/>")
     paragraph.add_run(" see ")
-    append(
-        paragraph,
-        "<w:hyperlink w:anchor='x'><w:r><w:rPr><w:u w:val='single'/></w:rPr><w:t>this link</w:t></w:r></w:hyperlink>",
-    )
+    link = "<w:r><w:rPr><w:u w:val='single'/></w:rPr><w:t>this link</w:t></w:r>"
+    append(paragraph, f"<w:hyperlink w:anchor='x'>{link}</w:hyperlink>")
     append(paragraph, "<w:bookmarkEnd w:id='5'/>")
     paragraph = document.add_paragraph("Name:\tBob\nSecond line")
     image = io.BytesIO()
@@ -53,13 +50,13 @@ def make_document(path):
     paragraph.add_run().add_picture(image)
     document.add_table(1, 1).cell(0, 0).text = "in a cell"
     document.sections[0].header.paragraphs[0].text = "at the top"
-    document.save(path)
+    document.save(str(tmp_path / "in.docx"))
+    return tmp_path / "in.docx"
 
 
-def decoded(monkeypatch, path, change=str.upper):
-    monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: index if index < count else None))
+def decoded(path):
     file = read_file(path)
-    decoder = TextDecoder(identity_generator(change), text_format="xml", has_lines=True)
+    decoder = TextDecoder(identity_generator(str.upper), text_format="xml", has_lines=True)
     file.write(decoder.decode(file.texts), path.with_name("out.docx"))
     return docx.Document(str(path.with_name("out.docx")))
 
@@ -68,9 +65,8 @@ def looks(paragraph):
     return [(run.text, run.bold) for run in paragraph.runs if run.text]
 
 
-def test_words_keep_their_look(monkeypatch, tmp_path):
-    make_document(str(tmp_path / "in.docx"))
-    document = decoded(monkeypatch, tmp_path / "in.docx")
+def test_words_keep_their_look(path, align):
+    document = decoded(path)
     title, first, second, third = document.paragraphs
     assert (title.text, title.style.name) == ("A TITLE", "Heading 1")
     assert looks(first) == [("THE ", None), ("SMALL CAT", True), (" SLEEPS & EATS.", None)]
@@ -82,10 +78,8 @@ def test_words_keep_their_look(monkeypatch, tmp_path):
     assert document.sections[0].header.paragraphs[0].text == "AT THE TOP"
 
 
-def test_words_may_change_places(monkeypatch, tmp_path):
-    make_document(str(tmp_path / "in.docx"))
-    monkeypatch.setattr(TextDecoder, "_align", None)
-    file = read_file(tmp_path / "in.docx")
+def test_words_may_change_places(path, tmp_path):
+    file = read_file(path)
     target = "<t1>Die kleine Katze</t1> schläft."
     assert file.texts[1] == "The <t1>small cat</t1> sleeps &amp; eats."
     file.write([target if index == 1 else text for index, text in enumerate(file.texts)], tmp_path / "out.docx")
@@ -93,25 +87,22 @@ def test_words_may_change_places(monkeypatch, tmp_path):
     assert looks(document.paragraphs[1]) == [("Die kleine Katze", True), (" schläft.", None)]
 
 
-def test_other_parts_stay(monkeypatch, tmp_path):
-    make_document(str(tmp_path / "plain.docx"))
-    content = NOTES.format(nsdecls("w"))
-    with zipfile.ZipFile(tmp_path / "plain.docx") as source, zipfile.ZipFile(tmp_path / "in.docx", "w") as target:
+def test_other_parts_stay(path, align, tmp_path):
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.footnotes+xml"
+    part = f'<Override PartName="/word/footnotes.xml" ContentType="{kind}"/></Types>'
+    kind = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/footnotes"
+    relation = f'<Relationship Id="rId99" Type="{kind}" Target="footnotes.xml"/></Relationships>'
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "notes.docx", "w") as target:
         for name in source.namelist():
             data = source.read(name)
             if name == "[Content_Types].xml":
-                kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.footnotes+xml"
-                data = data.replace(
-                    b"</Types>", f'<Override PartName="/word/footnotes.xml" ContentType="{kind}"/></Types>'.encode()
-                )
+                data = data.replace(b"</Types>", part.encode())
             if name == "word/_rels/document.xml.rels":
-                kind = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/footnotes"
-                relation = f'<Relationship Id="rId99" Type="{kind}" Target="footnotes.xml"/></Relationships>'
                 data = data.replace(b"</Relationships>", relation.encode())
             target.writestr(name, data)
-        target.writestr("word/footnotes.xml", content)
-    decoded(monkeypatch, tmp_path / "in.docx")
-    with zipfile.ZipFile(tmp_path / "in.docx") as source, zipfile.ZipFile(tmp_path / "out.docx") as target:
+        target.writestr("word/footnotes.xml", NOTES.format(nsdecls("w")))
+    decoded(tmp_path / "notes.docx")
+    with zipfile.ZipFile(tmp_path / "notes.docx") as source, zipfile.ZipFile(tmp_path / "out.docx") as target:
         assert sorted(source.namelist()) == sorted(target.namelist())
         assert b"A NOTE" in target.read("word/footnotes.xml") and b"footnoteRef" in target.read("word/footnotes.xml")
         for name in source.namelist():
@@ -125,31 +116,24 @@ def bomb(path):
             stream.write(bytes(2**20))
 
 
-def make_empty(path):
-    docx.Document().save(str(path))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda path: path.write_bytes(b"no zip"), "must be a Word document"),
         (lambda path: zipfile.ZipFile(path, "w").close(), "must be a Word document"),
         (bomb, "must unpack to at most 256 MB, got 257 MB"),
-        (make_empty, "must hold text"),
+        (lambda path: docx.Document().save(str(path)), "must hold text"),
     ],
 )
-def test_errors_leave_the_output(monkeypatch, tmp_path, make, message):
+def test_errors_leave_the_output(run_generate, tmp_path, make, message):
     make(tmp_path / "in.docx")
     (tmp_path / "out.docx").write_text("old")
-    words = ["--file", str(tmp_path / "in.docx"), "--output", str(tmp_path / "out.docx"), "--overwrite"]
     with pytest.raises(ValueError, match=message):
-        execute(generate, ["model", *words])
+        run_generate("--file", tmp_path / "in.docx", "--output", tmp_path / "out.docx", "--overwrite")
     assert (tmp_path / "out.docx").read_text() == "old"
 
 
-def test_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(generate.Generator, "from_pretrained", lambda *_, **__: tiny_generator())
-    make_document(str(tmp_path / "in.docx"))
-    execute(generate, ["model", "--file", str(tmp_path / "in.docx"), "--output", str(tmp_path / "out.docx")])
+def test_command(run_generate, path, tmp_path):
+    run_generate("--file", path, "--output", tmp_path / "out.docx")
     document = docx.Document(str(tmp_path / "out.docx"))
     assert len(document.paragraphs) == 4 and "7" in document.paragraphs[2].text and document.tables

@@ -1,5 +1,3 @@
-"""Tests of multilingual tokenizers, and of those that need sentencepiece: codes around a text, and the start of decoding."""
-
 import json
 
 import pytest
@@ -51,7 +49,6 @@ def test_codes_stand_where_the_family_has_them(converted, caplog):
         assert options == {"decoder_start_token_id": ids[german]}
     assert set_languages(pair, source_lang=german) == {}
     assert pair.encode_sources(["the cat"])[0][0 if name == "nllb" else -1] == ids[german]
-    # A piece of a word is no language.
     before = pair.encode_sources(["the cat"]), pair.encode_targets(["die"])
     assert pair.source.convert_tokens_to_ids("a") != pair.source.unk_token_id
     for field in ("source_lang", "target_lang"):
@@ -94,7 +91,6 @@ def test_recipe_fine_tunes_in_a_language(converted, tmp_path):
     pair = TokenizerPair.from_pretrained(tmp_path / "run")
     code = pair.target.convert_tokens_to_ids(german)
     assert written["forced_bos_token_id"] == code
-    # The folder of the run translates without being told again.
     [source], [target] = pair.encode_sources(["the cat"]), pair.encode_targets(["die cat"])
     assert pair.source.convert_tokens_to_ids(english) in source and code in target
 
@@ -103,9 +99,6 @@ def test_tokenizer_without_languages_refuses_them():
     with pytest.raises(ValueError, match=r"`source_lang` must be left out for a .*, which has no languages, got 'en'"):
         set_languages(tiny_pair(), source_lang="en")
     assert set_languages(tiny_pair()) == {}
-
-
-# Tokenizers that need sentencepiece
 
 
 @pytest.fixture
@@ -132,10 +125,9 @@ def test_marian_tokenizer_comes_along(opus_mt, tmp_path):
         pair = TokenizerPair.from_pretrained(tmp_path / name)
         assert type(pair.source) is MarianTokenizer
         assert pair.encode_sources(SOURCES) == sources and pair.encode_targets(TARGETS) == targets
-        written = Generator.from_pretrained(tmp_path / name, device="cpu").generate(
-            SOURCES, num_beams=2, max_new_tokens=4
-        )
-        piped = pipeline("translation", model=str(tmp_path / name))(SOURCES, num_beams=2, max_new_tokens=4)
+        generator, options = Generator.from_pretrained(tmp_path / name, device="cpu"), {"max_new_tokens": 4}
+        written = generator.generate(SOURCES, **options)
+        piped = pipeline("translation", model=str(tmp_path / name))(SOURCES, **options)
         assert [result["translation_text"] for result in piped] == written
 
 

@@ -1,5 +1,3 @@
-"""Tests of `tokenization.texts`: reading of lines."""
-
 import gzip
 import re
 import tracemalloc

@@ -1,5 +1,3 @@
-"""Tests of tokenizer training: exact round trips, stable vocabularies, clear errors."""
-
 import functools
 import json
 import logging
@@ -21,27 +19,10 @@ SENTENCES = [
     "Größere Übungen: 12 + 30 = 42 <s> </s> #1",
 ] * 4
 SPLIT_SENTENCES = ["ein an@@ trie@@ b .", "an@@ a b . <unk>", "ein b@@ e@@ in ."] * 2
-STRANGE_TEXTS = [
-    "",
-    " ",
-    "  leading",
-    "trailing  ",
-    "a  b\n\nc\td\r\n",
-    "nul\0byte",
-    "</s>",
-    "one </s> two<pad><s> <unk>",
-]
-STRANGE_TEXTS += [
-    "family \U0001f469\u200d\U0001f469\u200d\U0001f467 flag \U0001f1e9\U0001f1ea",
-    "日本語 العربية",
-    "\ufeffmark",
-]
-STRANGE_TEXTS += [
-    "e\u0301 is not \u00e9, \ufb01 is not fi, \u212b",
-    "\u2028line\u00a0separators\u0085",
-    "\u2581 Ġ ## @@",
-]
-STRANGE_TEXTS += ["\U0010ffff\ue000"]
+STRANGE_TEXTS = ["", " ", "  leading", "trailing  ", "a  b\n\nc\td\r\n", "nul\0byte", "</s>", "a </s> b<pad><s> <unk>"]
+STRANGE_TEXTS += ["family \U0001f469\u200d\U0001f469\u200d\U0001f467 flag \U0001f1e9\U0001f1ea", "日本語 العربية"]
+STRANGE_TEXTS += ["e\u0301 is not \u00e9, \ufb01 is not fi, \u212b", "\u2028line\u00a0separators\u0085"]
+STRANGE_TEXTS += ["\u2581 Ġ ## @@", "\ufeffmark", "\U0010ffff\ue000"]
 # Texts of seen characters that each kind decodes unchanged, as the docstring of `train_tokenizer` promises.
 SEEN_TEXTS = dict.fromkeys(("bpe", "unigram"), ("A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"))
 SEEN_TEXTS["pretokenized"] = ("ein b .", ". . ein")
@@ -78,7 +59,6 @@ def test_special_tokens_and_ends(kind):
     assert bare and not {0, 1, 2} & set(bare)
     assert tokenizer(text)["input_ids"] == [*bare, 2]
     assert tokenizer(text, text)["input_ids"] == [*bare, 2, *bare, 2]
-    # Additional tokens are read from text and shown.
     text = "<2de> ein b ." if kind == "pretokenized" else "<2de> A small dog"
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == 4 and ids.count(4) == 1

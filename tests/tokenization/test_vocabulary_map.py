@@ -1,5 +1,3 @@
-"""Vocabulary map: the file and what it permits."""
-
 import pytest
 from tiny_generator import tiny_pair
 
@@ -26,9 +24,7 @@ def test_mistakes(tmp_path):
     with pytest.raises(ValueError, match=r"`use_vmap` needs a model with vmap\.txt, got '.*' without\. Make"):
         VocabularyMap.from_pretrained(tmp_path, pair)
     (tmp_path / VOCABULARY_MAP_NAME).write_text("\ta b\nc\ta of_another_model\n", encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"Line 2 of .*vmap\.txt must hold tokens of the model, got 'of_another_model'"
-    ):
+    with pytest.raises(ValueError, match=r"Line 2 of .*vmap\.txt must hold tokens .*, got 'of_another_model'"):
         VocabularyMap.from_pretrained(tmp_path, pair)
     # This tokenizer has a token for the space.
     with pytest.raises(ValueError, match=r"vmap\.txt needs tokens without white space, got ' '"):

@@ -24,5 +24,4 @@ def run_of_one_step(corpus_folder, tmp_path_factory):
 
 @pytest.fixture
 def trained(run_of_one_step, tmp_path):
-    """A copy of `run_of_one_step`."""
     return shutil.copytree(run_of_one_step, tmp_path / "run")

@@ -1,22 +1,15 @@
-"""Settings for `accelerate launch`: accelerate takes each file as it is, and it agrees with the recipe."""
-
 import os
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from tiny_models import tiny_config
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.choices.memory import Sharding
-from metaphrase.modeling import MetaphraseForConditionalGeneration
-from metaphrase.modeling.layers import MetaphraseDecoderLayer, MetaphraseEncoderLayer
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
 FILES = {path.name: path for path in sorted(FOLDER.glob("*.yaml"))}
@@ -44,10 +37,6 @@ def environment():
         yield launch
 
 
-def of_type(*types):
-    return [name for name, path in FILES.items() if yaml.safe_load(path.read_text())["distributed_type"] in types]
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_accelerate_takes_the_file_and_starts_its_processes(name):
     settings = yaml.safe_load(FILES[name].read_text())
@@ -66,21 +55,6 @@ def test_accelerate_takes_the_file_and_starts_its_processes(name):
             # accelerate itself puts unknown keys of a group aside without a word.
             assert key in known, key
             assert getattr(arguments, key) == value
-
-
-@pytest.mark.parametrize("name", of_type("FSDP"))
-def test_fsdp_shares_out_each_layer(name, environment):
-    environment(name)
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True and plugin.cpu_ram_efficient_loading
-    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
-    assert not plugin.activation_checkpointing
-    with torch.device("meta"):
-        model = MetaphraseForConditionalGeneration(tiny_config())
-    assert set(plugin.transformer_cls_names_to_wrap) == set(model._no_split_modules)
-    plugin.set_auto_wrap_policy(model)
-    wrapped = plugin.auto_wrap_policy.keywords["transformer_layer_cls"]
-    assert wrapped == {MetaphraseEncoderLayer, MetaphraseDecoderLayer}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""LoRA: what is trained, evaluated and saved, and that merging changes nothing that is said."""
-
 import json
 import sys
 
@@ -11,13 +9,14 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.techniques import add_lora, is_adapted, merge_lora
+from metaphrase.techniques.partial_training import add_lora
+from metaphrase.training.distributed import is_adapted
+from metaphrase.training.experiment import Experiment, merge_lora
+from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.training_loss import TrainingLoss
 
 pytest.importorskip("peft")
-_GENERATOR = torch.Generator().manual_seed(1)
-_ROWS = [torch.randint(3, 20, (2, length), generator=_GENERATOR).tolist() for length in (8, 1, 5, 2, 7, 3, 3, 6)]
-PAIRS = [{"input_ids": [*source, 2], "labels": [*target, 2]} for source, target in _ROWS]
+PAIRS = small_trainers.pairs_of_eight_lengths()
 
 
 def moved_lora(model):
@@ -59,18 +58,16 @@ def test_adapter_says_nothing_at_first_and_is_all_that_is_trained():
 @pytest.mark.parametrize(("targets", "count"), [(["q_proj", "v_proj"], 2 * 2 * 3), (["cross_attn.q_proj"], 2)])
 def test_layers_can_be_chosen(targets, count):
     assert len(adapter_weights(add_lora(tiny_model(), target_modules=targets))) == 2 * count
+    for target in ("qproj", "embed_tokens", "lm_head"):
+        with pytest.raises(ValueError, match=f"`lora_target_modules` .*{target}"):
+            add_lora(tiny_model(), target_modules=["q_proj", target])
 
 
-@pytest.mark.parametrize("target", ["qproj", "embed_tokens", "lm_head"])
-def test_what_cannot_be_adapted_is_refused(target):
-    with pytest.raises(ValueError, match=f"`lora_target_modules` .*{target}"):
-        add_lora(tiny_model(), target_modules=["q_proj", target])
-
-
-def test_missing_package_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
+def test_missing_package_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("metaphrase.training.experiment.is_peft_available", lambda: False)
+    fields = {"model_name_or_path": str(tmp_path), "output_dir": str(tmp_path / "run")}
     with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install metaphrase\[lora\]"):
-        add_lora(tiny_model())
+        Experiment(Recipe(train_file="a", lora_rank=2, **fields))
 
 
 def test_evaluation_of_an_adapted_model(tmp_path):
@@ -84,10 +81,8 @@ def test_evaluation_of_an_adapted_model(tmp_path):
     batch = PairCollator(0)(PAIRS)
     assert metrics["eval_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-4)
     trainer.label_smoothing = 0.2
-    loss, expected = (
-        trainer.compute_loss(model.train(), dict(batch)),
-        model(**batch, loss_of_states=TrainingLoss(0.2)).loss,
-    )
+    loss = trainer.compute_loss(model.train(), dict(batch))
+    expected = model(**batch, loss_of_states=TrainingLoss(0.2)).loss
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     merged = merge_lora(model, tmp_path / "merged").eval()
     for pair, ids in zip(PAIRS, decoded, strict=True):

@@ -1,5 +1,3 @@
-"""Tests of alerts: each one is said in a run that deserves it, and not in a run that does not."""
-
 import json
 from pathlib import Path
 
@@ -20,7 +18,6 @@ def pairs():
 
 
 def alerts_of_data(folder, pairs, caplog, **fields):
-    """Return the alerts when a corpus is read and encoded."""
     for split, rows in pairs.items():
         (folder / f"{split}.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in rows), encoding="utf-8")
     caplog.clear()
@@ -30,9 +27,6 @@ def alerts_of_data(folder, pairs, caplog, **fields):
     return [record.getMessage() for record in caplog.records if record.name == "metaphrase.training.alerts"]
 
 
-# Pairs and vocabulary
-
-
 def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
     assert alerts_of_data(tmp_path, pairs, caplog) == []
     # Half of the pairs of a text normalizer are equal on both sides.
@@ -40,10 +34,7 @@ def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
     normalization = {**pairs, "train": [(s, s if number % 2 else t) for number, (s, t) in enumerate(rows)]}
     assert alerts_of_data(tmp_path, normalization, caplog) == []
     # A classifier has few targets.
-    classes = {
-        split: [(s, "good" if number % 3 else "bad") for number, (s, _) in enumerate(rows)]
-        for split, rows in pairs.items()
-    }
+    classes = {split: [(s, ["bad", "good"][len(s) % 2]) for s, _ in rows] for split, rows in pairs.items()}
     assert alerts_of_data(tmp_path, classes, caplog) == []
 
 
@@ -55,28 +46,15 @@ def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
         (lambda p: {"train": [(f'"{s}"', f'"{t}"') for s, t in p["train"]]}, "train: quotes stand around nearly all"),
         (lambda p: {"train": [(s, s) for s, _ in p["train"]]}, "train: source and target are the same text in 100 %"),
         (
-            lambda p: {"train": [(s, t if number % 5 == 0 else "Nein.") for number, (s, t) in enumerate(p["train"])]},
-            "train: 80 % of the targets are the same text, 'Nein.'",
+            lambda p: {"train": p["train"][:60] + [(s, "Nein.") for s, _ in p["train"][60:]]},
+            "train: 80 % of the targets",
         ),
-        (
-            lambda p: {"validation": p["validation"][:48] + p["train"][:12]},
-            "validation: 12 of 60 sources occur in training too",
-        ),
+        (lambda p: {"validation": p["validation"][:48] + p["train"][:12]}, "validation: 12 of 60 sources occur in"),
     ],
 )
 def test_bad_pairs_raise_one_alert(change, alert, tmp_path, pairs, caplog):
     [message] = alerts_of_data(tmp_path, pairs | change(pairs), caplog)
     assert message.startswith(alert)
-
-
-def test_an_alert_explains_the_error_of_empty_targets(tmp_path, pairs, caplog):
-    empty = {"train": [(source, "") for source, _ in pairs["train"]]}
-    with pytest.raises(ValueError, match="at least one character that is not white space"):
-        alerts_of_data(tmp_path, pairs | empty, caplog, tokenizer_kind="word", joint_vocabulary=False)
-    assert "train: 100 % of the targets are the same text, ''" in caplog.text
-
-
-# Settings
 
 
 @pytest.mark.parametrize(
@@ -99,9 +77,6 @@ def test_a_learning_rate_of_another_order_is_named(fields, width, direction, tmp
     assert all(f"is far too {direction} of width {width}" in message for message in messages)
 
 
-# Training and scores
-
-
 def test_a_run_that_deserves_them_gets_all_alerts(data, tmp_path, caplog):
     """A new network with the rate of fine-tuning, untrained, with room to run away."""
     fields = {"max_steps": 6, "eval_steps": 2, "save_strategy": "no", "generation_max_length": 60}
@@ -118,7 +93,6 @@ def test_references_beyond_the_limit_are_named(data, tmp_path, caplog):
 
 
 def replay(evaluations, caplog, updates, metrics):
-    """Return the alerts of a run with these scores by update."""
     caplog.clear()
     callback = TrainingAlerts(metrics)
     state = TrainerState(max_steps=updates)

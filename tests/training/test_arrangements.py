@@ -4,51 +4,32 @@ Plain gradient descent, so that a difference in the weights is as large as that 
 is said.
 """
 
-import datasets
 import pytest
 import torch
 from small_runs import QUIET
-from small_trainers import tiny_bart
+from small_trainers import model_of_two_passes, small_pairs, tiny_bart, with_lengths
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PackedCollator, PairCollator
-from metaphrase.training.techniques import add_lora
+from metaphrase.techniques.partial_training import add_lora
 from metaphrase.training.trainer import MetaphraseTrainer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 COLLATORS = {"padded": PairCollator(0), "packed": PackedCollator()}
 
 
-def make_pairs(count=24):
-    generator = torch.Generator().manual_seed(1)
-
-    def row():
-        length = int(torch.randint(1, 14, (), generator=generator))
-        return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
-
-    sources, targets = [row() for _ in range(count)], [row() for _ in range(count)]
-    lengths = {"source_length": list(map(len, sources)), "target_length": list(map(len, targets))}
-    return datasets.Dataset.from_dict({"input_ids": sources, "labels": targets, **lengths})
+OWN = ("max_tokens_per_batch", "r_drop_alpha")
 
 
-def train(
-    folder,
-    collator=COLLATORS["padded"],
-    max_tokens_per_batch=None,
-    fields=None,
-    model=None,
-    r_drop_alpha=0.0,
-    **options,
-):
-    """Trains an epoch and returns the weights and the logged losses."""
+def train(folder, collator=COLLATORS["padded"], fields=None, model=None, **options):
     model = model or tiny_model(vocab_size=60, **{"initializer_range": 0.2, **(fields or {})})
     settings = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     settings |= {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "no"}
+    own = {name: options.pop(name) for name in OWN if name in options} | {"data_collator": collator}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
-    parts = {"data_collator": collator, "max_tokens_per_batch": max_tokens_per_batch, "r_drop_alpha": r_drop_alpha}
-    trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=make_pairs(), **parts)
+    trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=with_lengths(small_pairs(24)), **own)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, losses
@@ -58,18 +39,6 @@ def assert_same(actual, expected, **tolerance):
     for name, weight in expected[0].items():
         torch.testing.assert_close(actual[0][name], weight, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
     assert actual[1] == pytest.approx(expected[1], rel=1e-4)
-
-
-def model_of_two_passes():
-    """A model whose two passes of R-Drop differ, by something that does not depend on how many rows share a batch."""
-
-    def perturb_second_half(module, arguments, output):
-        first, second = output.flatten(0, 1).chunk(2)
-        return torch.cat((first, second * 1.5)).view_as(output) if module.training else output
-
-    model = tiny_model(vocab_size=60, initializer_range=0.2)
-    model.get_encoder().embed_tokens.register_forward_hook(perturb_second_half)
-    return model
 
 
 def adapted_model():
@@ -82,7 +51,7 @@ KINDS = {
     "packed": {"collator": COLLATORS["packed"]},
     "another family": {"model": tiny_bart},
     "adapters": {"model": adapted_model},
-    "R-Drop": {"model": model_of_two_passes, "r_drop_alpha": 3.0},
+    "R-Drop": {"model": lambda: model_of_two_passes(vocab_size=60), "r_drop_alpha": 3.0},
 }
 
 
@@ -145,15 +114,12 @@ def test_compiling_changes_nothing(kind, backend, tmp_path):
 @pytest.mark.parametrize("kind", COLLATORS)
 def test_bfloat16_is_close_to_float32(kind, tmp_path):
     options = {"collator": COLLATORS[kind], "per_device_train_batch_size": 8, "label_smoothing_factor": 0.1}
-    start = {
-        name: weight.detach() for name, weight in tiny_model(vocab_size=60, initializer_range=0.2).named_parameters()
-    }
+    start = tiny_model(vocab_size=60, initializer_range=0.2).state_dict()
     expected, expected_losses = train(tmp_path / "float32", **options)
     actual, losses = train(tmp_path / "bfloat16", bf16=True, **options)
     assert losses == pytest.approx(expected_losses, rel=5e-3)
     assert losses != expected_losses
-    moved, moved_expected = (
-        torch.cat([(end[name] - start[name]).flatten() for name in start]) for end in (actual, expected)
-    )
+    ends = (actual, expected)
+    moved, moved_expected = (torch.cat([(end[name] - start[name]).flatten() for name in end]) for end in ends)
     assert torch.cosine_similarity(moved, moved_expected, dim=0) > 0.998
     assert moved.norm().item() == pytest.approx(moved_expected.norm().item(), rel=0.02)

@@ -1,5 +1,3 @@
-"""Setup of a CPU: the settings reach the C library, pages that were freed are used again, and slow bfloat16 is told."""
-
 import logging
 import os
 import platform

@@ -1,5 +1,3 @@
-"""Several processes: their random numbers, how they meet, and how they part."""
-
 import contextlib
 import gc
 import random
@@ -9,12 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from small_experiments import ONE_STEP, make_recipe
-from small_trainers import make_trainer
+from small_trainers import make_trainer, tiny_bart
 from subcommands import execute
+from tiny_models import tiny_model
 from torch import distributed
+from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainingArguments, set_seed
 
+from metaphrase.data.collators import PackedCollator, PairCollator
+from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.scripts import train
 from metaphrase.training.distributed import ProcessSeeds
 
@@ -37,7 +41,6 @@ def drawn_by(process_index, world_size, parallelism_config=None, seed=5):
 
 def test_each_process_draws_other_numbers_and_the_same_ones_again():
     alone, others = drawn_by(0, 1), [drawn_by(rank, 3) for rank in range(3)]
-    # Runs of one process are as ever.
     assert alone == others[0] == drawn_by(0, 2)
     for drawn in zip(*others, strict=True):
         assert len(set(drawn)) == 3
@@ -64,7 +67,6 @@ def test_a_trainer_seeds_its_processes_and_gives_all_one_order(model, pairs, tmp
 def num_gloo_threads():
     names = []
     for task in Path("/proc/self/task").iterdir():
-        # A thread may end meanwhile.
         with contextlib.suppress(OSError):
             names.append((task / "comm").read_text())
     return sum("gloo" in name for name in names)
@@ -80,3 +82,43 @@ def test_a_recipe_ends_outside_of_the_group(data, tmp_path):
     execute(train, [str(tmp_path / "recipe.yaml"), "--data_dir", str(data), "--output_dir", str(tmp_path / "run")])
     assert not distributed.is_initialized() and num_gloo_threads() == before
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def trained_on(trainer, processes, monkeypatch, skipped=0, collator=None):
+    """Labels of all steps, of the first process and those after it, and how many labels each process counts in a step."""
+    steps = []
+    loader = DataLoader(trainer.train_dataset, 5, collate_fn=collator or PairCollator(0))
+    for rank in range(processes):
+        monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
+        monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", processes)
+        monkeypatch.setattr(trainer.args, "average_tokens_across_devices", False)
+        share = prepare_data_loader(loader, num_processes=processes, process_index=rank)
+        batches = iter(skip_first_batches(share, skipped))
+        for number in range(len(share) - skipped):
+            [batch], num_items = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
+            steps += [[]] * (number + 1 - len(steps))
+            rows = [row[row != IGNORED_LABEL].tolist() for row in batch["labels"]]
+            assert num_items == sum(map(len, rows))
+            steps[number] = steps[number] + [row for row in rows if row]
+    monkeypatch.undo()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "count"),
+    [("ours", 2, 12), ("other", 2, 11), ("ours", 3, 6), ("ours", 3, 2), ("ours", 2, 10)],
+)
+def test_each_pair_is_trained_on_once_in_an_epoch(family, processes, count, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(tiny_model(vocab_size=60) if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
+    steps = trained_on(trainer, processes, monkeypatch)
+    size = 5 * processes
+    assert steps == [[pair["labels"] for pair in pairs[start:count][:size]] for start in range(0, count, size)]
+    # A run that goes on in the middle of an epoch knows it too.
+    for skipped in range(1, len(steps)):
+        assert trained_on(trainer, processes, monkeypatch, skipped) == steps[skipped:]
+
+
+def test_packed_pairs_have_no_rows_to_ignore(pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(tiny_model(vocab_size=60), pairs[:7], tmp_path)
+    [step] = trained_on(trainer, 2, monkeypatch, collator=PackedCollator())
+    assert sum(map(len, step)) > sum(len(pair["labels"]) for pair in pairs[:7])

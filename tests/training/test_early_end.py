@@ -1,18 +1,20 @@
-"""Tests of early ends: by the clock, which lowers the learning rate, without a better score, and by Ctrl-C."""
-
 import json
+import math
 import signal
 import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_experiments import ONE_STEP, make_recipe, weights
+from small_runs import make_trainer, names
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
 from metaphrase.inference import Generator
 from metaphrase.training.callbacks import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.checkpoints import checkpoints_in
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.trainer import MetaphraseTrainer
 
 
 @pytest.mark.parametrize("text", ["20", "m", "0m", "-5m", "1h30m", "nan"])
@@ -49,33 +51,13 @@ def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
     assert scheduler.get_last_lr() == [pytest.approx(0.0)]
 
 
-@pytest.mark.parametrize(("left", "ends"), [(29, True), (31, False)])
-def test_no_update_follows_an_evaluation_that_ends_too_late_for_another(left, ends, tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    budget, control = TimeBudget(1000.0 + left, 2.0, 60.0), TrainerControl()
-    budget.start = 900.0
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, save_strategy="steps")
-    budget.on_evaluate(arguments, TrainerState(), control, metrics={"eval_runtime": 10.0})
-    assert (control.should_training_stop, control.should_save, control.should_evaluate) == (ends, ends, False)
-
-
-@pytest.mark.parametrize(("used", "told"), [(29, None), (40, "Set `time_budget` to 140s or more.")])
-def test_a_budget_that_the_start_uses_up_is_named(used, told, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    budget = TimeBudget(1060.0 - used, 2.0, 60.0)
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    budget.on_train_begin(arguments, TrainerState(), TrainerControl())
-    assert caplog.messages == [] if told is None else caplog.messages[0].endswith(told)
-
-
 @pytest.mark.parametrize(
     ("scores", "patience", "ends"),
     [([0, 0, 0, 5, 4, 0], 2, True), ([5, 6, 6], 1, True), ([0, 0, 0, 0, 5, 4], 2, False)],
 )
 def test_patience_begins_with_the_first_score_above_zero(scores, patience, ends, tmp_path):
-    arguments = TrainingArguments(
-        str(tmp_path), use_cpu=True, metric_for_best_model="bleu", greater_is_better=True, eval_strategy="steps"
-    )
+    options = {"metric_for_best_model": "bleu", "greater_is_better": True, "eval_strategy": "steps"}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, **options)
     stopping, control, state = EarlyStopping(patience), TrainerControl(), TrainerState(max_steps=100)
     for state.global_step, score in enumerate(scores, 1):
         assert not control.should_training_stop
@@ -95,7 +77,6 @@ def test_the_end_of_an_epoch_evaluates_no_update_again(data, tmp_path, monkeypat
 
 
 def press_ctrl_c_at(step, monkeypatch):
-    """Send the signal of Ctrl-C to this process after an update."""
 
     class Keyboard(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -140,3 +121,62 @@ def test_time_ends_a_run_without_validation_pairs_too(data, tmp_path):
     fields = ONE_STEP | {"max_steps": 50, "time_budget": "1s", "metrics": "exact_match"}
     Experiment(make_recipe(data, tmp_path / "run", **fields), started=time.time() - 1).train()
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["checkpoint-1"]
+
+
+DIVERGING = {"learning_rate": 1e30, "max_steps": 9, "lr_scheduler_type": "constant"}
+
+
+class Spoiled(MetaphraseTrainer):
+    """A trainer whose loss is infinite in some updates, without a change of the gradients."""
+
+    updates: tuple[int, ...] = ()
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return loss + (math.inf if self.state.global_step + 1 in self.updates else 0)
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_training_stops_when_the_loss_stays_nan(tmp_path, is_filtered):
+    """The filter of transformers logs other losses in place of NaN."""
+    options = DIVERGING | {"save_strategy": "no", "logging_nan_inf_filter": is_filtered}
+    trainer = make_trainer(tmp_path, MetaphraseTrainer, **options)
+    message = r"must be finite, got NaN or infinity since update 2 of 9\. Start .* a lower `learning_rate`, got 1e\+30"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_no_checkpoint_of_nan_weights_is_saved(tmp_path):
+    trainer = make_trainer(tmp_path, MetaphraseTrainer, **DIVERGING, save_total_limit=1)
+    message = r"weights must be finite, got NaN or infinity after update 2 of 9\. .*checkpoint-1 holds the last weights"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert names(tmp_path) == ["checkpoint-1"]
+    kept = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in kept.values())
+
+
+def test_a_run_that_diverges_at_its_end_leaves_no_model(data, tmp_path):
+    # Decay multiplies the weights by 10,000 in each update.
+    fields = ONE_STEP | {"learning_rate": 100, "weight_decay": 100, "max_steps": 11, "save_strategy": "no"}
+    fields |= {"lr_scheduler_type": "constant", "logging_steps": 100}
+    with pytest.raises(ValueError, match="must be finite, got NaN or infinity"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("updates", "fp16", "stops"),
+    [((2, 3), False, None), ((2, 3, 5, 6), False, None), ((2, 3, 4), False, 4), ((2, 3, 4), True, None)],
+)
+def test_a_loss_that_recovers_ends_no_training(updates, fp16, stops, tmp_path):
+    trainer = make_trainer(tmp_path, Spoiled, max_steps=7, save_strategy="no")
+    # Only a GPU trains in float16. There, updates that overflow are skipped.
+    trainer.args.fp16, trainer.updates = fp16, updates
+    if stops is None:
+        assert trainer.train().global_step == 7
+    else:
+        with pytest.raises(ValueError, match="must be finite, got NaN or infinity since update 2"):
+            trainer.train()
+        assert trainer.state.global_step == stops

@@ -1,5 +1,3 @@
-"""How a trainer evaluates: the loss over all tokens, and what is decoded and scored."""
-
 import math
 
 import pytest
@@ -83,7 +81,6 @@ def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path):
     handle.remove()
     assert made and all(logits is None for logits in made)
     assert loss == pytest.approx(make_trainer(model, pairs, tmp_path).evaluate()["eval_loss"], rel=1e-5)
-    # Who predicts wants to see them.
     trainer.args.predict_with_generate = False
     logits = trainer.predict(pairs).predictions[0]
     assert len(logits) == len(pairs) and logits.shape[-1] == model.config.vocab_size
@@ -107,7 +104,6 @@ def test_chosen_rows_or_all_of_another_data_set_are_decoded_and_scored_in_order(
     for array, expected in zip((output.predictions, output.label_ids), seen[1], strict=True):
         assert array.shape == (4, max(map(len, expected)))
         assert [row[row != IGNORED_LABEL].tolist() for row in array] == expected
-    # Who asks for the loss alone gets it alone.
     trainer.args.prediction_loss_only = True
     assert trainer.predict(pairs).predictions is None and "eval_loss" in trainer.evaluate() and len(seen) == 2
 

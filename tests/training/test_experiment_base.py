@@ -1,14 +1,19 @@
-"""The experiment that starts from a model that is there."""
-
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from other_families import other_model
+from safetensors.torch import load_file
 from small_experiments import make_recipe, weights
+from subcommands import execute
 from tiny_generator import save_generator, tiny_generator, tiny_pair
 from transformers import AutoModelForSeq2SeqLM
 
+from metaphrase.conversion import convert
+from metaphrase.inference import Generator
+from metaphrase.scripts import train
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
@@ -18,7 +23,6 @@ SHORT = FINE | {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
 
 @pytest.fixture
 def base(tmp_path):
-    """A folder with a small model and its tokenizers."""
     return save_generator(tiny_generator(kind="byte", layers=1), tmp_path / "base")
 
 
@@ -56,15 +60,6 @@ def test_fine_tuning_adds_special_tokens(base, data, tmp_path):
     assert weights(tmp_path / "run")["lm_head.weight"].shape[0] == len(second.source)
 
 
-def test_frozen_parts_stay(base, data, tmp_path):
-    fields = SHORT | {"freeze": ["encoder.layers", "decoder.layers.0"], "model_name_or_path": base}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    before, after = weights(base), weights(tmp_path / "run")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed
-    assert not any("encoder.layers" in name or "decoder.layers.0" in name for name in changed)
-
-
 def test_parts_may_be_frozen_for_the_first_updates(base, data, tmp_path):
     fields = SHORT | {"freeze": ["*", "!*.cross_attn*"], "freeze_steps": 2, "model_name_or_path": base}
     fields |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "weight_decay": 0.1}
@@ -85,14 +80,33 @@ def test_parts_may_be_frozen_for_the_first_updates(base, data, tmp_path):
     assert all(torch.equal(after[name], resumed[name]) for name in after)
 
 
-def test_lora_trains_adapters_and_leaves_a_plain_model(base, data, tmp_path):
-    pytest.importorskip("peft")
-    fields = SHORT | {"model_name_or_path": base, "lora_rank": 4}
-    fields |= {"learning_rate": 1e-2, "lora_target_modules": ["q_proj", "v_proj"], "max_steps": 2}
-    result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert result["num_examples"] == 8
-    before, after = weights(base), weights(tmp_path / "run")
-    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"q_proj", "v_proj"}
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
-    assert not (tmp_path / "run" / "adapter_model.safetensors").exists()
+RECIPES = Path(train.__file__).parent / "recipes"
+
+
+@pytest.mark.parametrize(("name", "rank"), [("t5", None), ("marian", 4)])
+def test_converted_model_is_fine_tuned_by_its_recipe(name, rank, data, tmp_path):
+    theirs = other_model(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tiny_pair().save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    words = ["--data_dir", str(data), "--output_dir", str(tmp_path / "run"), "--model_name_or_path"]
+    words += [str(tmp_path / "ours"), "--max_steps", "2", "--save_strategy", "no", "--eval_strategy", "no"]
+    words += ["--load_best_model_at_end", "false", "--use_cpu", "--disable_tqdm", "--warmup_steps", "1"]
+    words += ["--max_source_length", "60", "--max_target_length", "60", "--too_long", "truncate"]
+    words += ["--generation_max_length", "12"]
+    if rank is not None:
+        words += ["--lora_rank", str(rank), "--optim", "adamw_torch", "--lora_target_modules", "v_proj"]
+    execute(train, [str(RECIPES / f"finetune_{name}.yaml"), *words])
+
+    run = tmp_path / "run"
+    assert json.loads((run / "metrics.json").read_text(encoding="utf-8"))["scores"].keys() >= {"bleu", "chrf"}
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "ours", run))
+    assert before.keys() == after.keys()
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert "model.encoder.embed_tokens.weight" in moved or {key.split(".")[-2] for key in moved} == {"v_proj"}
+    assert "model.decoder.layers.0.cross_attn.v_proj.weight" in moved
+    assert (run / "adapter" / "adapter_model.safetensors").is_file() is (rank is not None)
+    assert len(Generator.from_pretrained(run).generate(["The cat is black."])) == 1
+    # A fine-tuned model can be converted back to the class of its family.
+    convert(run, tmp_path / "again", to=name)
+    assert type(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")) is type(theirs)

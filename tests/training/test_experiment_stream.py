@@ -1,5 +1,3 @@
-"""The experiment on what is streamed or plain text."""
-
 import json
 import shutil
 
@@ -23,9 +21,8 @@ def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data,
     account = json.loads((tmp_path / "whole" / "data_report.json").read_text(encoding="utf-8"))
     assert 0 < account["train"]["read"] <= 60
     # Without this checkpoint, a run has stopped after step 20, in the second or third pass over the pairs.
-    cut = shutil.copytree(
-        tmp_path / "whole", tmp_path / "cut", ignore=shutil.ignore_patterns("checkpoint-30", "*.safetensors")
-    )
+    ignored = shutil.ignore_patterns("checkpoint-30", "*.safetensors")
+    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut", ignore=ignored)
     shutil.copy(tmp_path / "whole" / "checkpoint-20" / "model.safetensors", cut / "checkpoint-20")
     Experiment(make_recipe(data, cut, **fields, resume_from_checkpoint="true")).train()
     expected, actual = weights(tmp_path / "whole"), weights(cut)
@@ -71,7 +68,6 @@ def test_an_existing_tokenizer_gets_the_tokens_of_an_objective(data, tmp_path):
     Experiment(make_recipe(data, tmp_path / "run", **fields, model_name_or_path=base)).train()
     before, after = (TokenizerPair.from_pretrained(folder).source for folder in (base, tmp_path / "run"))
     assert len(after) == len(before) + DEFAULT_SENTINELS and "<extra_id_99>" in after.get_vocab()
-    # The second run finds them.
     fields["max_source_length"] = 40
     Experiment(make_recipe(data, tmp_path / "again", **fields, model_name_or_path=tmp_path / "run")).train()
     assert len(TokenizerPair.from_pretrained(tmp_path / "again").source) == len(after)

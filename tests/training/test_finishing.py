@@ -1,15 +1,12 @@
-"""The end of a run: the mean of its checkpoints, its beams and length penalty, and the time that is left for both."""
-
 import logging
 
 import pytest
 import torch
-from small_experiments import make_recipe, read_log, train, weights
+from small_experiments import read_log, train, weights
 
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.training import experiment
-from metaphrase.training.callbacks import final_share
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.output_dir import with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -39,16 +36,12 @@ def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch,
         train(data, tmp_path / "run", **fields)
     is_left = score == 5.0
     assert_mean(tmp_path / "run", (6,) if is_left else (3, 6))
-    assert (
-        "The mean of the best checkpoints scores 5.00 in bleu, and the best of them 90.00" in caplog.text
-    ) is is_left
-    # It is no evaluation of the run.
+    assert ("checkpoints scores 5.00 in bleu, and the best of them 90.00" in caplog.text) is is_left
     assert [entry["eval_bleu"] for entry in read_log(tmp_path / "run", "eval_bleu")] == [80.0, 90.0]
 
 
 def test_the_finished_model_is_the_mean_of_checkpoints_also_if_there_are_fewer(data, tmp_path, caplog):
     fields = {"average_last": 3, "max_steps": 7, "save_steps": 6, "eval_strategy": "no", "learning_rate": 1e-2}
-    # A mean that its owner has made stays.
     own = tmp_path / "run" / "average" / "model.safetensors"
     own.parent.mkdir(parents=True)
     own.write_bytes(b"mine")
@@ -69,21 +62,6 @@ def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, monkeypatc
     monkeypatch.setattr(Experiment, "evaluate", lambda *_: {})
     train(data, tmp_path / "run", **fields)
     assert_mean(tmp_path / "run", (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"average_last": 4, "save_total_limit": 2}, "save_total_limit"),
-        ({"average_last": 2, "save_strategy": "no"}, "save_strategy"),
-        ({"average_best": 2, "eval_strategy": "no"}, "eval_strategy"),
-        ({"average_best": 2, "save_strategy": "epoch"}, "save_strategy"),
-        ({"average_best": 2, "save_steps": 5, "eval_steps": 3}, "save_steps"),
-    ],
-)
-def test_averages_need_checkpoints_that_are_kept_and_scored(data, tmp_path, fields, named):
-    with pytest.raises(ValueError, match=f"`{named}`"):
-        make_recipe(data, tmp_path / "run", **fields)
 
 
 def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, caplog):
@@ -112,25 +90,4 @@ def test_the_finished_model_decodes_as_chosen_and_a_resumed_run_chooses_again(da
     resumed = Recipe.from_mapping({"output_dir": str(run), "resume_from_checkpoint": True, "max_steps": 3}, "the test")
     merged = with_fields_of_run(resumed, run)
     assert (merged.choose_decoding, merged.num_beams, merged.max_steps) == (True, None, 3)
-    # Beams that were given stay.
     assert with_fields_of_run(resumed.replace(num_beams=2), run).num_beams == 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "share"),
-    [
-        ({}, 2),
-        ({"num_beams": 4}, 4),
-        # Greedy search and four with beams choose the decoding.
-        ({"choose_decoding": True}, 4 + 9),
-        ({"choose_decoding": True, "metrics": "exact_match"}, 4 + 5),
-        ({"choose_decoding": True, "num_beams": 4}, 4),
-        ({"average_best": 2, "metric_for_best_model": "loss"}, 2 + 1),
-    ],
-)
-def test_time_of_what_follows_training(fields, share, data, tmp_path):
-    recipe = make_recipe(data, tmp_path, **{"max_decoded_samples": 4, "metrics": "bleu"} | fields)
-    assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=20) == share
-    assert final_share(recipe, recipe.metrics, num_scored=0, num_validation=20) == 0
-    # Some time is kept for scores, also if no evaluation shows how much they take.
-    assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=0) > 0

@@ -1,5 +1,3 @@
-"""The folder of a run: what is there is no victim of a new run, and a resumed one goes on as it began."""
-
 import contextlib
 import json
 import shutil
@@ -60,6 +58,9 @@ def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resu
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig"),
         ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
         ({"tokenizer_name_or_path": "./nope"}, r"`tokenizer_name_or_path` must be a folder .*got '\./nope'"),
+        ({"metrics": ["blue"]}, "`metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
+        ({"bleu_tokenize": "none", "metrics": ["chrf"]}, "must hold bleu with `bleu_tokenize`"),
+        ({"average_best": 2, "prediction_loss_only": "true"}, "`metric_for_best_model` must .* loss, perplexity, got"),
         ({"data_dir": "./nope"}, r"`train_file` must be a file that exists, got nope/"),
     ],
 )
@@ -110,9 +111,8 @@ def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(changed, said, data
     with (trained / "recipe.yaml").open("a", encoding="utf-8") as file:
         file.write("invalid_utf8: skip\n")
     monkeypatch.chdir(trained)
-    recipe = make_recipe(
-        data, trained, **ONE_STEP | {"resume_from_checkpoint": "true", "invalid_utf8": "skip"} | changed
-    )
+    fields = ONE_STEP | {"resume_from_checkpoint": "true", "invalid_utf8": "skip"}
+    recipe = make_recipe(data, trained, **fields | changed)
     with contextlib.nullcontext() if said is None else pytest.raises(ValueError, match=said):
         Experiment(recipe)
 

@@ -1,5 +1,3 @@
-"""The model in transformers' own `Seq2SeqTrainer`, with nothing else of this project: it trains, evaluates and accumulates."""
-
 import numpy as np
 import pytest
 import torch
@@ -20,9 +18,8 @@ def tokenizer():
     tokens = ["<pad>", "<s>", "</s>"] + [str(number) for number in range(34)]
     backend = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="right"
-    )
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="right", **tokens)
 
 
 def make_trainer(model, tokenizer, folder, collator_model=None, **arguments):

@@ -10,8 +10,7 @@ from metaphrase import plugins
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.ops import projected_loss as projected
-from metaphrase.training.techniques import check_r_drop, repeat_batch
-from metaphrase.training.training_loss import TrainingLoss, divergence_of_halves
+from metaphrase.training.training_loss import TrainingLoss, check_r_drop, divergence_of_halves, repeat_batch
 
 
 def perturb_second_half(module, arguments, output):
@@ -120,13 +119,6 @@ def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
     hidden, labels = (tensor[torch.arange(40).view(2, 20).T.flatten()] for tensor in (hidden, labels))
     arguments = (hidden, weight, None, labels.clamp(min=0), labels != IGNORED_LABEL, 2, 0.1, 3.0, torch.float32)
     torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
-
-
-def test_a_batch_that_is_not_repeated_is_refused():
-    model = tiny_model().train()
-    batch = random_batch(model.config, with_labels=True)
-    with pytest.raises(ValueError, match="the second half of a batch must be the first again"):
-        model(**batch, loss_of_states=TrainingLoss(r_drop_alpha=1.0))
 
 
 def perturbed_model():

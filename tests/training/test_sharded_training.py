@@ -1,5 +1,3 @@
-"""Whole recipes in two processes, also with weights that are shared out: they end with the model of one process."""
-
 import contextlib
 import json
 import os
@@ -20,6 +18,7 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.demo.corpus import make_demo_corpus
+from metaphrase.techniques.partial_training import add_lora
 from metaphrase.training.distributed import (
     gather_model,
     is_sharded,
@@ -27,15 +26,10 @@ from metaphrase.training.distributed import (
     saves_whole_weights,
     whole_shape,
 )
-from metaphrase.training.techniques import add_lora
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
-WAYS = {
-    "ddp": "ddp_cpu_2_processes.yaml",
-    "fsdp2": "fsdp2_cpu_2_processes.yaml",
-    "zero2": "deepspeed_zero2.yaml",
-    "zero3": "deepspeed_zero3.yaml",
-}
+WAYS = {way: f"{way}_cpu_2_processes.yaml" for way in ("ddp", "fsdp2")}
+WAYS |= {way: f"deepspeed_{way}.yaml" for way in ("zero2", "zero3")}
 PROGRAM = """
 import os, sys
 from accelerate import PartialState
@@ -163,9 +157,6 @@ def test_a_run_that_was_stopped_goes_on(way, data, tmp_path):
     assert_same(resumed, expected)
 
 
-# In one process, which shares with nobody.
-
-
 @pytest.fixture
 def mesh():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -239,7 +230,6 @@ def zero(stage, **fields):
 @pytest.mark.parametrize(
     ("plugins", "is_whole"),
     [
-        ({}, True),
         ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)}, True),
         ({"fsdp_plugin": SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)}, False),
         (zero(2), True),

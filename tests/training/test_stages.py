@@ -1,5 +1,3 @@
-"""Experiments whose training pairs come in stages, or change in each epoch."""
-
 import json
 from itertools import islice
 
@@ -21,7 +19,6 @@ STAGES |= {
 
 
 def prepared(data, folder, **fields):
-    """Return a recipe's corpus, its encoded splits and its tokenizers."""
     experiment = Experiment(make_recipe(data, folder, **fields))
     data = experiment.prepare()
     return data.corpus, data.encoded, data.tokenizers
@@ -33,12 +30,10 @@ def test_a_run_has_the_steps_of_its_dry_run(data, tmp_path):
     result = Experiment(recipe).train()
     report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
     sizes = {name: report[f"{name}/train"]["kept"] for name in ("clean", "noisy")}
-    # Both are read equally often in the first stage.
     assert estimate.pairs == 6 * sizes["noisy"] + sizes["clean"]
     assert result["data"]["num_train"] == sum(sizes.values())
     assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == estimate.steps > 6
     assert read_log(tmp_path / "run", "train_loss")[-1]["epoch"] == 1
-    # The saved recipe trains the same.
     saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")
     assert "num_train_epochs" not in saved and "train_file: train.tsv" in saved and str(data) not in saved
 
@@ -94,9 +89,8 @@ def test_sources_have_terms_of_their_targets(data, tmp_path, kind):
     num_terms = 0
     for pair in pairs:
         starts, ends = ([place for place, token in enumerate(pair["input_ids"]) if token == mark] for mark in marks)
-        terms = tokenizers.decode_targets(
-            [pair["input_ids"][start + 1 : end] for start, end in zip(starts, ends, strict=True)]
-        )
+        rows = [pair["input_ids"][start + 1 : end] for start, end in zip(starts, ends, strict=True)]
+        terms = tokenizers.decode_targets(rows)
         assert all(term.strip() in tokenizers.decode_targets([pair["labels"]])[0] for term in terms)
         num_terms += len(terms)
     assert num_terms > 10
@@ -121,5 +115,4 @@ def test_a_run_resumes_with_its_own_stages(data, tmp_path):
         recipe = make_recipe(data, tmp_path / "run", **fields | {name: value}, resume_from_checkpoint="true")
         with pytest.raises(ValueError, match=f"`{name}.* must stay as it was when a run is resumed"):
             Experiment(recipe)
-    # The folder of the data may move.
     make_recipe(data.rename(tmp_path / "moved"), tmp_path / "run", **fields, resume_from_checkpoint="true")

@@ -1,10 +1,10 @@
-"""MetaphraseTrainer: its loss, its batches, and what it saves."""
-
 import pytest
 import torch
+from datasets import Dataset
 from other_families import other_model
 from small_trainers import SIDES, loss_for_each_token, make_trainer, tiny_bart, with_lengths
 from tiny_generator import SOURCES, TARGETS, tiny_pair
+from tiny_models import tiny_model
 from transformers import DataCollatorForSeq2Seq
 
 from metaphrase.data.collators import PackedCollator, PairCollator
@@ -49,17 +49,9 @@ def test_pairs_of_a_budget_are_counted_as_trained_on(is_packed, length, model, p
     assert samples == pytest.approx(metrics["epoch"] * len(pairs), rel=0.02)
 
 
-def test_training_loss_is_smoothed(model, pairs, tmp_path):
-    trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
-    batch = PairCollator(0)(pairs[:4])
-    loss = trainer.compute_loss(model.train(), dict(batch))
-    expected = sequence_loss(model(**batch).logits, batch["labels"], label_smoothing=0.3)
-    assert torch.allclose(loss, expected)
-    assert not torch.allclose(loss, model(**batch).loss)
-
-
-def test_other_families_have_their_labels_smoothed(pairs, tmp_path):
-    model = tiny_bart()
+@pytest.mark.parametrize("make_model", [lambda: tiny_model(vocab_size=60), tiny_bart])
+def test_training_loss_is_smoothed_and_that_of_an_evaluation_is_not(make_model, pairs, tmp_path):
+    model = make_model()
     trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
     batch = PairCollator(0)(pairs[:4])
     loss = trainer.compute_loss(model.train(), dict(batch), num_items_in_batch=torch.tensor(50))
@@ -109,11 +101,7 @@ def test_packed_rows_have_few_lengths_in_half_precision(half, multiple, model, p
         ([5, 1, 9, 2, 3, 1], {"save_total_limit": 2, "num_best_kept": 2}, [1, 3, 6]),
         ([5, 1, 9, 2, 3, 1], {"save_total_limit": 2, "num_best_kept": 2, "metric_for_best_model": "ter"}, [2, 6]),
         # The last ones are kept beside the best.
-        (
-            [9, 1, 2, 3, 4, 5],
-            {"save_total_limit": 3, "num_last_kept": 3, "metric_for_best_model": "bleu"},
-            [1, 4, 5, 6],
-        ),
+        ([9, 1, 2, 3, 4, 5], {"save_total_limit": 3, "num_last_kept": 3, "num_best_kept": 1}, [1, 4, 5, 6]),
     ],
 )
 def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, scores, options, kept):
@@ -122,3 +110,62 @@ def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, score
     score = lambda *_: dict.fromkeys(("bleu", "ter"), next(scores))  # noqa: E731
     make_trainer(model, pairs, tmp_path, score=score, **EACH_STEP, **options).train()
     assert [step_of(path) for path in checkpoints_in(tmp_path)] == kept
+
+
+def padded_already(pairs, width=24):
+    """As tokenizers with `padding="max_length"` leave them."""
+    rows = []
+    for pair in pairs:
+        source, target = pair["input_ids"], pair["labels"]
+        missing = width - len(source), width - len(target)
+        mask = [1] * len(source) + [0] * missing[0]
+        row = {"input_ids": source + [0] * missing[0], "attention_mask": mask}
+        row["labels"] = target + [IGNORED_LABEL] * missing[1]
+        rows.append(row | {"source_length": width, "target_length": width})
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("budget", [None, 100])
+def test_pairs_that_were_padded_already_are_what_they_were(budget, model, pairs, tmp_path):
+    seen = []
+
+    def score(texts, labels):
+        seen.append((texts, labels))
+        return {"length": sum(map(len, texts))}
+
+    options = {"score": score, "max_tokens_per_batch": budget, "generation_options": {"max_length": 12}}
+    found = []
+    for data in (with_lengths(pairs), padded_already(pairs)):
+        trainer = make_trainer(model, pairs, tmp_path, **options, remove_unused_columns=False)
+        trainer.train_dataset = trainer.eval_dataset = data
+        metrics = trainer.evaluate()
+        found.append((metrics["eval_loss"], metrics["eval_length"]))
+        with torch.no_grad():
+            losses = [trainer.compute_loss(trainer.model.train(), dict(PackedCollator(0)(list(data)))).item()]
+            losses.append(trainer.compute_loss(trainer.model.train(), dict(PairCollator(0)(list(data)))).item())
+        found[-1] += tuple(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and seen[0] == seen[1]
+
+
+BUDGET = {"max_tokens_per_batch": 60}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (BUDGET | {"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` must be left out with `max_tokens_per_batch`"),
+        (BUDGET | {"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must be left out"),
+        (BUDGET | {"train": Dataset.from_dict({"input_ids": [[5]], "labels": [[6]]})}, "columns source_length and"),
+        (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
+        (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
+        ({"compute_loss_func": max}, "`compute_loss_func` must be left out"),
+        ({"push_to_hub": True}, "`push_to_hub` must be left out"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_path):
+    options = dict(options)
+    data, collator = options.pop("train", with_lengths(pairs)), options.pop("collator", None)
+    with pytest.raises(ValueError, match=message):
+        trainer = make_trainer(model, pairs, tmp_path, max_steps=1, **options)
+        trainer.train_dataset, trainer.data_collator = data, collator or trainer.data_collator
+        trainer.train()

@@ -106,7 +106,6 @@ class Bart(Family):
             }
 
     def _position_offset(self, config: PreTrainedConfig | MetaphraseConfig) -> int:
-        """Return the row of the first position."""
         if self.layout == "fairseq":
             return self.offset_behind_padding(config.decoder_start_token_id, config.pad_token_id)
         return self.offset if self.layout is None else 0

@@ -132,9 +132,8 @@ class Family(abc.ABC):
         fields = {ours: operator.attrgetter(name)(theirs) for ours, name in self.field_names.items()}
         # Not every family declares every id.
         fields |= {name: getattr(theirs, name, None) for name in SPECIAL_IDS}
-        fields |= self.fixed
-        fields |= self._read_ties(theirs, weights)
-        return MetaphraseConfig(dtype=theirs.dtype, **(fields | self.read_extra_fields(theirs, weights)))
+        fields |= self.fixed | self._read_ties(theirs, weights) | self.read_extra_fields(theirs, weights)
+        return MetaphraseConfig(dtype=theirs.dtype, **fields)
 
     def embedding_name(self, ours: str, weights: Weights) -> str:
         """Return the first existing name of a weight in `embedding_names`."""
@@ -159,12 +158,13 @@ class Family(abc.ABC):
 
     def write_config(self, ours: MetaphraseConfig) -> dict[str, Any]:
         """Return the fields of the family's configuration for one of our models. An error names all options in the way."""
-        heads = (ours.encoder_attention_heads, ours.decoder_attention_heads)
+        heads = ours.encoder_attention_heads
+        has_equal_heads = heads == ours.decoder_attention_heads
         allowed = {field: (value,) for field, value in self.fixed.items() if field not in self.free}
-        allowed["num_key_value_heads"] = (None, heads[0]) if heads[0] == heads[1] else (None,)
+        allowed["num_key_value_heads"] = (None, heads) if has_equal_heads else (None,)
         if "head_dim" not in self.field_names:
             # Their class computes it.
-            allowed["head_dim"] = (None, ours.hidden_size / heads[0]) if heads[0] == heads[1] else (None,)
+            allowed["head_dim"] = (None, ours.hidden_size / heads) if has_equal_heads else (None,)
         head_dims = {ours.stack_sizes(stack).head_dim for stack in STACKS}
         if allowed.get("attention_scale") == (None,) and len(head_dims) == 1:
             allowed["attention_scale"] = (None, head_dims.pop() ** -0.5)
@@ -191,11 +191,7 @@ class Family(abc.ABC):
         return nested
 
     def offset_behind_padding(self, start: int | None, padding: int | None) -> int:
-        """Return the row of the first position in a table that begins with rows for padding, as fairseq's.
-
-        Raises:
-            ValueError: If the decoder starts with padding, which has no position.
-        """
+        """Return the row of the first position in a table that begins with rows for padding, as fairseq's."""
         if start is not None and start == padding:
             raise ValueError(
                 f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in {self.name}, "

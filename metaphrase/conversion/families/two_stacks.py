@@ -186,9 +186,8 @@ class EncoderDecoder(TwoStacks):
         }
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        allowed: dict[str, tuple] = {
-            "position_offset": (self._position_offset(ours.decoder_start_token_id, ours.pad_token_id),),
-        }
+        offset = self._position_offset(ours.decoder_start_token_id, ours.pad_token_id)
+        allowed: dict[str, tuple] = {"position_offset": (offset,)}
         if self.kind == "roberta":
             allowed["activation_function"] = ("gelu",)
         if (ours.type_vocab_size is None) == ours.head_transform:
@@ -223,12 +222,8 @@ class T5Gemma(TwoStacks):
 
     prefix = "model."
     free = TwoStacks.free | {"position_offset"}
-    variable_fields = frozenset(
-        (
-            *("decoder_hidden_size", "decoder_num_key_value_heads", "encoder_layer_types", "decoder_layer_types"),
-            "attention_scale",
-        )
-    )
+    variable_fields = frozenset(("decoder_hidden_size", "decoder_num_key_value_heads", "attention_scale"))
+    variable_fields |= {"encoder_layer_types", "decoder_layer_types"}
     shared = {
         "head_dim": "head_dim",
         "activation_function": "hidden_activation",
@@ -246,8 +241,10 @@ class T5Gemma(TwoStacks):
 
     def __init__(self, name: str, **fixed: Any):
         fields = {"hidden_size": f"{self.stacks['encoder']}.hidden_size", "dropout": "dropout_rate"}
-        fields |= {"final_logit_softcapping": "decoder.final_logit_softcapping"}
-        fields |= {"attention_dropout": "attention_dropout"}
+        fields |= {
+            "final_logit_softcapping": "decoder.final_logit_softcapping",
+            "attention_dropout": "attention_dropout",
+        }
         super().__init__(name, fields, _GEMMA_FIXED | fixed)
         self.embedding_names = {
             ENCODER_EMBEDDING: (ENCODER_EMBEDDING, ENCODER_EMBEDDING),
@@ -279,11 +276,9 @@ class T5Gemma(TwoStacks):
         }
 
     def read_rotation(self, parameters: dict) -> dict[str, Any]:
-        """Return our fields of the rotation."""
         return {"rope_parameters": parameters}
 
     def write_rotation(self, ours: MetaphraseConfig) -> dict:
-        """Return their parameters of the rotation."""
         return ours.rope_parameters
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:

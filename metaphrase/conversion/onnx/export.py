@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from metaphrase.conversion.exports import export_folder, position_table
+from metaphrase.conversion.checkpoints import export_folder, position_table
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SSRU, STACKS
 from metaphrase.modeling.positions import has_changing_rotation
@@ -52,9 +52,6 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         source: Folder or Hub id of a Metaphrase model.
         output: The folder to write.
         overwrite: True to replace an `output` that this package wrote.
-
-    Returns:
-        The path of the folder.
 
     Raises:
         ValueError: If ONNX cannot express the model, weights are missing, or an argument is invalid.
@@ -111,7 +108,6 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
 
 
 def run_step(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the outputs of a decoding step by their names."""
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
@@ -141,13 +137,14 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: f
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
-    """Return rotations that ONNX cannot express, because a graph has fixed frequencies, and recurrences."""
+    """Return the options that ONNX cannot express."""
+    obstacles = []
     if config.decoder_self_attention == SSRU:
-        return ["`decoder_self_attention` 'ssru', whose cache has other tensors"]
-    if not has_changing_rotation(config):
-        return []
-    kind = config.rope_parameters["rope_type"]
-    return [f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length"]
+        obstacles.append("`decoder_self_attention` 'ssru', whose cache has other tensors")
+    if has_changing_rotation(config):
+        kind = config.rope_parameters["rope_type"]
+        obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
+    return obstacles
 
 
 class EncoderGraph(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from onnx import helper, numpy_helper
 from transformers import GenerationConfig, PreTrainedModel
 
-from metaphrase.conversion.exports import export_folder
+from metaphrase.conversion.checkpoints import export_folder
 from metaphrase.conversion.onnx.export import GRAPH_NAMES, check_graphs, find_obstacles, write_graphs
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.generation_options import length_limits
@@ -60,9 +60,6 @@ def export_web(
         output: The folder to write.
         library: A `node_modules` that has `@huggingface/transformers`, of which the page gets a copy. None leaves the copy out.
         overwrite: True to replace an `output` that this package wrote.
-
-    Returns:
-        The path of the folder.
 
     Raises:
         ValueError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
@@ -109,11 +106,7 @@ def export_web(
 
 
 def web_config(config: MetaphraseConfig) -> dict[str, object]:
-    """Return the configuration that transformers.js reads.
-
-    The library knows families by name only. BART's has the tensors of every encoder-decoder with a kv cache, and the
-    names of its fields are ours.
-    """
+    """Return the configuration that transformers.js reads. Of the families that it knows, BART has our tensors and fields."""
     names = ("encoder_layers", "encoder_attention_heads", "decoder_layers", "decoder_attention_heads")
     names += ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     return {

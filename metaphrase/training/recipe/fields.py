@@ -391,7 +391,20 @@ def _rules(recipe: Any) -> Iterator[Rule]:
         for name in ("tokenizer_kind", "target_tokenizer_kind"):
             rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
             yield getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule
-    yield from _rules_of_best(recipe)
+    # Checkpoints are selected by a metric that is evaluated during training.
+    metric, is_evaluated = recipe.metric_for_best_model, recipe.eval_strategy != "no"
+    for name in ("early_stopping_patience", "average_best"):
+        yield is_evaluated or getattr(recipe, name) is None, name, "come with `eval_strategy` steps or epoch"
+    has_metric = metric or recipe.load_best_model_at_end or not recipe.early_stopping_patience
+    yield has_metric, "early_stopping_patience", "come with `metric_for_best_model`"
+    if is_evaluated and (metric is not None or recipe.average_best is not None):
+        evaluated = ["loss", "perplexity"]
+        if decodes(recipe):
+            names = recipe.metrics or DEFAULT_METRICS
+            tasks = [task for task, fields in recipe.tasks.items() if any(map(fields.get, VALIDATION_FIELDS))]
+            evaluated += [*names, *(f"{task}_{name}" for task, name in itertools.product(tasks, names))]
+        is_known = (metric or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated
+        yield is_known, "metric_for_best_model", f"be evaluated while training: {', '.join(evaluated)}"
     for name in (name for name in ("average_last", "average_best") if getattr(recipe, name) is not None):
         limit = recipe.save_total_limit
         yield limit is None or getattr(recipe, name) <= limit, name, f"be at most `save_total_limit` {limit}"
@@ -407,23 +420,6 @@ def _rules(recipe: Any) -> Iterator[Rule]:
         is_multiple = (recipe.save_steps < 1) == (steps < 1) and abs(times - round(times)) <= 1e-6
         is_evaluated = recipe.save_strategy != "steps" or is_multiple
         yield is_evaluated, "save_steps", "be a multiple of `eval_steps` with `average_best`"
-
-
-def _rules_of_best(recipe: Any) -> Iterator[Rule]:
-    """Yield the rules by which checkpoints are selected by a metric that is evaluated during training."""
-    metric, is_evaluated = recipe.metric_for_best_model, recipe.eval_strategy != "no"
-    for name in ("early_stopping_patience", "average_best"):
-        yield is_evaluated or getattr(recipe, name) is None, name, "come with `eval_strategy` steps or epoch"
-    has_metric = metric or recipe.load_best_model_at_end or not recipe.early_stopping_patience
-    yield has_metric, "early_stopping_patience", "come with `metric_for_best_model`"
-    if is_evaluated and (metric is not None or recipe.average_best is not None):
-        evaluated = ["loss", "perplexity"]
-        if decodes(recipe):
-            names = recipe.metrics or DEFAULT_METRICS
-            tasks = [task for task, fields in recipe.tasks.items() if any(map(fields.get, VALIDATION_FIELDS))]
-            evaluated += [*names, *(f"{task}_{name}" for task, name in itertools.product(tasks, names))]
-        is_known = (metric or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated
-        yield is_known, "metric_for_best_model", f"be evaluated while training: {', '.join(evaluated)}"
 
 
 def check_evaluated(recipe: Any) -> None:

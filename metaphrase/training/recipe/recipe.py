@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
-from transformers import SchedulerType, Seq2SeqTrainingArguments
+from transformers import PreTrainedModel, SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization.texts import TERM_TOKENS
@@ -36,6 +35,10 @@ from metaphrase.training.recipe.fields import (
 
 # These belong to a machine or a moment, or are secret.
 NEVER_SAVED = ("data_dir", "time_budget", "hub_token", "resume_from_checkpoint", "local_rank")
+# Prefix of the training arguments and of the method that compute layers again in the backward pass. transformers renames gradient
+# checkpointing after 5.20.
+CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
+CHECKPOINTING += "_checkpointing"
 # Later names in transformers, whose earlier ones raise a warning. A recipe may keep the names that all versions know.
 RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in ("", "_kwargs")}
 # Schedules that follow a metric.

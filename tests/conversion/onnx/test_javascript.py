@@ -5,11 +5,6 @@ import re
 import shutil
 
 import pytest
-
-pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
 from node_packages import node_modules, run_node
 from source_files import ROOT
 from tiny_generator import PIECES, SOURCES, TARGETS, save_generator, tiny_generator

@@ -8,11 +8,6 @@ import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
-pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
 from chromium import chromium, one, requested_urls, texts, wait_for
 from node_packages import node_modules
 from source_files import ROOT

@@ -1,5 +1,3 @@
-"""Averaging checkpoints: the mean by hand, what surrounds it, which checkpoints are chosen, and writes that fail."""
-
 import copy
 import json
 import logging
@@ -32,9 +30,6 @@ def save_tensors(folder, tensors, **config):
     return folder
 
 
-# The mean
-
-
 @pytest.mark.parametrize(
     ("dtype", "max_shard_size"),
     [(torch.float32, "1GB"), (torch.bfloat16, "40KB")],
@@ -48,7 +43,6 @@ def test_mean_by_hand_in_the_type_and_the_files_of_the_checkpoints(dtype, max_sh
     assert (max_shard_size == "1GB") == (len(written) == 1)
     averaged = AutoModelForSeq2SeqLM.from_pretrained(output, dtype="auto")
     if len(written) == 1:
-        # A tied weight is stored once.
         assert load_file(output / written[0]).keys() == load_file(folders[0] / written[0]).keys()
     for name, tensor in averaged.state_dict().items():
         assert tensor.dtype == dtype
@@ -68,9 +62,6 @@ def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
     assert averaged["steps"].item() == 9 and averaged["same"].tolist() == [3, 4]
     assert averaged["mask"].tolist() == [True, False, True] and averaged["empty"].shape == (0,)
     assert f"Whole numbers that differ are those of {second}: steps." in caplog.text
-
-
-# Refused folders
 
 
 def test_first_difference_is_named(tmp_path):
@@ -107,23 +98,19 @@ def test_weights_for_other_tokens_are_not_averaged(tmp_path):
 
 
 def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
-    good, adapter, short = (
-        save_tensors(tmp_path / name, {"a": torch.zeros(2)}) for name in ("good", "adapter", "short")
-    )
+    names = ("good", "adapter", "short")
+    good, adapter, short = (save_tensors(tmp_path / name, {"a": torch.zeros(2)}) for name in names)
     (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
     (adapter / "adapter_config.json").write_text("{}")
     (short / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-1])
     for folder, message in (
         (good, "`folders` must be at least two, and different, got"),
-        (tmp_path / "none", "must be a folder that exists, got .*none"),
+        (tmp_path / "none", "must hold model.safetensors or .*, got neither in .*none"),
         (adapter, "must hold whole weights, got an adapter in .*: merge it first"),
         (short, "must hold whole weights, got .*short"),
     ):
         with pytest.raises(ValueError, match=message):
             average_checkpoints([good, folder], tmp_path / "output")
-
-
-# Other files of the model
 
 
 def test_all_else_that_belongs_to_the_model_comes_from_the_last(tmp_path):
@@ -154,9 +141,6 @@ def test_all_else_that_belongs_to_the_model_comes_from_the_last(tmp_path):
     assert not any((output / name).exists() for name in (*left, "runs"))
 
 
-# The folder that is written
-
-
 def test_only_an_average_is_replaced_and_only_when_told(tmp_path):
     _, folders = save_models(tmp_path / "models")
     output = average_checkpoints(folders[:2], tmp_path / "out" / "mean")
@@ -184,9 +168,6 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
     (folders[1] / "LICENSE").symlink_to(tmp_path / "key")
     with pytest.raises(ValueError, match=r"`folders` must hold no link .*LICENSE -> .*key"):
         average_checkpoints(folders, tmp_path / "mean")
-
-
-# Selected checkpoints
 
 
 def make_run(folder, scores, steps=None):

@@ -1,5 +1,3 @@
-"""Checkpoints: which are whole, and how they are written, replaced and deleted."""
-
 import json
 import os
 
@@ -134,11 +132,3 @@ def test_the_oldest_go_but_neither_the_best_nor_the_newest(limit, best, expected
     best = best and tmp_path / f"checkpoint-{best}"
     discard_surplus(tmp_path, limit, [tmp_path / "checkpoint-3", best])
     assert names(tmp_path) == [f"checkpoint-{step}" for step in expected]
-
-
-def test_a_damaged_checkpoint_is_replaced_by_that_of_the_resumed_run(run):
-    weights = run / "checkpoint-3" / "model.safetensors"
-    content = weights.read_bytes()
-    os.truncate(weights, 50)
-    make_trainer(run).train(resume_from_checkpoint=True)
-    assert weights.read_bytes() == content and is_whole(run / "checkpoint-3") and not (run / "_unfinished").exists()

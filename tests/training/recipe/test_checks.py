@@ -1,5 +1,3 @@
-"""What a recipe refuses: fields out of range, and fields that contradict each other."""
-
 import pytest
 
 from metaphrase.training.recipe.recipe import Recipe
@@ -8,6 +6,7 @@ STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
 STAGES = {"max_tokens_per_batch": 600, "datasets": {"a": {"train_file": "a.tsv"}}}
 STAGES |= {"stages": {"start": {"shares": {"a": 1}, "until": {"a": 2}}}}
 TEXT = {"objective": "ul2", "train_text_file": "a"}
+SAVED = {"validation_file": "a", "save_strategy": "steps", "eval_strategy": "steps"}
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_best_model": "bleu"}
 
 
@@ -59,6 +58,16 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
             ({**BEST, name: 2, "save_strategy": "steps"}, (name, "load_best_model_at_end"))
             for name in ("average_last", "average_best")
         ),
+        *(
+            (SAVED | fields, (name,))
+            for fields, name in (
+                ({"average_last": 4, "save_total_limit": 2}, "save_total_limit"),
+                ({"average_last": 2, "save_strategy": "no"}, "save_strategy"),
+                ({"average_best": 2, "eval_strategy": "no"}, "eval_strategy"),
+                ({"average_best": 2, "save_strategy": "epoch"}, "save_strategy"),
+                ({"average_best": 2, "save_steps": 5, "eval_steps": 3}, "save_steps"),
+            )
+        ),
         ({"max_steps": 0}, ("max_steps", "num_train_epochs")),
         ({**TEXT, "num_sentinels": 7, "tokenizer_name_or_path": "b"}, ("num_sentinels", "tokenizer_name_or_path")),
     ],
@@ -73,10 +82,7 @@ def test_contradictions_are_refused(fields, names):
     ("fields", "warning"),
     [
         ({"dataset_test_split": "test"}, "`dataset_test_split` without `dataset_name`"),
-        (
-            {"noise_density": 0.2, "lora_alpha": 3.0},
-            "`noise_density` without `objective`, `lora_alpha` without `lora_rank`",
-        ),
+        ({"noise_density": 0.2, "seed": 3}, "`noise_density` without `objective`"),
     ],
 )
 def test_fields_without_effect_are_named_in_one_warning(fields, warning, caplog):

@@ -1,5 +1,3 @@
-"""Recipes: reading YAML strictly, overrides by type, refusals that name the field, and saving."""
-
 import dataclasses
 from pathlib import Path
 
@@ -7,7 +5,7 @@ import pytest
 import yaml
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS
+from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
 
 
@@ -42,21 +40,11 @@ def test_values_of_a_file_have_the_type_of_their_field(recipe_file):
         )
     )
     expected = {"learning_rate": 1e-3, "max_steps": 10_000, "warmup_steps": 2000, "eval_strategy": "no", "bf16": True}
-    # A value that was given goes over our default.
     expected |= {"save_total_limit": None, "train_file": None, "source_prefix": "yes", "bleu_tokenize": "none"}
     expected |= {"metrics": ["bleu", "chrf"], "source_column": 0, "target_column": "de", "source_language": "no"}
     expected |= {"lr_scheduler_kwargs": {"num_cycles": 2}, "model": {"hidden_size": 64, "dropout": 0.5}}
     expected |= {"run_name": "1:30", "label_names": ["labels"]}
     assert values_of(recipe, expected) == expected and type(recipe.max_steps) is int
-
-
-def test_defaults_are_ours_over_those_of_transformers(recipe_file):
-    recipe = load_recipe(recipe_file(""))
-    assert recipe == Recipe() == load_recipe(None)
-    assert recipe.predict_with_generate is True
-    defaults = {item.name: item.default for item in dataclasses.fields(Seq2SeqTrainingArguments)}
-    assert recipe.seed == defaults["seed"]
-    assert set(TRAINING_DEFAULTS) <= set(defaults)
 
 
 HIDDEN = ("sortish_sampler", "generation_config", "use_liger_kernel")
@@ -221,13 +209,4 @@ def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode):
     fields |= {} if given is None else {"lr_scheduler_kwargs": given}
     recipe = Recipe(output_dir="run", use_cpu=True, eval_steps=1, **fields)
     assert (recipe.training_arguments().lr_scheduler_kwargs or {}).get("mode") == mode
-    # That is no part of what was set.
     assert recipe.to_dict().get("lr_scheduler_kwargs") == given
-
-
-def test_fields_that_were_chosen_together_are_saved_below_their_reason(tmp_path):
-    recipe = Recipe(train_file="pairs.tsv").replace(learning_rate=1e-3, vocab_size=900, warmup_steps=10)
-    recipe.replace(reasons={"learning_rate": "both belong together"}).save(tmp_path / "recipe.yaml")
-    lines = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()
-    start = lines.index("# both belong together")
-    assert lines[start + 1 : start + 3] == ["learning_rate: 0.001", "vocab_size: 900"]

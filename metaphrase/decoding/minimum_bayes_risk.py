@@ -1,7 +1,6 @@
 """Minimum Bayes risk decoding: select the candidate with the highest expected utility."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,20 +22,13 @@ _DISTORTIONS = (
 UTILITIES = {"chrf": CHRF(), "bleu": BLEU(effective_order=True)}
 
 
-def weigh_samples(texts: Sequence[str]) -> dict[str, float]:
-    """Return the share of each distinct sample.
+def _weigh(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
+    """Return the probability of each distinct candidate, normalized to sum 1.
 
-    Source: Eikema and Aziz 2020, arXiv 2005.10283.
-    """
-    return {text: count / len(texts) for text, count in Counter(texts).items()}
+    The scores are log-probabilities of the candidates of a beam, or length-normalized. Samples have equal scores, so that the
+    share of a text is its weight.
 
-
-def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
-    """Return the probability of each distinct candidate of a beam, normalized to sum 1.
-
-    The scores are log-probabilities of the candidates, or length-normalized.
-
-    Source: Kumar and Byrne 2004.
+    Source: Kumar and Byrne 2004; for samples, Eikema and Aziz 2020, arXiv 2005.10283.
     """
     highest, weights = max(scores), dict.fromkeys(texts, 0.0)
     for text, score in zip(texts, scores, strict=True):
@@ -87,9 +79,7 @@ def generate_mbr(
         settings = _candidate_options(generator.model.generation_config, name, count, options)
         has_beams = settings["num_beams"] > 1
         rows = generator.generate_n_best(texts, return_scores=has_beams, show_progress=show_progress, **settings)
-        if has_beams:
-            return [weigh_n_best([c.text for c in row], [c.score for c in row]) for row in rows]
-        return [weigh_samples([c.text for c in row]) for row in rows]
+        return [_weigh([c.text for c in row], [c.score if has_beams else 0.0 for c in row]) for row in rows]
 
     candidates = references = draw("num_candidates", num_candidates)
     if num_references is not None:
@@ -110,14 +100,10 @@ def _candidate_options(config: GenerationConfig, name: str, count: int, options:
 
     `name` is the option of the count, for errors. The caller's options override what makes the distribution whole.
     """
-    if count < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {count}.")
     if "num_return_sequences" in options:
         raise ValueError(f"`num_return_sequences` is set by `{name}`, got {options['num_return_sequences']}.")
     num_beams = options.get("num_beams") or 1
     if num_beams > 1:
-        if num_beams < count:
-            raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
         return {"do_sample": False, **complete_sampling(options), "num_return_sequences": count}
     # Override the model's own settings, and transformers' default `top_k` of 50.
     whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}

@@ -1,14 +1,12 @@
 """Tests of constrained beam search: targets contain the phrases, and are the best such targets."""
 
 import itertools
-import random
 
 import pytest
 import torch
 from small_searches import ENDS, OURS, log_probabilities, one_of, search_model, search_sources
 from tiny_models import tiny_model
 
-from metaphrase.decoding.searches.constrained_beam_search import START, PhraseAutomaton
 from metaphrase.inference import constrained_beam_search
 
 OPTIONS = {"num_beams": 5, "max_new_tokens": 9, "eos_token_id": ENDS, "return_dict_in_generate": True}
@@ -187,7 +185,6 @@ def test_a_phrase_that_the_prompt_begins_is_completed(name):
 @pytest.mark.parametrize(
     ("phrases", "options", "message"),
     [
-        ([], {}, "`force_words_ids` must hold at least one phrase"),
         ([[7, 37]], {}, "`force_words_ids` must hold ids"),
         ([[7, 4]], {}, "no end or padding"),
         ([[7] * 9], {"forced_eos_token_id": 4}, "`max_new_tokens` or `num_beams`"),
@@ -218,59 +215,3 @@ def test_what_the_fast_decoder_cannot_run_is_refused(name, prompt, message):
 
 
 # The automaton
-
-VOCAB = 5
-CASES = [
-    [[(1,)]],
-    [[(1, 2, 1, 3)]],
-    [[(1, 1, 2)], [(1, 1)]],
-    [[(1, 2, 3)], [(2, 3, 4)], [(3,)]],
-    [[(1, 2), (3, 3, 3)], [(2, 1)]],
-    [[(1, 2), (START, 4, 2)], [(2, 2)]],
-]
-
-
-def is_met(text, phrases):
-    text = (START, *text)
-    return any(text[first : first + len(phrase)] == phrase for phrase in phrases for first in range(len(text)))
-
-
-def follow(automaton, text):
-    states = torch.tensor([automaton.start])
-    met = torch.zeros(1, automaton.num_constraints, dtype=torch.bool)
-    for token in text:
-        states, met = automaton.read(states, met, torch.tensor([token]))
-    return states, met
-
-
-def fewest(text, constraints):
-    """Return by trial how many more tokens meet all constraints."""
-    for count in range(9):
-        for more in itertools.product(range(1, VOCAB), repeat=count):
-            if all(is_met((*text, *more), phrases) for phrases in constraints):
-                return count
-    raise AssertionError(f"{constraints} need more tokens behind {text}")
-
-
-@pytest.mark.parametrize("constraints", CASES, ids=str)
-def test_met_is_what_a_text_contains(constraints):
-    automaton = PhraseAutomaton(constraints, VOCAB)
-    for length in range(7):
-        rng = random.Random(length)
-        for _ in range(60):
-            text = [rng.randrange(VOCAB) for _ in range(length)]
-            assert follow(automaton, text)[1][0].tolist() == [is_met(text, phrases) for phrases in constraints]
-
-
-@pytest.mark.parametrize("constraints", CASES, ids=str)
-def test_missing_is_enough_and_can_always_be_lowered(constraints):
-    automaton = PhraseAutomaton(constraints, VOCAB)
-    for length in range(4):
-        for text in itertools.product(range(VOCAB), repeat=length):
-            states, met = follow(automaton, text)
-            missing = automaton.num_missing(states, met).item()
-            assert fewest(text, constraints) <= missing <= automaton.num_tokens
-            assert (missing == 0) == bool(met.all())
-            if missing:
-                behind = automaton.read(states, met[:, None], automaton.alphabet)
-                assert automaton.num_missing(*behind).min() < missing

@@ -25,7 +25,6 @@ from metaphrase.decoding.beam_search import (
     Candidates,
     Selection,
     beam_search,
-    num_candidates,
 )
 from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, prepared_projections
 from metaphrase.decoding.options import are_ends
@@ -59,10 +58,6 @@ def constrained_beam_search(
         first_words_ids: For each constraint further phrases that count only at the start of the target.
         special_ids: Ids without text, such as language codes, which do not end the start of the target. The start token,
             ends, padding and a forced first token are added.
-
-    Returns:
-        The `num_return_sequences` best hypotheses that meet all constraints, and with `return_dict_in_generate` their
-        `sequences_scores`, as for beam search.
 
     Raises:
         ValueError: If constraints are malformed or do not fit, other options leave a source without such a target, or the
@@ -115,8 +110,6 @@ def _read_constraints(
                     f"Phrases of `force_words_ids` must hold ids below {max(usable) + 1}, and no end or padding, got {ids}."
                 )
         constraints.append(list(dict.fromkeys([*map(tuple, phrases), *((START, *ids) for ids in first)])))
-    if not constraints:
-        raise ValueError("`force_words_ids` must hold at least one phrase, got none.")
     return constraints
 
 
@@ -281,8 +274,8 @@ class ConstrainedSelection(Selection):
         From sums of log-probabilities (sources, beams, V) to scores and indices into (beams * V), both (sources, candidates).
         """
         num_beams, vocab_size = totals.shape[1:]
-        alphabet, num_best = self._automaton.alphabet, num_candidates(num_beams, self.ends)
-        best = totals.flatten(1).topk(min(num_best, num_beams * vocab_size)).indices
+        alphabet = self._automaton.alphabet
+        best = totals.flatten(1).topk(min(self.num_candidates, num_beams * vocab_size)).indices
         advances = self._automaton.progress(*self._behind_alphabet()) > self._automaton.progress(
             self._states, self._is_met
         ).unsqueeze(-1)
@@ -290,7 +283,7 @@ class ConstrainedSelection(Selection):
         is_candidate[:, :, alphabet] = advances
         is_candidate.scatter_(2, totals.argmax(dim=-1, keepdim=True), True)
         is_candidate = is_candidate.flatten(1).scatter_(1, best, True)
-        count = min(num_best + num_beams * (1 + len(alphabet)), num_beams * vocab_size)
+        count = min(self.num_candidates + num_beams * (1 + len(alphabet)), num_beams * vocab_size)
         return totals.flatten(1).masked_fill(~is_candidate, -torch.inf).topk(count)
 
     def _behind_alphabet(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,7 +332,7 @@ def require_phrases(
         encoded = [encode_phrase(tokenizer, phrase) for phrase in never_contain]
         forbidden = options.get("bad_words_ids") or config.bad_words_ids or []
         options["bad_words_ids"] = [*forbidden, *(ids for both in encoded for part in both for ids in part)]
-    if options.get("force_words_ids") is None or not isinstance(model, torch.nn.Module):
+    if not options.get("force_words_ids") or not isinstance(model, torch.nn.Module):
         return options
     default = config.num_beams or 1
     num_beams = options.get("num_beams") or (default if default > 1 else DEFAULT_NUM_BEAMS)

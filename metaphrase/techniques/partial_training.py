@@ -1,66 +1,21 @@
-"""Techniques of training: the optimizer, frozen parts, LoRA adapters and R-Drop."""
+"""Training of a part of the weights: frozen parts, and LoRA adapters."""
 
-import inspect
-import json
 import logging
-import os
 import re
-import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from types import ModuleType
-from typing import Any
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, get_scheduler
-from transformers.training_args import OptimizerNames
+from transformers import PreTrainedModel, TrainerCallback
 
 logger = logging.getLogger(__name__)
 
-
-# Optimizer and frozen parts
-#
 # Patterns name parts of a model: `encoder`, `decoder.layers.0`, `encoder.layers.0-3` (the first four), `*.cross_attn`, `lm_head`,
 # `embeddings` (of tokens and positions, on both sides). A pattern names a module with all its parameters, or one parameter. The
 # name of a wrapper (`model.`) may be left out. A weight with several names, such as a tied embedding, matches by any of them.
 
-_READ_THE_MODEL = ("lomo", "galore", "apollo")
 _EMBEDDINGS = ("shared", "*embed_tokens", "*embed_positions")
-
-
-def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedModel | None = None) -> tuple:
-    """Return what `Trainer.get_optimizer_cls_and_kwargs` returns, with Adafactor's options, which it ignores.
-
-    `scale_parameter=true` makes an update proportional to the root mean square of the weights, as in T5's training (Shazeer and
-    Stern 2018, section 8, arXiv 1804.04235).
-    """
-    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    if arguments.optim == OptimizerNames.ADAFACTOR:
-        parts = [part.partition("=") for part in (arguments.optim_args or "").split(",") if part.strip()]
-        options |= {name.strip(): json.loads(value.lower()) for name, _, value in parts}
-    return optimizer_class, options
-
-
-def check_optimizer(arguments: TrainingArguments) -> None:
-    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
-
-    Raises:
-        ValueError: Naming the field.
-    """
-    if arguments.optim_target_modules or any(name in arguments.optim for name in _READ_THE_MODEL):
-        return
-    owner, field = "optim", "optim_args"
-    try:
-        optimizer_class, options = optimizer_class_and_options(arguments)
-        optimizer = optimizer_class([nn.Parameter(torch.zeros(1))], **options)
-        owner, field = "lr_scheduler_type", "lr_scheduler_kwargs"
-        kwargs = arguments.lr_scheduler_kwargs
-        get_scheduler(arguments.lr_scheduler_type, optimizer, 0, 10, scheduler_specific_kwargs=kwargs)
-    except (ValueError, TypeError) as error:
-        name, value = getattr(arguments, owner).value, getattr(arguments, field)
-        raise ValueError(f"`{field}` must be options of `{owner}` {name}, got {value!r}: {error}") from error
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -152,33 +107,13 @@ def _matches(glob: str, name: str) -> bool:
 
 # LoRA: trainable low-rank matrices beside frozen weights (Hu et al. 2021, section 4, arXiv 2106.09685)
 
-ALL_LINEAR = "all-linear"
-
-
-def import_peft() -> ModuleType:
-    """Return the package peft.
-
-    Raises:
-        ImportError: If it is not installed, saying how to install it.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("LoRA needs peft, which is not installed: pip install metaphrase[lora]") from error
-    return peft
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Return True if a model is a peft model with adapters. peft need not be installed."""
-    return any(base.__module__.startswith("peft.") and base.__name__ == "PeftModel" for base in type(model).__mro__)
-
 
 def add_lora(
     model: PreTrainedModel,
     rank: int = 8,
     alpha: float = 16,
     dropout: float = 0.0,
-    target_modules: str | Sequence[str] = ALL_LINEAR,
+    target_modules: Sequence[str] | None = None,
 ) -> PreTrainedModel:
     """Freeze a model and add a trainable product of two thin matrices, alpha / rank * B A, to some of its weights.
 
@@ -190,17 +125,18 @@ def add_lora(
         rank: Inner dimension of the product.
         alpha: Weight of the product before division by the rank.
         dropout: Dropout probability of the product's input.
-        target_modules: Ends of names of linear layers, such as `["q_proj", "v_proj"]`.
+        target_modules: Ends of names of linear layers, such as `["q_proj", "v_proj"]`; None for all but the output projection.
     """
-    peft = import_peft()
-    if target_modules != ALL_LINEAR:
+    import peft
+
+    if target_modules is not None:
         _check_targets(model, target_modules)
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM,
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=target_modules,
+        target_modules=target_modules or "all-linear",
     )
     adapted = peft.get_peft_model(model, config)
     trained, total = adapted.get_nb_trainable_parameters()
@@ -219,60 +155,3 @@ def _check_targets(model: nn.Module, target_modules: Sequence[str]) -> None:
         modules = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not modules or not all(isinstance(module, nn.Linear) and aliases[module.weight] == 1 for module in modules):
             raise ValueError(f"`lora_target_modules` must name linear layers without tied weights, got {target!r}.")
-
-
-def merge_lora(model: PreTrainedModel, output: str | os.PathLike) -> PreTrainedModel:
-    """Add an adapter to its base weights in place, save the sum as a model that needs no peft, and return it."""
-    is_tied = model.config.tie_word_embeddings
-    with warnings.catch_warnings():
-        # peft compares the output projection with the encoder's embedding, which is wrong for two vocabularies.
-        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
-        merged = model.merge_and_unload(safe_merge=True)
-    merged.config.tie_word_embeddings = is_tied
-    merged.requires_grad_(True)
-    merged.save_pretrained(output)
-    return merged
-
-
-# R-Drop (Liang et al. 2021, section 2, arXiv 2106.14448)
-
-_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
-
-
-def smooths_labels(model: PreTrainedModel) -> bool:
-    """Return True if the model lets `TrainingLoss` compute the loss, as Metaphrase models do."""
-    base = model.get_base_model() if is_adapted(model) else model
-    return "loss_of_states" in inspect.signature(base.forward).parameters
-
-
-def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
-    """Check that R-Drop can train a model.
-
-    Args:
-        model: The model to train.
-        other_dropout: Dropout of an adapter beside the model.
-
-    Raises:
-        ValueError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
-    """
-    if not smooths_labels(model):
-        raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
-    if not other_dropout and not any(getattr(model.config, name) for name in _DROPOUTS):
-        raise ValueError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
-
-
-def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with all its rows twice.
-
-    Args:
-        inputs: Tensors (B, ...), with `labels` among them. Plain values, and tensors without a row for each pair such as
-            positions (1, T), are not repeated. A packed batch, which has `source_lengths`, is a row (1, tokens) and gets longer.
-    """
-    num_rows, is_packed = len(inputs["labels"]), inputs.get("source_lengths") is not None
-    repeated = {}
-    for name, value in inputs.items():
-        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0
-        if is_batch and (is_packed or len(value) == num_rows):
-            value = torch.cat([value, value], dim=min(value.ndim - 1, 1) if is_packed else 0)
-        repeated[name] = value
-    return repeated

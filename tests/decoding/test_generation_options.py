@@ -4,15 +4,7 @@ import numpy as np
 import pytest
 from tiny_generator import SOURCES, tiny_generator
 
-from metaphrase.decoding.searches.constrained_beam_search import DEFAULT_NUM_BEAMS, require_phrases
 from metaphrase.inference.batches import decode
-
-
-def test_required_phrases_bring_beams(generator):
-    for own, options, expected in ((1, {}, DEFAULT_NUM_BEAMS), (3, {}, 3), (3, {"num_beams": 4}, 4)):
-        generator.model.generation_config.num_beams = own
-        options = require_phrases(generator.model, {"force_words_ids": [[7]], **options})
-        assert not options["do_sample"] and options["num_beams"] == expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from decoder_states import fill_new_tensors_with_nan
 from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.decoding.searches.joint_search import BlockState
+from metaphrase.decoding.joint_search import BlockState
 from metaphrase.inference import Generator, Partner, SpeculativeSearch, decode
 
 ENDS = [5, 11, 17]

@@ -27,8 +27,8 @@ from metaphrase.decoding.fast_generation import (
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.inference.batches import longest_source
 from metaphrase.inference.generator import Generator, check_single
+from metaphrase.modeling.configuration_metaphrase import SSRU
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
-from metaphrase.modeling.stacks import MetaphraseDecoder
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
@@ -97,9 +97,11 @@ def start_search(
     """
     models = [model, *(partner for partner, _ in partners)]
     obstacles = [find_obstacle(model, input_ids, generation_config=generation_config, **kwargs)]
-    if obstacle := next(
-        filter(None, obstacles + [find_obstacle_of_model(partner, generation_config) for partner in models[1:]]), None
-    ):
+    obstacles += [find_obstacle_of_model(partner, generation_config) for partner in models[1:]]
+    if state_class is BlockState and any(item.config.decoder_self_attention == SSRU for item in models):
+        # A recurrence cannot forget its last tokens.
+        obstacles.append("`decoder_self_attention` ssru with `assistant_model`")
+    if obstacle := next(filter(None, obstacles), None):
         raise ValueError(
             "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
             f"cache, and without streamers and hooks. Not supported here: {obstacle}."
@@ -175,18 +177,12 @@ class EnsembleSearch:
 class BlockState(DecoderState):
     """The state of one target. It reads blocks of tokens, and a smaller `length` lets it forget the last tokens again."""
 
-    def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
-        super().__init__(decoder, encoder_output, attention_mask)
-        if self._states:
-            raise ValueError(
-                "`assistant_model` must be left out with `decoder_self_attention` ssru, got one: a recurrence cannot forget "
-                "its last tokens."
-            )
-
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read tokens (1, width) behind the target, and return the decoder's output (1, width, H)."""
         past = self.length + input_ids.shape[1]
-        self._make_room(past)
+        self._grow_tables(past)
+        if past > self._target_cache.capacity:
+            self._target_cache.grow(self.length, past)
         positions = torch.arange(self.length, past, device=self.device)[None]
         # (width, past), below 0 for later tokens of the block.
         distances = positions.T - torch.arange(past, device=self.device)

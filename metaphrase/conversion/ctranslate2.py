@@ -6,18 +6,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ctranslate2.converters import utils
-from ctranslate2.specs import attention_spec, common_spec, model_spec
-from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metaphrase.conversion.checkpoints import RARE_FIELDS
-from metaphrase.conversion.exports import export_folder, position_table
+from metaphrase.conversion.checkpoints import RARE_FIELDS, export_folder, position_table
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
+
+try:
+    import ctranslate2
+    from ctranslate2.converters import utils
+    from ctranslate2.specs import attention_spec, common_spec, model_spec
+    from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
+except ImportError as error:
+    raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
+
+# 4.8.0 silently computes a relative bias per layer wrongly.
+if Version(ctranslate2.__version__) < Version("4.8.5"):
+    raise ImportError(
+        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
+    )
 
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")
 _ACTIVATIONS = {
@@ -41,9 +52,6 @@ def export_ctranslate2(
         output: The folder to write.
         quantization: Type of the weights, one of CTranslate2's, such as int8. None keeps the checkpoint's type.
         overwrite: True to replace an `output` that this package wrote.
-
-    Returns:
-        The path of the folder.
 
     Raises:
         ValueError: If CTranslate2 cannot express the model, weights are missing, or an argument is invalid.

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 from metaphrase.conversion.checkpoints import find_folder
-from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.storage.folders import file_in_one_step, json_text, read_json
 from metaphrase.tokenization import TokenizerPair
 
@@ -36,9 +36,6 @@ def export_argos(
         target_language: The same for targets.
         quantization: Type of the weights, as for `export_ctranslate2`.
         overwrite: True to replace an existing file.
-
-    Returns:
-        The path of the file.
 
     Raises:
         ValueError: If the model or its tokenizer cannot be expressed, or an argument is invalid.

@@ -1,0 +1,539 @@
+"""Marian's Transformer: its options, weights, vocabularies and lexical shortlists, in its own files and in ours.
+
+Numbers in these files are sizes of what follows. numpy checks each against the file before anything is read.
+
+Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344. The recurrent decoder (SSRU) is from Kim et al. 2019, From Research to
+Production and Back: Ludicrously Fast Neural Machine Translation. The tokenizers give the ids of SentencePiece without its
+library: Kudo and Richardson 2018, arXiv 1808.06226.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import re
+import reprlib
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import CONFIG_NAME
+
+from metaphrase.conversion import checkpoints
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
+
+logger = logging.getLogger(__name__)
+
+OPTIONS_NAME = "special:model.yml"
+_SUFFIXES = (".npz", ".bin")
+# Marian's number of a type is a class and a width in bytes.
+_FLOAT32, _INT8, _INTGEMM8 = 0x404, 0x101, 0x4101
+_SHORTLIST_MAGIC = 0xF11A48D5013417F5
+
+_PADDING = "<pad>"
+# Fields of sentencepiece_model.proto.
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_MODEL_TYPE, _SPACE_IS_SUFFIX, _BYTE_FALLBACK = 3, 24, 35
+_CHARSMAP, _DUMMY_PREFIX, _REMOVE_SPACES, _ESCAPE = 2, 3, 4, 5
+_UNIGRAM = 1
+# Types of pieces.
+_NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
+
+
+def find_model_file(source: str | os.PathLike) -> Path | None:
+    """Return the model file of Marian that a path names or holds, or None for a folder of transformers and for other names.
+
+    Raises:
+        ValueError: If a folder holds several.
+    """
+    path = Path(source)
+    names = [] if (path / CONFIG_NAME).exists() else [path, *sorted(path.glob("*"))]
+    files = [file for file in names if file.suffix in _SUFFIXES and file.is_file()]
+    files = [file for file in files if OPTIONS_NAME.encode() in file.read_bytes()]
+    if len(files) > 1:
+        raise ValueError(f"`source` must be one of the models in {path}: {', '.join(file.name for file in files)}.")
+    return files[0] if files else None
+
+
+def read_model_file(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the options of a network, and its weights in float32 by Marian's names.
+
+    Weights of 8 bits (intgemm) are multiplied out. Factors of activations, which 8 bits need, are dropped.
+    """
+    # numpy leaves a damaged file open.
+    with _naming_damaged_file(path), open(path, "rb") as file:
+        arrays = dict(np.load(file)) if path.suffix == ".npz" else _read_bin(path)
+        options = dict(yaml.safe_load(arrays.pop(OPTIONS_NAME).tobytes().rstrip(b"\0").decode()))
+    weights = {name: array for name, array in arrays.items() if not name.endswith("_QuantMultA")}
+    for name, weight in weights.items():
+        if weight.dtype != np.float32 or not np.isfinite(weight).all():
+            raise ValueError(f"The weight `{name}` of {path} must hold finite numbers in float32, got {weight.dtype}.")
+    return options, weights
+
+
+@contextlib.contextmanager
+def _naming_damaged_file(path: Path) -> Iterator[None]:
+    """Name the file in each of the many errors that libraries raise for damaged files."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{path} must be a whole file of Marian, got {type(error).__name__}: {text}") from error
+
+
+def _make_reader(path: Path) -> Callable[[str, int], np.ndarray]:
+    """Return a function that returns the next numbers of a file, by their type and count."""
+    content, offset = path.read_bytes(), 0
+
+    def read(dtype: str, count: int) -> np.ndarray:
+        nonlocal offset
+        numbers = np.frombuffer(content, dtype, count, offset) if count else np.empty(0, dtype)
+        offset += numbers.nbytes
+        return numbers
+
+    return read
+
+
+def _read_bin(path: Path) -> dict[str, np.ndarray]:
+    read = _make_reader(path)
+    _, num_items = read("<u8", 2).tolist()
+    headers = read("<u8", 4 * num_items).reshape(-1, 4).tolist()
+    names = [read("u1", name_length).tobytes().rstrip(b"\0").decode() for name_length, *_ in headers]
+    array_shapes = [tuple(read("<u4", rank).tolist()) for _, _, rank, _ in headers]
+    [padding] = read("<u8", 1).tolist()
+    read("u1", padding)
+    arrays = {}
+    for name, shape, (_, kind, _, nbytes) in zip(names, array_shapes, headers, strict=True):
+        data, size = read("u1", nbytes), math.prod(shape)
+        if kind == _FLOAT32:
+            arrays[name] = data[: 4 * size].view("<f4").reshape(shape)
+            continue
+        # It is unknown whether a separate head of 8 bits is stored transposed.
+        if kind not in (_INT8, _INTGEMM8) or (kind == _INTGEMM8 and name.endswith("_Wt")):
+            raise ValueError(f"`{name}` must be of float32 or 8 bits (intgemm8), got type {kind:#x}")
+        numbers = data[:size].view("i1")
+        if kind == _INTGEMM8:
+            [factor] = data[size : size + 4].copy().view("<f4")
+            with np.errstate(all="ignore"):
+                numbers = numbers.astype(np.float32) / factor
+        # All matrices of 8 bits but embeddings are stored transposed.
+        is_transposed = kind == _INTGEMM8 and not name.endswith("Wemb")
+        arrays[name] = numbers.reshape(shape[::-1]).T if is_transposed else numbers.reshape(shape)
+    return arrays
+
+
+def _find_vocabularies(folder: Path) -> list[Path]:
+    """Return the file of a joint vocabulary, or those of source and target."""
+    paths = sorted(folder.glob("*.spm"))
+    if len(paths) == 1:
+        return paths
+    sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
+    if len(paths) != 2 or [len(side) for side in sides] != [1, 1]:
+        raise ValueError(
+            "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm, "
+            f"got {', '.join(path.name for path in paths) or 'none'} in {folder}."
+        )
+    return [*sides[0], *sides[1]]
+
+
+def read_vocabularies(paths: list[Path]) -> TokenizerPair:
+    """Return the tokenizers of a model, whose padding follows the pieces."""
+    tokenizers = []
+    for path in paths:
+        try:
+            tokenizers.append(_make_tokenizer(path.read_bytes()))
+        # tokenizers has no error class of its own.
+        except Exception as error:
+            raise ValueError(f"{path} must be a unigram model of SentencePiece: {error}.") from error
+    source, target = tokenizers[0], tokenizers[-1]
+    sides = [(len(side), side.eos_token_id, side.unk_token_id) for side in (source, target)]
+    if sides[0] != sides[1]:
+        raise ValueError(
+            f"Both vocabularies must have one size and the same special ids, got {sides[0]} and {sides[1]}."
+        )
+    return TokenizerPair(source, target)
+
+
+def _make_tokenizer(content: bytes) -> PreTrainedTokenizerFast:
+    fields = list(_read_message(content))
+    pieces = [dict(_read_message(value)) for number, value in fields if number == _PIECES]
+    trainer, normalizer = (
+        dict(_read_message(b"".join(value for number, value in fields if number == wanted)))
+        for wanted in (_TRAINER, _NORMALIZER)
+    )
+    vocabulary = [(piece[1].decode(), struct.unpack("<f", piece.get(2, bytes(4)))[0]) for piece in pieces]
+    kinds = [piece.get(3, _NORMAL) for piece in pieces]
+    names = [name for name, _ in vocabulary]
+    is_unigram = trainer.get(_MODEL_TYPE, _UNIGRAM) == _UNIGRAM
+    marks_spaces = not trainer.get(_SPACE_IS_SUFFIX) and normalizer.get(_ESCAPE, 1)
+    has_different_pieces = len({*names}) == len(names) and kinds.count(_UNKNOWN) == 1
+    if not is_unigram or not marks_spaces or not has_different_pieces or "</s>" not in names or _PADDING in names:
+        raise ValueError(
+            f"it must mark spaces in front of words, and have different pieces, with </s>, one unknown and no {_PADDING}"
+        )
+    has_bytes, unknown = bool(trainer.get(_BYTE_FALLBACK)), kinds.index(_UNKNOWN)
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=has_bytes))
+    steps = [normalizers.Precompiled(normalizer[_CHARSMAP])] if normalizer.get(_CHARSMAP) else []
+    if normalizer.get(_REMOVE_SPACES, 1):
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if normalizer.get(_DUMMY_PREFIX, 1) else "never"
+    splits = [pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)]
+    if whole := sorted((names[i] for i, kind in enumerate(kinds) if kind == _USER_DEFINED), key=len, reverse=True):
+        splits.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, whole))), behavior="isolated"))
+    # Text such as `</s>` is cut behind its first character, so that it is no control token.
+    controls = (name for name, kind in zip(names, kinds, strict=True) if kind not in (_NORMAL, _USER_DEFINED) and name)
+    cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
+    splits.append(pre_tokenizers.Split(Regex(cuts), behavior="isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if scheme == "always" else []),
+        ]
+    )
+    end = names.index("</s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B:1 </s>:1", special_tokens=[("</s>", end)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="</s>",
+        unk_token=names[unknown],
+        pad_token=_PADDING,
+        padding_side="right",
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def _read_message(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield number and value of each field of a message in the format of Protocol Buffers."""
+    offset = 0
+
+    def read_number() -> int:
+        nonlocal offset
+        byte = content[offset]
+        offset += 1
+        return byte if byte < 128 else byte - 128 + 128 * read_number()
+
+    while offset < len(content):
+        key = read_number()
+        # A number, 8 bytes, bytes with their length in front, or 4 bytes.
+        if key & 7 == 0:
+            yield key >> 3, read_number()
+            continue
+        length = {1: lambda: 8, 2: read_number, 5: lambda: 4}.get(key & 7, lambda: len(content) + 1)()
+        if length > len(content) - offset:
+            raise ValueError("it is damaged")
+        yield key >> 3, content[offset : offset + length]
+        offset += length
+
+
+def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap:
+    """Return the vocabulary map of a binary lexical shortlist. With a joint vocabulary, a source token also permits itself."""
+    num_tokens, end = tokenizers.source.pad_token_id, tokenizers.target.eos_token_id
+    with _naming_damaged_file(path):
+        read = _make_reader(path)
+        magic, _, num_first, _, num_offsets, num_ids = read("<u8", 6).tolist()
+        offsets, ids = read("<u8", num_offsets), read("<u4", num_ids)
+        is_ascending = num_offsets == num_tokens + 1 and (offsets[1:] >= offsets[:-1]).all() and offsets[-1] <= num_ids
+        if magic != _SHORTLIST_MAGIC or not is_ascending or max(num_first, ids.max(initial=0) + 1) > num_tokens:
+            raise ValueError(f"it must be the shortlist of {num_tokens} tokens")
+    targets = np.split(ids, offsets[1:-1].astype(np.int64))
+    if tokenizers.is_joint:
+        targets = [np.append(ids, np.uint32(index)) for index, ids in enumerate(targets)]
+    return VocabularyMap([*{*range(num_first), end}], dict(enumerate(targets)))
+
+
+# The name of this format, in the place of a family of transformers.
+MARIAN_FILE = "marian-npz"
+# Our fields, which hold for all of Marian's Transformers.
+_FIXED_FIELDS = {
+    "position_embedding_type": "sinusoidal",
+    "sinusoidal_layout": "fairseq",
+    "norm_type": "layernorm",
+    "norm_eps": 1e-6,
+    "gated_mlp": False,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "logits_bias": True,
+    "train_padding_embedding": False,
+    "bos_token_id": None,
+}
+_FREE_FIELDS = Family.free | {"dropout", "attention_dropout", "activation_dropout", "max_position_embeddings"}
+_SIZES = {
+    "hidden_size": "dim-emb",
+    "encoder_layers": "enc-depth",
+    "decoder_layers": "dec-depth",
+    "encoder_attention_heads": "transformer-heads",
+    "encoder_ffn_dim": "transformer-dim-ffn",
+}
+_OFF = (
+    *("layer-normalization", "output-omit-bias", "right-left", "transformer-no-projection", "transformer-pool"),
+    *("transformer-train-position-embeddings", "ulr"),
+)
+# Marian's options by the only values that fit. The first is the default.
+_FIXED_OPTIONS: dict[str, tuple] = {
+    "type": ("transformer",),
+    "input-types": ([], ["sequence", "sequence"]),
+    "transformer-ffn-depth": (2,),
+    **dict.fromkeys(_OFF, (False,)),
+}
+# Options of other networks, which Marian writes into every file.
+_OTHER_NETWORKS: dict[str, Any] = {
+    "bert-train-type-embeddings": True,
+    "bert-type-vocab-size": 2,
+    "dec-cell-base-depth": 2,
+    "dec-cell-high-depth": 1,
+    "dim-rnn": 1024,
+    "enc-cell": "gru",
+    "enc-cell-depth": 1,
+    "enc-type": "bidirectional",
+    "skip": False,
+    "transformer-aan-activation": "swish",
+    "transformer-aan-depth": 2,
+    "transformer-aan-nogate": False,
+    "transformer-dim-aan": 2048,
+    "transformer-guided-alignment-layer": "last",
+    "ulr-dim-emb": 0,
+    "ulr-trainable-transformation": False,
+}
+_CHOICES: dict[str, dict[Any, Any]] = {
+    # Marian approximates gelu by a sigmoid.
+    "transformer-ffn-activation": {"relu": "relu", "swish": "silu", "gelu": "quick_gelu"},
+    # n normalizes, a adds the input.
+    "transformer-preprocess": {"": "post", "n": "pre"},
+    "transformer-postprocess": {"an": "post", "a": "pre"},
+    "transformer-postprocess-emb": {"": False, "n": True},
+    "transformer-postprocess-top": {"": False, "n": True},
+    "transformer-decoder-autoreg": {"self-attention": "attention", "rnn": "ssru"},
+}
+_TIES = ("tied-embeddings", "tied-embeddings-src", "tied-embeddings-all")
+_KNOWN = {*_FIXED_OPTIONS, *_OTHER_NETWORKS, *_CHOICES, *_SIZES.values(), *_TIES, "version", "dim-vocabs", "dec-cell"}
+_KNOWN |= {"transformer-decoder-dim-ffn", "transformer-tied-layers", "transformer-depth-scaling", "factors-combine"}
+_PARTS = {
+    "self_attn": "self",
+    "cross_attn": "context",
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "up_proj": "1",
+    "down_proj": "2",
+    "input_proj": "",
+    "forget_proj": "f",
+}
+# Marian starts the decoder with zeros. Ours starts with padding, whose row follows those of Marian and holds zeros. Its bias
+# keeps it out of every target.
+_PADDING_BIAS = -1e4
+_MATRIX = "_proj.weight"
+_WITH_PADDING = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
+
+
+def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int) -> MetaphraseConfig:
+    """Return the configuration of a network by Marian's options. `num_tokens` is the size of each vocabulary, without padding.
+
+    A `ValueError` names the first option that changes the network in a way that Metaphrase lacks.
+    """
+    for name, value in options.items():
+        if value and name not in _KNOWN:
+            _refuse(name, "off", value)
+    for name, allowed in _FIXED_OPTIONS.items():
+        if options.get(name, allowed[0]) not in allowed:
+            _refuse(name, " or ".join(map(repr, allowed)), options[name])
+    sizes = {field: options.get(name) for field, name in _SIZES.items()}
+    sizes["decoder_ffn_dim"] = options.get("transformer-decoder-dim-ffn") or sizes["encoder_ffn_dim"]
+    for name, value in zip((*_SIZES.values(), "transformer-decoder-dim-ffn"), sizes.values(), strict=True):
+        if type(value) is not int or value < 1:
+            _refuse(name, "a number above 0", value)
+    activation, norm_position, behind, norm_emb, norm_top, recurrence = (_choose(options, name) for name in _CHOICES)
+    if behind != norm_position:
+        expected = "dan" if norm_position == "post" else "da"
+        _refuse("transformer-postprocess", expected, options.get("transformer-postprocess"))
+    if recurrence == "ssru" and options.get("dec-cell") != "ssru":
+        _refuse("dec-cell", "ssru", options.get("dec-cell"))
+    tied, tied_src, tied_all = (bool(options.get(name)) for name in _TIES)
+    return MetaphraseConfig(
+        **_FIXED_FIELDS,
+        **sizes,
+        decoder_self_attention=recurrence,
+        decoder_attention_heads=sizes["encoder_attention_heads"],
+        activation_function=activation,
+        norm_position=norm_position,
+        embedding_norm=norm_emb,
+        final_norm=norm_top,
+        share_embeddings=tied_all or tied_src,
+        tie_word_embeddings=tied_all or tied,
+        vocab_size=num_tokens + 1,
+        pad_token_id=num_tokens,
+        eos_token_id=eos_token_id,
+        decoder_start_token_id=num_tokens,
+        dtype="float32",
+    )
+
+
+def _choose(options: Mapping[str, Any], name: str) -> Any:
+    choices, default = _CHOICES[name], next(iter(_CHOICES[name]))
+    value = options.get(name, default)
+    # d is dropout.
+    letters = value.replace("d", "") if isinstance(value, str) and "process" in name else value
+    if not isinstance(letters, str) or letters not in choices:
+        _refuse(name, " or ".join(repr(choice) for choice in choices), value)
+    return choices[letters]
+
+
+def _refuse(name: str, expected: str, value: Any) -> None:
+    raise ValueError(f"`{name}` in special:model.yml must be {expected}, got {reprlib.repr(value)}.")
+
+
+def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
+    """Return Marian's options of a model. A `ValueError` names all options that Marian lacks."""
+    recurrence = config.decoder_self_attention
+    values = (config.activation_function, config.norm_position, config.norm_position, config.embedding_norm)
+    values += (config.final_norm, recurrence)
+    # A value without a counterpart becomes the default, and is an obstacle below.
+    chosen = {
+        name: next((theirs for theirs, ours in choices.items() if ours == value), next(iter(choices)))
+        for (name, choices), value in zip(_CHOICES.items(), values, strict=True)
+    }
+    size = config.vocab_size - 1
+    options = {name: allowed[0] for name, allowed in _FIXED_OPTIONS.items()} | _OTHER_NETWORKS | chosen
+    options |= {name: getattr(config, field) for field, name in _SIZES.items()}
+    options |= {
+        "dec-cell": "ssru" if recurrence == "ssru" else "gru",
+        "dim-vocabs": [size, size],
+        "tied-embeddings": config.tie_word_embeddings and not config.share_embeddings,
+        "tied-embeddings-src": config.share_embeddings and not config.tie_word_embeddings,
+        "tied-embeddings-all": config.share_embeddings and config.tie_word_embeddings,
+        "transformer-decoder-dim-ffn": config.decoder_ffn_dim,
+        "transformer-tied-layers": [],
+    }
+    # For dropout in training, Marian's usual spelling.
+    options["transformer-postprocess"] = f"d{options['transformer-postprocess']}"
+    expected = _read_config(options, size, config.eos_token_id)
+    fields = [name for name in MetaphraseConfig.__annotations__ if name not in _FREE_FIELDS]
+    if obstacles := [
+        f"`{name}` must be {getattr(expected, name)}, got {getattr(config, name)}"
+        for name in fields
+        if getattr(config, name) != getattr(expected, name)
+    ]:
+        raise ValueError(f"The model is none of Marian's: {'; '.join(obstacles)}.")
+    return options
+
+
+def _marian_name(name: str, config: MetaphraseConfig, decoder_layers: Sequence[int]) -> str:
+    """Return the name of the weight of Marian that holds one of ours.
+
+    `decoder_layers` has the number of Marian's layer for each of our decoder layers. Tied layers share a number.
+    """
+    if name in (HEAD, HEAD_BIAS):
+        return "decoder_ff_logit_out_" + ("Wt" if name == HEAD else "b")
+    _, stack, *parts = name.split(".")
+    # A norm in front of a sublayer has a suffix.
+    norm = {"weight": "ln_scale", "bias": "ln_bias"}[parts[-1]]
+    match parts:
+        case ["embed_tokens", _]:
+            return "Wemb" if config.share_embeddings else f"{stack}_Wemb"
+        case ["embedding_norm", _]:
+            return f"{stack}_emb_{norm}_pre"
+        case ["norm", _]:
+            return f"{stack}_top_{norm}"
+    index, sublayer, *rest = parts[1:-1]
+    layer = f"{stack}_l{decoder_layers[int(index)] if stack == 'decoder' else int(index) + 1}"
+    is_recurrent = stack == "decoder" and config.decoder_self_attention == "ssru"
+    is_norm = sublayer.endswith("_norm")
+    sublayer = sublayer.removesuffix("_norm")
+    part = "rnn" if is_recurrent and sublayer == "self_attn" else "ffn" if sublayer == "mlp" else _PARTS[sublayer]
+    if not is_norm:
+        return f"{layer}_{part}_{'W' if parts[-1] == 'weight' else 'b'}{_PARTS[rest[0]]}"
+    is_pre_norm = config.norm_position == "pre"
+    # Marian gives a norm the prefix of its sublayer, but for the norm in front of a recurrence.
+    prefix = {"ffn": "_ffn", "rnn": "" if is_pre_norm else "_ffn"}.get(part, "_Wo")
+    return f"{layer}_{part}{prefix}_{norm}{'_pre' if is_pre_norm else ''}"
+
+
+def _marian_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    if name in _WITH_PADDING:
+        return shape[0] - 1, shape[1]
+    return (1, shape[0] - (name == HEAD_BIAS)) if len(shape) == 1 else (shape[1], shape[0])
+
+
+def _to_ours(name: str, weight: np.ndarray) -> torch.Tensor:
+    """Return our weight `name` from that of Marian."""
+    if name in _WITH_PADDING:
+        ours = np.concatenate((weight, np.zeros_like(weight[:1])))
+    elif name == HEAD_BIAS:
+        ours = np.append(weight[0], np.float32(_PADDING_BIAS))
+    else:
+        ours = weight.T if name.endswith(_MATRIX) else weight[0]
+    return torch.from_numpy(np.array(ours, dtype=np.float32))
+
+
+def _to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
+    """Return Marian's weight from our weight `name`."""
+    ours = weight.float().numpy()
+    if name in (ENCODER_EMBEDDING, DECODER_EMBEDDING) and ours[-1].any():
+        raise ValueError(f"The last row of `{name}`, that of padding, must hold zeros, as Marian starts the decoder.")
+    if name in _WITH_PADDING:
+        return ours[:-1]
+    return ours[None, : -1 if name == HEAD_BIAS else None] if ours.ndim == 1 else np.ascontiguousarray(ours.T)
+
+
+def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
+    """Write our checkpoint of a model file of Marian, with the vocabularies and the shortlist beside it."""
+    tokenizers = read_vocabularies(_find_vocabularies(file.parent))
+    options, weights = read_model_file(file)
+    config = _read_config(options, tokenizers.target.pad_token_id, tokenizers.target.eos_token_id)
+    decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
+    if isinstance(decoder_layers, int | str) or len(decoder_layers) != config.decoder_layers:
+        _refuse("transformer-tied-layers", f"{config.decoder_layers} layers", decoder_layers)
+    model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
+    our_shapes = checkpoints.shapes(model)
+    names = {name: _marian_name(name, config, decoder_layers) for name in checkpoints.stored_names(model)}
+    checkpoints.check_names(names.values(), weights, {*names.values()})
+    planned = {}
+    for name, theirs in names.items():
+        checkpoints.check_shape(theirs, weights[theirs].shape, _marian_shape(name, our_shapes[name]))
+        planned[name] = PlannedTensor(weights[theirs].nbytes, functools.partial(_to_ours, name, weights[theirs]))
+    # Marian writes no unknown token, and has the limit of 512 tokens in models of OPUS-MT.
+    ids = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
+    generation = GenerationConfig(**ids, max_length=512, suppress_tokens=[tokenizers.target.unk_token_id])
+    checkpoints.write_ours(output, model, planned, generation, max_shard_size)
+    tokenizers.save_pretrained(output)
+    shortlists = sorted(file.parent.glob("lex*.bin"))
+    if len(shortlists) == 1:
+        _read_vocabulary_map(shortlists[0], tokenizers).save(output / VOCABULARY_MAP_NAME, tokenizers)
+    elif shortlists:
+        names = [path.name for path in shortlists]
+        logger.warning("The shortlists are left behind: there must be one, got %s.", listed(names))
+
+
+def write_marian(folder: Path, output: Path) -> None:
+    """Write `model.npz` of a folder with our checkpoint."""
+    config = MetaphraseConfig.from_pretrained(folder)
+    options = _write_options(config)
+    text = yaml.safe_dump(options, sort_keys=True).encode() + b"\0"
+    arrays = {OPTIONS_NAME: np.frombuffer(text, np.int8)}
+    with contextlib.ExitStack() as files:
+        weights = WeightFiles(folder, files)
+        for name in checkpoints.stored_names(checkpoints.our_skeleton(folder, weights)):
+            theirs = _marian_name(name, config, range(1, config.decoder_layers + 1))
+            arrays[theirs] = _to_marian(name, weights.read(name))
+    np.savez(output / "model.npz", **arrays)
+    if not any(folder.glob("*.spm")):
+        logger.warning("%s holds no vocabulary *.spm: put that of the model of Marian beside model.npz.", folder)

@@ -1,1 +1,0 @@
-"""Conversion from and to Marian's own files."""
