@@ -15,7 +15,7 @@ from random import Random
 from machine import describe_machine
 from sacrebleu.metrics import BLEU
 
-from metaphrase.filtering.lexicon import learn_terms
+from metaphrase.filtering.alignment import learn_terms
 from metaphrase.inference import Generator
 from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
 

@@ -87,7 +87,10 @@ def select_files(folder: Path) -> Selection:
         return Selection(paths, {"library/": "a copy of transformers.js"} if len(paths) < len(names) else {})
     weights = weight_names(folder)
     index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
-    names = [*weights, *index, *_code_files(folder), *_card_pictures(folder)]
+    names = [*weights, *index, *_code_files(folder)]
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+    # `curve.png` must not match in `training_curve.png`.
+    names += [path.name for path in folder.glob("*.png") if re.search(rf"(?<![\w.%-]){re.escape(path.name)}", card)]
     model_files = (*MODEL_FILES, *map(glob.escape, names))
     for directory, patterns in ((folder, model_files), (folder / TARGET_SUBFOLDER, TOKENIZER_FILES)):
         for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -119,12 +122,6 @@ def _code_files(folder: Path) -> list[str]:
     paths = {path for path in paths if path.is_file()}
     imported = {Path(path) for module in paths for path in get_relative_import_files(module)}
     return sorted(path.name for path in paths | imported)
-
-
-def _card_pictures(folder: Path) -> list[str]:
-    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
-    # `curve.png` must not match in `training_curve.png`.
-    return [path.name for path in folder.glob("*.png") if re.search(rf"(?<![\w.%-]){re.escape(path.name)}", card)]
 
 
 def check_folder(folder: Path) -> None:

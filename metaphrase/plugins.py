@@ -92,6 +92,18 @@ def import_name(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def names_of_rings(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:
+    """Return the public names of a package that rings hold, and a `__getattr__` that imports them."""
+    modules = PUBLIC_NAMES[package]
+
+    def load(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return import_name(f"{modules[name]}:{name}")
+
+    return modules, load
+
+
 def plugin(place: str) -> Callable[..., Any] | None:
     """Return the function that a ring has put into a place, or None if that ring was taken away."""
     try:

@@ -1,4 +1,4 @@
-"""`metaphrase backtranslate MODEL`: write pairs of a synthetic source and a real target."""
+"""`metaphrase backtranslate MODEL` and `metaphrase distill TEACHER ...`: write pairs with a synthetic side."""
 
 import argparse
 from collections.abc import Iterator, Sequence

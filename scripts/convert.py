@@ -1,4 +1,4 @@
-"""`metaphrase convert` and `metaphrase adapt`: make models of ours from models of other classes."""
+"""`metaphrase convert`, `adapt`, `average` and `export`: make a model of other models."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""`metaphrase explain MODEL`: write a page that shows what each stage of a model computes for a pair."""
+"""`metaphrase explain MODEL` and `metaphrase attention MODEL`: show what a model computes for a pair."""
 
 import argparse
 import logging
@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.analysis.pages import draw_attention_map, write_explanation_page
+from metaphrase.analysis.scoring import read_texts
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, explain, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
 from metaphrase.inference.line_files import OutputFile, check_files, read_lines
@@ -16,15 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    targets = arguments.target or [None] * len(arguments.source)
-    if len(targets) != len(arguments.source):
-        raise ValueError(f"`source` and `target` must be equally many, got {len(arguments.source)} and {len(targets)}.")
+    sources, targets = read_texts(arguments.source, arguments.target or [None] * len(arguments.source))
     check_files({}, arguments.output)
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = chosen_generation_options(arguments) | {"seed": arguments.seed}
-    pairs = zip(arguments.source, targets, strict=True)
-    explanations = [explain(generator, source, target, **options) for source, target in pairs]
+    explanations = [explain(generator, *pair, **options) for pair in zip(sources, targets, strict=True)]
     generator.log_counts(len(targets))
     name = Path(arguments.model).resolve().name if Path(arguments.model).is_dir() else arguments.model
     write_explanation_page(explanations, arguments.output, title=f"Explanation of {name}")
@@ -82,9 +80,7 @@ def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | No
     targets = arguments.target
     if arguments.target_input is not None:
         targets = list(read_lines(arguments.target_input, arguments.max_line_characters))
-    if targets is not None and len(targets) != len(sources):
-        raise ValueError(f"`source` and `target` must be equally many, got {len(sources)} and {len(targets)}.")
-    return sources, targets
+    return read_texts(sources, targets)
 
 
 def compute_maps(

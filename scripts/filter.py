@@ -1,4 +1,4 @@
-"""`metaphrase filter PAIRS --output CLEAN`: write the pairs that break no rule."""
+"""`metaphrase filter PAIRS --output CLEAN`, and `metaphrase shortlist MODEL PAIRS`, which learns from pairs, too."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.data.pairs import PairSource
-from metaphrase.filtering.lexicon import MAX_PAIRS, make_vocabulary_map
+from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import PairScorer, check_sample, filter_pairs, partial_path, sample_pairs
 from metaphrase.inference import Generator
@@ -157,12 +157,8 @@ def shortlist(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
     columns = given_options(arguments, ("source_column", "target_column"))
-    if columns and len(files) == 2:
-        raise ValueError(
-            f"`{next(iter(columns))}` must be left out with two parallel files, got {files[0]} and {files[1]}."
-        )
     source = PairSource(**dict(zip(names, files, strict=True)), **columns)
-    num_records, pairs = sample_pairs(source.records(), MAX_PAIRS)
+    num_records, pairs = sample_pairs(source.records(), MAX_MAP_PAIRS)
     check_sample(source, num_records, pairs)
     logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
     tokenizers = TokenizerPair.from_pretrained(path.parent)

@@ -13,13 +13,7 @@ from transformers import set_seed
 
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import ScoredText, TextStream
-from metaphrase.inference.line_files import (
-    OutputFile,
-    check_files,
-    format_targets,
-    num_lines,
-    read_lines,
-)
+from metaphrase.inference.line_files import OutputFile, check_files, format_targets, num_lines, read_lines
 from metaphrase.plugins import needed_plugin
 from metaphrase.scripts.parsers import (
     check_dependents,

@@ -27,7 +27,7 @@ from metaphrase.conversion import adapt, convert
 from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.conversion.families import FAMILIES, REFUSED
 from metaphrase.demo.corpus import write_demo_corpus
-from metaphrase.filtering.lexicon import make_vocabulary_map
+from metaphrase.filtering.alignment import make_vocabulary_map
 from metaphrase.inference import Generator
 from metaphrase.scripts import serve
 from metaphrase.scripts.parsers import SUBCOMMANDS

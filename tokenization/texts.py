@@ -1,4 +1,4 @@
-"""Reading of text files line by line, checks of texts, and the pattern of a word."""
+"""Reading of text files line by line, checks of texts, the pattern of a word, and batches of similar length."""
 
 import codecs
 import contextlib

@@ -1,4 +1,4 @@
-"""Comparison of the outputs of several systems on one test set, as a report for JSON, text and HTML.
+"""Comparison of the outputs of several systems on one test set, with tests, as a report for JSON, text and HTML.
 
 Source: Neubig et al. 2019 (compare-mt, arXiv 1903.07926) for scores by length and by word frequency.
 """
@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 from sacrebleu.metrics import BLEU
 
-from metaphrase.evaluation.metrics import (
-    METRICS,
-    NUM_BOOTSTRAP_SAMPLES,
-    Ratio,
-    SegmentStatistics,
-    bootstrap,
-)
+from metaphrase.evaluation.metrics import METRICS, NUM_BOOTSTRAP_SAMPLES, Ratio, SegmentStatistics, bootstrap
 
 NUM_RANDOMIZATION_TRIALS = 10_000
 # All resamples or trials of a test are in memory at once.

@@ -1,15 +1,16 @@
-"""Pages of `metaphrase explain` and `metaphrase compare`: one HTML file each, which loads no other file.
+"""Pages of `metaphrase explain` and `metaphrase compare`, which load no other file, and attention maps as PNG files.
 
 Attention weights are rounded to 255ths and stored as base64.
 """
 
 import base64
 import html
+import itertools
 import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -31,8 +32,12 @@ def write_explanation_page(
 ) -> Path:
     """Write a page with tokens, shapes, positions, masks, attention, teacher forcing and decoding steps of each pair."""
     data = {"pairs": [_describe(explanation) for explanation in explanations]}
+    written = json.dumps(data, separators=(",", ":"))
+    for character in "<>&":
+        # Safe inside a script element.
+        written = written.replace(character, f"\\u{ord(character):04x}")
     script = Path(__file__).with_name("explanation_page.js").read_text(encoding="utf-8")
-    return write_page(path, "explanation_page.html", title=title, data=_json(data), script=script)
+    return write_page(path, "explanation_page.html", title=title, data=written, script=script)
 
 
 def write_page(path: str | os.PathLike, template: str, title: str, **fields: str) -> Path:
@@ -58,14 +63,17 @@ def spell_out(text: str, categories: Sequence[str]) -> str:
 
 
 def _describe(explanation: Explanation) -> dict[str, Any]:
-    content = asdict(explanation)
+    content, positions = asdict(explanation), []
+    for item in explanation.positions:
+        # Byte 128 is 0, and byte 255 the largest magnitude.
+        largest = float(np.abs(item.values).max()) or 1.0
+        packed = _pack((128 + 127 * item.values / largest) / 255)
+        positions.append({"name": item.name, "kind": item.kind, **packed, "largest": largest})
     content["beam"] = content.pop("beam_tree")
     return content | {
         "masks": {name: _pack(mask[None, None]) for name, mask in explanation.masks.items()},
         "attentions": {name: _pack(weights) for name, weights in explanation.attentions.items()},
-        "positions": [
-            {"name": item.name, "kind": item.kind, **_pack_signed(item.values)} for item in explanation.positions
-        ],
+        "positions": positions,
         "probabilities": explanation.probabilities.tolist(),
         "ranks": explanation.ranks.tolist(),
         "loss": explanation.loss,
@@ -75,20 +83,6 @@ def _describe(explanation: Explanation) -> dict[str, Any]:
 def _pack(weights: np.ndarray) -> dict[str, Any]:
     rounded = np.rint(np.clip(weights, 0, 1) * 255).astype(np.uint8)
     return {"shape": list(weights.shape), "bytes": base64.b64encode(rounded.tobytes()).decode("ascii")}
-
-
-def _pack_signed(values: np.ndarray) -> dict[str, Any]:
-    """Pack values around 0: byte 128 is 0, byte 255 is the largest magnitude, which stands beside them."""
-    largest = float(np.abs(values).max()) or 1.0
-    return _pack((128 + 127 * values / largest) / 255) | {"largest": largest}
-
-
-def _json(content: dict) -> str:
-    """Return JSON that is safe inside a script element."""
-    written = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
-    for character in "<>&":
-        written = written.replace(character, f"\\u{ord(character):04x}")
-    return written
 
 
 Row = Sequence[str]
@@ -116,18 +110,14 @@ def score_rows(report: dict[str, Any]) -> list[Row]:
             tests = ["baseline", "", ""]
             if "difference" in row:
                 sign = "+" if row["difference"] >= 0 else ""
-                tests = [sign + show_score(name, row["difference"]), *_show_probabilities(row)]
+                values = row["p_bootstrap"], row["p_randomization"]
+                shown = [f"{'* ' if max(values) < 0.05 else ''}{value:.4f}" for value in values]
+                # sacreBLEU's bootstrap gives equal scores a low probability, on purpose.
+                shown = shown if row["difference"] else ["-", "-"]
+                tests = [sign + show_score(name, row["difference"]), *shown]
             rows.append([label, row["system"], show_score(name, row["score"]), interval, *tests])
             label = ""
     return rows
-
-
-def _show_probabilities(row: Mapping[str, Any]) -> list[str]:
-    values = row["p_bootstrap"], row["p_randomization"]
-    if row["difference"] == 0:
-        # sacreBLEU's bootstrap gives equal scores a low probability, on purpose.
-        return ["-", "-"]
-    return [f"{'* ' if max(values) < 0.05 else ''}{value:.4f}" for value in values]
 
 
 def length_rows(report: dict[str, Any]) -> list[Row]:
@@ -165,7 +155,11 @@ def describe_tests(report: dict[str, Any]) -> str:
 def write_comparison_page(report: dict[str, Any], path: str | os.PathLike) -> Path:
     """Write the report of `metaphrase.analysis.comparison.compare` as a page that loads no other file."""
     baseline, *systems = report["systems"]
-    sections = (section for part in report["differences"] for section in _difference_sections(report, part))
+    sections = []
+    for part, direction in itertools.product(report["differences"], ("better", "worse")):
+        summary = f"{part['system']} is {direction} than {baseline}: {len(part[direction])} sentences"
+        articles = "\n".join(_sentence(report, entry) for entry in part[direction])
+        sections.append(f"<details open><summary>{_escape(summary)}</summary>\n{articles}</details>")
     signatures = (
         f"<br>{_escape(label_of(name))}: {_escape(part['signature'])}" for name, part in report["scores"].items()
     )
@@ -199,13 +193,6 @@ def _table(rows: Sequence[Row], num_texts: int) -> str:
     return (
         f'<div class="scroll"><table><thead><tr>{cells(rows[0], "th")}</thead><tbody><tr>{body}</tbody></table></div>'
     )
-
-
-def _difference_sections(report: dict[str, Any], part: dict[str, Any]) -> Iterator[str]:
-    for direction in ("better", "worse"):
-        summary = f"{part['system']} is {direction} than {report['systems'][0]}: {len(part[direction])} sentences"
-        articles = "\n".join(_sentence(report, entry) for entry in part[direction])
-        yield f"<details open><summary>{_escape(summary)}</summary>\n{articles}</details>"
 
 
 def _sentence(report: dict[str, Any], entry: dict[str, Any]) -> str:

@@ -142,14 +142,10 @@ def _start_token(model: PreTrainedModel) -> int:
 def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:
     """Return for each pair a score from 0 to 1, which is high if two models expect the pair, and equally so.
 
-    With the mean negative log-probability of a token in both directions, F and B, it is exp(-|F - B| - (F + B) / 2). A pair that
-    is too long for a model has the score 0.
+    With the `mean_entropies` F of a model from source to target, and B of one from target to source, the score is
+    exp(-|F - B| - (F + B) / 2). A pair that is too long for a model has the score 0.
 
     Source: Junczys-Dowmunt 2018, Dual Conditional Cross-Entropy Filtering of Noisy Parallel Corpora.
-
-    Args:
-        forward: `mean_entropies` of a model from source to target.
-        backward: Those of a model from target to source, of the pairs the other way round.
     """
     # Infinite minus infinite would be no number.
     return [

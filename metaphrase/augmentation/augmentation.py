@@ -18,7 +18,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
-from metaphrase.filtering.lexicon import learn_terms
+from metaphrase.filtering.alignment import learn_terms
 from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
@@ -34,6 +34,11 @@ Context = tuple[str, bool, frozenset[tuple[str, str]]]
 @dataclass(frozen=True)
 class RareWords:
     """Rare words, with their translations, that may take the places of other words.
+
+    A model that sees a word once does not learn that it may stand wherever similar words stand.
+
+    Source: Andreas 2020, section 3, arXiv 1904.09545: fragments that share an environment are interchangeable. Akyürek and
+    Andreas 2022, arXiv 2201.12926: a word is replaced together with its translation.
 
     Attributes:
         translations: The target word of each source word that has one.

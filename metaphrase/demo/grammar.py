@@ -1,4 +1,4 @@
-"""Words and sentence structures of the demo, which `languages` writes in English and German."""
+"""Words and sentence structures of the demo, and how English and German write them."""
 
 from __future__ import annotations
 

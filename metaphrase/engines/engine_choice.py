@@ -24,16 +24,6 @@ from metaphrase.storage.loading import load_pretrained
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
-
-def free_main_memory() -> int:
-    """Return the free bytes of main memory. A container may have less than the machine."""
-    free = psutil.virtual_memory().available
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            free = min(free, int(Path(limit).read_text()))
-    return free
-
-
 logger = logging.getLogger(__name__)
 
 # Most weights of a model that CTranslate2 decodes faster than torch, by type, search and batch: `benchmarks/engines.py` on one
@@ -52,6 +42,15 @@ _MAX_WEIGHTS = {
 MIN_SENTENCES = 64
 # Part of the free memory that a copy may take.
 _MEMORY_SHARE = 0.5
+
+
+def free_main_memory() -> int:
+    """Return the free bytes of main memory. A container may have less than the machine."""
+    free = psutil.virtual_memory().available
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()))
+    return free
 
 
 def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> bool:

@@ -59,18 +59,15 @@ class PairFilter:
         if settings.normalize:
             sample = [(normalize(first), normalize(second)) for first, second in sample]
         self._rules = PairRules(settings, sample)
-        self.alignment = self._learn_alignment(sample) if "alignment" in self._active else None
-
-    def _learn_alignment(self, sample: Sequence[Pair]) -> AlignmentModel | None:
-        usable = {}
-        for pair in sample:
+        self.alignment, usable = None, {}
+        for pair in sample if "alignment" in self._active else ():
             forms = normal_form(pair[0]), normal_form(pair[1])
             if self._rules.broken_rule(*pair, forms) is None:
                 usable.setdefault(forms, pair)
-        if len(usable) < MIN_PAIRS:
+        if len(usable) >= MIN_PAIRS:
+            self.alignment = AlignmentModel(list(usable.values()), _SEED)
+        elif "alignment" in self._active:
             logger.info("The rule `alignment` is off: it needs %d pairs, got %d.", MIN_PAIRS, len(usable))
-            return None
-        return AlignmentModel(list(usable.values()), _SEED)
 
     def decide(
         self, records: Sequence[Record], seen_pairs: SeenHashes, seen_sources: SeenHashes

@@ -264,8 +264,14 @@ def _make_generate(
         options |= {"min_length": 1 + options["min_new_tokens"], "min_new_tokens": None}
     ends = settings.get("eos_token_id")
     ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
-    is_forced = settings.get("forced_eos_token_id") is not None
-    forced_index = _most_tokens(model, options) - 2 if is_forced else None
+    forced_index = None
+    if settings.get("forced_eos_token_id") is not None:
+        _, longest = length_limits(model, options)
+        if longest is None:
+            # The default of `generate()`.
+            longest = GenerationConfig._get_default_generation_params()["max_length"] + 1
+            longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
+        forced_index = longest - 2
     loop = search
     if loop is None and _is_plain(model, options):
         if vocabulary_map is not None:
@@ -326,15 +332,6 @@ def _is_plain(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
     known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
     names = {name for name, value in options.items() if value is not None}
     return known >= names and model.generation_config.get_generation_mode() in modes
-
-
-def _most_tokens(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
-    """Return the most tokens of a target, with the start token. Without a limit it is the default of `generate()`."""
-    _, max_length = length_limits(model, options)
-    if max_length is None:
-        max_length = GenerationConfig._get_default_generation_params()["max_length"] + 1
-        max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
-    return max_length
 
 
 def _sum_log_probs(steps: Sequence[torch.Tensor] | None, rows: Sequence[Sequence[int]]) -> list[float]:

@@ -1,7 +1,7 @@
 """DeepL's API for texts: the client `deepl`, and translation tools that have it built in."""
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -75,7 +75,15 @@ def make_router(service: Service) -> APIRouter:
             fields = await read_body(request, LanguageType)
         else:
             fields = check_fields(request.query_params, LanguageType)
-        return JSONResponse(_list_languages(service, fields.type))
+        pairs = service.targets_by_source
+        if fields.type == "source":
+            return JSONResponse([{"language": code.upper(), "name": name_of(code)} for code in pairs])
+        rows = [
+            {"language": region, "name": name, "supports_formality": False}
+            for code in dict.fromkeys(code for targets in pairs.values() for code in targets)
+            for region, name in _REGIONS.get(code, {code.upper(): name_of(code)}).items()
+        ]
+        return JSONResponse(rows)
 
     @router.get("/usage")
     async def usage() -> Response:
@@ -101,15 +109,3 @@ def _read_query(service: Service, body: Texts) -> Query:
         # A form has one field for all tags.
         keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
     )
-
-
-def _list_languages(service: Service, kind: str) -> list[dict[str, Any]]:
-    pairs = service.targets_by_source
-    if kind == "source":
-        return [{"language": code.upper(), "name": name_of(code)} for code in pairs]
-    codes = dict.fromkeys(code for targets in pairs.values() for code in targets)
-    return [
-        {"language": region, "name": name, "supports_formality": False}
-        for code in codes
-        for region, name in _REGIONS.get(code, {code.upper(): name_of(code)}).items()
-    ]

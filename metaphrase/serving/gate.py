@@ -50,17 +50,18 @@ class Metrics:
         )
         self.requests = counter("requests", "Answered requests", ("route", "status"))
         self.seconds = histogram("request_seconds", "Time of a request", ("route",))
-        self._sentences = counter("sentences", "Sentences that have a target")
-        self._tokens = counter("tokens", "Tokens that the models read or wrote", ("side",))
+        sentences = counter("sentences", "Sentences that have a target")
+        tokens = counter("tokens", "Tokens that the models read or wrote", ("side",))
         waiting = gauge("sentences_waiting", "Sentences that wait for the engine")
         waiting.set_function(lambda: service.batcher.num_waiting)
         gauge("requests_running", "Requests that wait or run").set_function(lambda: service.num_requests)
-        service.batcher.observe = self._observe_batch
 
-    def _observe_batch(self, num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
-        self._sentences.inc(num_sentences)
-        self._tokens.labels("source").inc(num_source_tokens)
-        self._tokens.labels("target").inc(num_target_tokens)
+        def observe(num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
+            sentences.inc(num_sentences)
+            tokens.labels("source").inc(num_source_tokens)
+            tokens.labels("target").inc(num_target_tokens)
+
+        service.batcher.observe = observe
 
 
 class Api(NamedTuple):
@@ -177,7 +178,12 @@ class Gate:
             await send(message)
 
         app = self.app
-        if not self._is_allowed(path, dict(scope["headers"])):
+        is_allowed = path in PUBLIC_PATHS or path.startswith(DOWNLOAD_PATH)
+        if not is_allowed:
+            key = read_key(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
+            # Without a header, the endpoint checks the key of the body.
+            is_allowed = self.service.accepts(key) or (key is None and path in BODY_KEY_PATHS)
+        if not is_allowed:
             wrong_key = find_api(path).wrong_key
             challenge = {"WWW-Authenticate": "Bearer"} if wrong_key == 401 else None
             app = error_response(path, wrong_key, WRONG_KEY, challenge)
@@ -194,13 +200,6 @@ class Gate:
             self.metrics.seconds.labels(route).observe(seconds)
             client, method = (scope.get("client") or ("-",))[0], scope["method"]
             logger.info("client=%s method=%s route=%s status=%d ms=%.1f", client, method, route, status, 1000 * seconds)
-
-    def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if path in PUBLIC_PATHS or path.startswith(DOWNLOAD_PATH):
-            return True
-        key = read_key(headers.get(b"authorization", b"").decode("latin-1"))
-        # Without a header, the endpoint checks the key of the body.
-        return self.service.accepts(key) or (key is None and path in BODY_KEY_PATHS)
 
 
 def route_of(scope: Scope) -> str:

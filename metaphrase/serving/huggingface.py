@@ -11,11 +11,8 @@ from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
 from metaphrase.serving.service import Query, Service, TargetStream, cut_at
 
-_OUTPUTS = {
-    "translation": "translation_text",
-    "summarization": "summary_text",
-    "text2text-generation": "generated_text",
-}
+_OUTPUTS = {"translation": "translation_text", "summarization": "summary_text"}
+_OUTPUTS |= {"text2text-generation": "generated_text"}
 # Paths, with the task of their answer.
 _PATHS = {f"/{task}": task for task in _OUTPUTS} | {"/generate": "text2text-generation"}
 _STREAM = "/generate_stream"

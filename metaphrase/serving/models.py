@@ -1,4 +1,4 @@
-"""Models of the server, with their names and languages."""
+"""Models of the server, with their names and languages, and the bodies of requests, whose size the gate bounds."""
 
 import copy
 import functools

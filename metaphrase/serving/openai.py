@@ -57,12 +57,8 @@ def make_router(service: Service) -> APIRouter:
     async def complete(request: Request) -> Response:
         body = await read_body(request, Prompts)
         model, query = service.find_model(body.model), _read_query(body)
-        frame = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
+        frame = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "model": model.name}
+        frame["created"] = int(time.time())
         if body.stream:
             stream = TargetStream(service, model, query)
             with_usage = (body.stream_options or {}).get("include_usage", False)
@@ -141,9 +137,5 @@ def _choice(text: str, reason: str | None, index: int = 0) -> dict[str, Any]:
 async def _count_usage(
     service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]
 ) -> dict[str, int]:
-    num_prompt_tokens, num_tokens = await service.run_in_thread(lambda: model.count_tokens(sources, targets))
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt_tokens + num_tokens,
-    }
+    num_read, num_written = await service.run_in_thread(lambda: model.count_tokens(sources, targets))
+    return {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}

@@ -1,4 +1,4 @@
-"""Whole texts: sentences to generate from, and the layout between them, which stays as it is."""
+"""Whole texts: sentences to generate from, the layout between them, and targets that repeat themselves."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

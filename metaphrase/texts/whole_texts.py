@@ -1,4 +1,4 @@
-"""Decode whole texts, HTML, XML and files: sentences one by one, with layout, tags and terms in their places."""
+"""Decode whole texts, HTML, XML and files: sentences with layout, tags and terms; and by way of a third language."""
 
 import argparse
 import logging

@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 from artificial_pairs import make_pairs
 
-from metaphrase.filtering import alignment, lexicon
-from metaphrase.filtering.alignment import AlignmentModel
-from metaphrase.filtering.lexicon import learn_lexicon, learn_terms, make_vocabulary_map
+from metaphrase.filtering import alignment
+from metaphrase.filtering.alignment import AlignmentModel, learn_lexicon, learn_terms, make_vocabulary_map
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -106,7 +105,7 @@ def test_lexicon_is_that_of_the_textbook():
     """Compare with the two sums of IBM Model 1, written out."""
     sources, targets = [[1, 2, 9], [1, 9], [2, 3, 3, 9]], [[5, 6], [5], [6, 7]]
     table = {(s, t): 1.0 for pair in zip(sources, targets, strict=True) for s in pair[0] for t in pair[1]}
-    for _ in range(lexicon._ITERATIONS):
+    for _ in range(alignment._LEXICON_ITERATIONS):
         counts = dict.fromkeys(table, 0.0)
         for source, target in zip(sources, targets, strict=True):
             for t in target:

@@ -96,7 +96,6 @@ def test_command_line(folder, tmp_path, capsys):
     execute("shortlist", [*words, "--overwrite"])
     assert (folder / VOCABULARY_MAP_NAME).read_bytes() == made
     for mistake, message in (
-        ([*words, "--source_column", "en"], "`source_column` must be left out with two parallel files"),
         ([str(tmp_path / "none"), str(sides[0])], "`model` must be a folder that exists"),
         ([str(folder), *map(str, [*sides, *sides])], "`pairs` must be one file, or two parallel files, got 4."),
     ):

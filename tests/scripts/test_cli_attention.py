@@ -72,7 +72,7 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
         (["--source", "a", "--target", "b", "--target_input", __file__], "`target` must be given as text or as a file"),
         (
             ["--source", "a", "--target", "b", "--target", "c"],
-            "`source` and `target` must be equally many, got 1 and 2",
+            "`sources` and `targets` must be equally many, got 1 and 2",
         ),
         (["--source", "a", "--target", "b", "--num_beams", "2"], "Generation options have no effect with a target"),
     ],

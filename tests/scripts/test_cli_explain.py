@@ -32,7 +32,7 @@ def test_explain_writes_a_page_of_several_pairs(cli_model, tmp_path, monkeypatch
 
 def test_sources_and_targets_must_be_equally_many(cli_model, capsys):
     assert run("explain", [cli_model, "--source", "a", "--source", "b", "--target", "c"]) == 2
-    message = "`source` and `target` must be equally many, got 2 and 1"
+    message = "`sources` and `targets` must be equally many, got 2 and 1"
     assert f"metaphrase explain: error: {message}" in capsys.readouterr().err
 
 
