@@ -82,14 +82,6 @@ def test_limits_beyond_the_positions_are_refused_at_once(make, fields, message):
     make({"position_embedding_type": "relative", "max_position_embeddings": 20}, **fields, eval_strategy="no")
 
 
-def test_sources_and_targets_may_have_different_limits(make):
-    model, fields = LEARNED | {"decoder_max_position_embeddings": 10}, {"eval_strategy": "no"}
-    message = "`max_target_length` must be at most 10 .* `max_position_embeddings` 10, got 11"
-    with pytest.raises(ValueError, match=message):
-        make(model, max_target_length=11, **fields)
-    make(model, max_target_length=10, **fields)
-
-
 def test_limits_that_were_not_given_are_what_the_model_can_read(make):
     sources = "".join(f"{source}\t{target}\n" for source, target in [*SHORT, LONG])
     (make.folder / "train.tsv").write_text(sources, encoding="utf-8")
