@@ -276,19 +276,6 @@ def test_lengths_are_known_before_the_pairs(name):
             assert lengths == (source, target) or not OBJECTIVES[name].lengths_are_exact
 
 
-@pytest.mark.parametrize(
-    ("context", "is_persistent"), [("fork", True), ("fork", False), pytest.param("spawn", True, marks=pytest.mark.slow)]
-)
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
-def test_workers_see_each_epoch(context, is_persistent):
-    dataset = make_dataset(count=8)
-    options = {"num_workers": 2, "persistent_workers": is_persistent, "multiprocessing_context": context}
-    loader = DataLoader(dataset, batch_size=4, collate_fn=list, **options)
-    for epoch in (0, 5):
-        dataset.set_epoch(epoch)
-        assert [*chain.from_iterable(loader)] == pairs_of(dataset, epoch)
-
-
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_epochs_reach_every_process_and_resumed_loaders(skipped):
     pairs = []

@@ -82,14 +82,6 @@ def test_padding_and_tokens_are_counted(tmp_path):
     assert padded.padding_share == pytest.approx(1 - lengths.sum() / computed)
 
 
-def test_more_devices_make_fewer_steps(tmp_path):
-    lengths, arguments = lengths_of_pairs(400), arguments_of(tmp_path, num_train_epochs=1)
-    model = meta_model(tiny_config())
-    one, four = (estimate_run(model, arguments, lengths, devices=devices, tokens_per_second=1e3) for devices in (1, 4))
-    assert four.steps == pytest.approx(one.steps / 4, abs=1)
-    assert four.hours == pytest.approx(one.hours / 4, rel=0.05)
-
-
 def test_largest_batch_decides_the_memory(tmp_path):
     lengths = np.array([(4, 4)] * 80 + [(60, 60)] * 8)
     arguments = arguments_of(tmp_path, train_sampling_strategy="group_by_length")

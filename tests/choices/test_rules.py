@@ -18,8 +18,7 @@ from metaphrase.choices.rules import (
 )
 from metaphrase.data.pairs import CorpusProfile
 from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.recipe.recipe import Recipe, learning_rate, load_recipe
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 COMMANDS = [(f"turn {side} {times}", " ".join([f"TURN_{side.upper()}"] * count)) for side in ("left", "right")
             for count, times in enumerate(("once", "twice", "thrice"), start=1)] * 500  # fmt: skip
@@ -109,12 +108,6 @@ def test_limits_hold_nearly_all_texts(source, target, longest, expected):
     lengths = {"source": [5] * 5000 + [source] * 50, "target": [3] * 5000 + [target] * 50}
     recipe = choose_limits(Recipe(train_file="pairs.tsv"), lengths, longest)
     assert (recipe.max_source_length, recipe.max_target_length, recipe.too_long) == expected
-
-
-def test_repeated_pairs_change_no_choice():
-    pairs = [(sentence, sentence.upper()) for sentence in SENTENCES[:300]]
-    once, often = chosen_from_text(pairs), chosen_from_text(pairs * 10)
-    assert once == often and once.tokenizer_kind == "byte_bpe"
 
 
 TASKS = {
@@ -216,22 +209,6 @@ def test_one_given_field_of_the_tokenizers_leaves_the_others_to_be_chosen(pairs,
     names = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size")
     assert tuple(getattr(recipe, name) for name in names) == expected
     recipe.checked()
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ({"dropout": 0.4}, {"hidden_size": 128, "encoder_layers": 2, "dropout": 0.4}),
-        ({"decoder_layers": 1}, {"hidden_size": 128, "encoder_layers": 2, "decoder_layers": 1, "dropout": 0.3}),
-        ({"hidden_size": 400}, {"hidden_size": 400, "encoder_layers": 2, "encoder_ffn_dim": 1000}),
-    ],
-    ids=str,
-)
-def test_one_given_field_of_the_network_leaves_the_others_to_be_chosen(model, expected):
-    recipe = chosen_from_tokens(model=model)[0]
-    assert expected.items() <= recipe.model.items() and recipe.preset == "metaphrase-tiny"
-    assert recipe.learning_rate == learning_rate(recipe.model["hidden_size"])
-    MetaphraseConfig.from_preset(recipe.preset, **recipe.model)
 
 
 def test_every_choice_is_a_field_that_a_saved_recipe_holds(tmp_path):

@@ -4,6 +4,7 @@ import time
 import pytest
 from pronunciations import PRONUNCIATIONS
 from small_experiments import make_recipe
+from small_runs import write_pairs
 from subcommands import execute
 
 from metaphrase.choices import tuning
@@ -142,8 +143,7 @@ def test_what_cannot_be_tuned_is_refused(fields, message, data, tmp_path):
 
 def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = "".join(f"{source}\t{target}\n" for source, target in PRONUNCIATIONS[:300])
-    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    write_pairs(tmp_path / "pairs.tsv", PRONUNCIATIONS[:300])
     sizes = "--model.hidden_size 16 --model.encoder_layers 1 --model.decoder_layers 1 --max_steps 2"
     execute(tune, ["pairs.tsv", "--trials", "2", *sizes.split(), "--time_budget", "1h"])
     lines = capsys.readouterr().out.splitlines()
@@ -153,9 +153,3 @@ def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "runs" / "pairs_tune"
     best = load_recipe(folder / "recipe.yaml")
     assert best.tokenizer_kind == "char" and best.output_dir == "runs/pairs_tune/best" and best.time_budget is None
-
-
-def test_a_slow_trial_ends_by_the_clock_and_leaves_no_checkpoint(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 0.0})
-    [trial] = search(data, tmp_path / "run", 1).study.trials
-    assert list(trial.intermediate_values) == [1] and not list((tmp_path / "run").rglob("checkpoint-*"))

@@ -172,17 +172,6 @@ def test_every_pair_occurs_once_in_a_pass(pairs, processes):
     assert sorted(seen[:PAIRS]) == sorted(seen[PAIRS:]) == list(range(PAIRS))
 
 
-@pytest.mark.parametrize("pairs_in_buffer", [349, 699, 700])
-def test_a_rest_of_less_than_a_pair_for_each_process_is_not_lost(pairs, pairs_in_buffer):
-    options = {"num_processes": 3, "pairs_in_buffer": pairs_in_buffer}
-    streams = [iter(stream_of(pairs, process_index=rank, **options)) for rank in range(3)]
-    seen = []
-    while len(seen) < PAIRS:
-        batches = [next(stream) for stream in streams]
-        seen += [pair["input_ids"][0] for batch in batches for pair in batch if pair["labels"][0] != -100]
-    assert sorted(seen) == list(range(PAIRS))
-
-
 def test_passes_differ_and_the_seed_decides(pairs):
     first = [numbers(batch) for batch in islice(stream_of(pairs), 200)]
     other = TokenBudgetStream(lambda number: pairs, 300, seed=20240602, pairs_in_buffer=200)

@@ -1,7 +1,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -422,11 +421,3 @@ def test_the_best_step_is_that_of_the_metric_for_the_best_model(metric, panel, l
     labels = [axes.get_legend_handles_labels()[1] for axes in drawn[0].axes]
     stars = [(index, text) for index, texts in enumerate(labels) for text in texts if text.startswith("best")]
     assert stars == [(panel, f"best: {label}")]
-
-
-def test_a_long_noisy_log_has_its_mean(drawn):
-    noise = np.random.default_rng(0).normal(3, 0.1, 400)
-    draw_training_curve([{"step": step, "loss": float(loss)} for step, loss in enumerate(noise)], "curve.png")
-    [panel] = drawn[0].axes
-    assert panel.get_legend().get_texts()[0].get_text() == "training, mean of 11 neighbouring logs"
-    assert panel.lines[1].get_ydata()[200] == pytest.approx(noise[195:206].mean())

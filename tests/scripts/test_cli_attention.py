@@ -31,14 +31,6 @@ def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
     assert "Target: die $x$" in caplog.text
 
 
-def test_attention_generates_a_target(cli_model, tmp_path, caplog):
-    caplog.set_level("INFO")
-    words = [cli_model, "--device", "cpu", "--source", SOURCES[0], "--output", str(tmp_path / "a.png")]
-    execute(attention, [*words, "--max_new_tokens", "3"])
-    assert f"Target: {targets_of(SOURCES[:1], max_new_tokens=3)[0]}" in caplog.text
-    assert "are unfinished at the length limit" in caplog.text
-
-
 def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog):
     caplog.set_level("INFO")
     files = {"source": [*SOURCES[:2], "", SOURCES[2]], "target": [*TARGETS[:2], "", TARGETS[2]]}

@@ -168,15 +168,6 @@ def test_texts_are_decoded_as_they_were(text, words, trained):
         assert pair.decode_targets(pair.encode_targets(given)) == given, kind
 
 
-def test_end_of_sequence_is_added_also_to_a_text_that_ends_with_its_name():
-    tokenizer = word_tokenizer()
-    pair = TokenizerPair(tokenizer, tokenizer)
-    end = tokenizer.eos_token_id
-    assert tokenizer("a </s>")["input_ids"][-1] == end
-    assert [row.count(end) for row in pair.encode_sources(["a", "a </s>"])] == [1, 2]
-    assert [row.count(end) for row in pair.encode_sources(["a </s>"])] == [2]
-
-
 def contains(ids, part):
     return any(ids[start : start + len(part)] == part for start in range(len(ids)))
 

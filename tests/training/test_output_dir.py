@@ -3,6 +3,7 @@ import json
 import shutil
 
 import pytest
+from cli_texts import contents
 from small_experiments import ONE_STEP, make_recipe, train
 
 from metaphrase.training.experiment import Experiment
@@ -10,10 +11,6 @@ from metaphrase.training.output_dir import with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 NO_FILES = dict.fromkeys(("train_file", "validation_file", "test_file"))
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_folder_with_a_model_is_left_alone(data, trained, tmp_path):

@@ -16,6 +16,7 @@ from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
+from small_runs import write_pairs
 from tiny_models import tiny_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,8 +92,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
     for split, pairs in made.items():
-        lines = [f"{source}\t{target}\n" for source, target in pairs[: 60 if split == "train" else 7]]
-        (folder / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
+        write_pairs(folder / f"{split}.tsv", pairs[: 60 if split == "train" else 7])
     (folder / "program.py").write_text(PROGRAM)
     return folder
 
