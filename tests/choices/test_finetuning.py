@@ -17,11 +17,9 @@ from metaphrase.choices.rules import (
     choose_finetuning,
     describe_choices,
     finetuning_updates,
-    useful_updates,
 )
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
-from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts import train
 from metaphrase.training.model_setup import longest_sequences
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -138,12 +136,6 @@ def test_time_shortens_the_run(seconds):
     assert recipe.max_steps == updates and total == 10 * updates
     assert ("of them fit into the time" in text) is (seconds is not None)
     assert recipe.warmup_steps == updates // 10 and recipe.lr_scheduler_type == "cosine"
-
-
-def test_a_base_that_has_seen_no_pairs_makes_the_updates_of_a_new_network():
-    tokens, before = TokenProfile(10_000, 100_000, 100_000, 60), Recipe(train_file="pairs.tsv")
-    recipe, _ = choose_finetuning(before, tokens, MetaphraseConfig(), 1, StepCost(0.0), None, has_seen_pairs=False)
-    assert recipe.max_steps == useful_updates(tokens, 4096) and "has seen no pairs" in " ".join(recipe.reasons.values())
 
 
 def test_wider_models_have_lower_rates():
