@@ -132,16 +132,6 @@ def test_limits_and_sentinels_that_do_not_suffice_are_refused():
         longest_block(corruption(sentinels=SENTINELS[:27]), 512)
 
 
-def text_of(num_sentences, random):
-    """Sentences of 1 to 8 distinct tokens and a full stop."""
-    sentences, token = [], 10
-    for _ in range(num_sentences):
-        length = int(random.integers(1, 9))
-        sentences.append([*range(token, token + length), STOP])
-        token += length
-    return sentences
-
-
 @pytest.mark.parametrize("length", [1, 2, 10, 77, 400])
 def test_exactly_the_share_of_tokens_is_masked_and_the_rest_keeps_its_order(length):
     for seed in range(8):
@@ -172,7 +162,7 @@ def test_sentences_take_each_order_within_their_document():
     ids = np.array([9, STOP, 9, 9, STOP, QUESTION, STOP, 9])
     assert sentence_ends(ids, [STOP, QUESTION]).tolist() == [2, 7, 8]
     assert sentence_ends(ids, []).tolist() == [8]
-    sentences = text_of(3, generator(1))
+    sentences = [[10, STOP], [11, 12, 13, STOP], [14, 15, STOP]]
     block = np.array([*np.concatenate(sentences), END, *np.concatenate(sentences)])
     orders = Counter()
     for seed in range(1500):
@@ -274,19 +264,6 @@ def test_lengths_are_known_before_the_pairs(name):
             lengths = len(pair["input_ids"]), len(pair["labels"])
             assert lengths[0] <= source and lengths[1] <= target
             assert lengths == (source, target) or not OBJECTIVES[name].lengths_are_exact
-
-
-@pytest.mark.parametrize(
-    ("context", "is_persistent"), [("fork", True), ("fork", False), pytest.param("spawn", True, marks=pytest.mark.slow)]
-)
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
-def test_workers_see_each_epoch(context, is_persistent):
-    dataset = make_dataset(count=8)
-    options = {"num_workers": 2, "persistent_workers": is_persistent, "multiprocessing_context": context}
-    loader = DataLoader(dataset, batch_size=4, collate_fn=list, **options)
-    for epoch in (0, 5):
-        dataset.set_epoch(epoch)
-        assert [*chain.from_iterable(loader)] == pairs_of(dataset, epoch)
 
 
 @pytest.mark.parametrize("skipped", [0, 1])

@@ -27,11 +27,6 @@ def test_a_rare_word_replaces_words_that_are_seen_in_all_its_contexts():
     assert not {"shark", "blessed", "the", "."} & set(new)
 
 
-def test_words_of_the_same_contexts_do_not_replace_each_other():
-    rare = RareWords.learn([("a x", "X ( )"), ("a y", "Y ( )")])
-    assert rare.translations == {"x": "X", "y": "Y"} and not rare.substitutes
-
-
 def test_a_translation_is_the_word_that_goes_with_a_word_the_most():
     # `(` stands in all targets. Of two words that always stand together, the one of equal spelling is the translation,
     # and `map` translates `map`, not `old`.

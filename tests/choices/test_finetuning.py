@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 from other_families import other_model
+from small_runs import write_pairs
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from transformers import T5Config
@@ -16,11 +17,9 @@ from metaphrase.choices.rules import (
     choose_finetuning,
     describe_choices,
     finetuning_updates,
-    useful_updates,
 )
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
-from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts import train
 from metaphrase.training.model_setup import longest_sequences
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -32,8 +31,7 @@ PAIRS = [(f"{source} {noun}", target) for noun in map(chr, range(ord("a"), ord("
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = "".join(f"{source}\t{target}\n" for source, target in PAIRS)
-    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    write_pairs(tmp_path / "pairs.tsv", PAIRS)
     return tmp_path
 
 
@@ -97,8 +95,8 @@ def test_given_fields_stay(folder):
 
 def test_texts_beyond_the_positions_are_truncated(folder):
     long = "a cat " * 30
-    lines = [f"{long}{source}\t{target} {number:04}\n" for number, (source, target) in enumerate(PAIRS)]
-    (folder / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
+    pairs = [(f"{long}{source}", f"{target} {number:04}") for number, (source, target) in enumerate(PAIRS)]
+    write_pairs(folder / "pairs.tsv", pairs)
     recipe, text = completed(folder, save_base("bart", folder / "base"))
     assert recipe.max_source_length == 64 and longest_sequences(recipe) == (64, 64) and recipe.too_long == "truncate"
     assert recipe.metrics == ["rouge", "chrf"] and "their beginnings are read" in text
@@ -138,20 +136,6 @@ def test_time_shortens_the_run(seconds):
     assert recipe.max_steps == updates and total == 10 * updates
     assert ("of them fit into the time" in text) is (seconds is not None)
     assert recipe.warmup_steps == updates // 10 and recipe.lr_scheduler_type == "cosine"
-
-
-def test_a_short_time_has_smaller_batches_for_the_same_epochs():
-    tokens, before = TokenProfile(10_000, 100_000, 100_000, 60), Recipe(train_file="pairs.tsv")
-    long, _ = choose_finetuning(before, tokens, T5Config(), 1, StepCost(4.0), None)
-    short, total = choose_finetuning(before, tokens, T5Config(), 1, StepCost(4.0), 600.0)
-    assert (long.max_tokens_per_batch, short.max_tokens_per_batch) == (4096, 2048)
-    assert long.max_steps == finetuning_updates(tokens, 4096) and short.max_steps == 300 and total == 600
-
-
-def test_a_base_that_has_seen_no_pairs_makes_the_updates_of_a_new_network():
-    tokens, before = TokenProfile(10_000, 100_000, 100_000, 60), Recipe(train_file="pairs.tsv")
-    recipe, _ = choose_finetuning(before, tokens, MetaphraseConfig(), 1, StepCost(0.0), None, has_seen_pairs=False)
-    assert recipe.max_steps == useful_updates(tokens, 4096) and "has seen no pairs" in " ".join(recipe.reasons.values())
 
 
 def test_wider_models_have_lower_rates():

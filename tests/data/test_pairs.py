@@ -155,12 +155,6 @@ def test_blank_lines_of_csv_and_json_are_no_pairs(tmp_path, load, name, lines):
     assert (report.read, report.dropped) == (2, 0)
 
 
-def test_blank_lines_of_parallel_text_count(tmp_path, load):
-    write(tmp_path, "a.en", "a\n\n")
-    write(tmp_path, "a.de", "b\n\n")
-    assert as_tuples(load(source_file="a.en", target_file="a.de")) == [("a", "b"), ("", "")]
-
-
 def test_csv_of_any_fields_but_broken_quotes(tmp_path, load):
     document = "word " * 50_000
     write(tmp_path, "a.csv", f'source,target\nNA,null\n"a\r\nb",""\n{document},x\n')

@@ -1,5 +1,3 @@
-import gzip
-import json
 import logging
 
 import pytest
@@ -57,14 +55,6 @@ def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):
     (pairs / "pairs.tsv").touch()
     assert run("filter", words) == 2
     assert capsys.readouterr().err.count("`output` must be a new file, got 'clean.tsv'") == 2
-
-
-def test_names_in_gz_are_of_compressed_files(pairs):
-    words = ["pairs.tsv", "--output", "clean.tsv.gz", "--rejected", "rejected.tsv.gz", "--report", "report.json.gz"]
-    execute(script, [*words, "--rules", "letters"])
-    texts = {name: gzip.decompress((pairs / name).read_bytes()) for name in words[2::2]}
-    assert texts["rejected.tsv.gz"] == b"" and texts["clean.tsv.gz"].count(b"\n") == 4
-    assert json.loads(texts["report.json.gz"])["kept"] == 4
 
 
 @pytest.mark.parametrize(

@@ -233,13 +233,6 @@ def test_what_must_not_go_up_is_one_line_and_nothing_is_written(damage, hub, fol
     assert hub.commits == []
 
 
-@pytest.mark.parametrize("repo_id", ["a/b/c", "some body/tiny"])
-def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
-    with pytest.raises(ValueError):
-        execute(push, push_words(folder, repo_id=repo_id))
-    assert hub.calls == []
-
-
 @pytest.mark.parametrize(
     ("refusal", "expected"),
     [

@@ -31,6 +31,10 @@ def make_trainer(folder, trainer_class=MetaphraseTrainer, callbacks=(), collator
     )
 
 
+def write_pairs(path, pairs):
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+
+
 def names(run):
     return [path.name for path in checkpoints_in(run)]
 

@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 from small_experiments import read_log
-from small_runs import SMALL
+from small_runs import SMALL, write_pairs
 
 from metaphrase.data.pairs import SPLITS
 from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
@@ -18,10 +18,6 @@ from metaphrase.training.recipe.recipe import Recipe
 SIZES = {"translate": 40, "summarize": 10}
 
 
-def write(path, pairs):
-    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
@@ -31,7 +27,7 @@ def data(tmp_path_factory):
     }
     for task, splits in corpora.items():
         for split, pairs in splits.items():
-            write(folder / f"{task}_{split}.tsv", pairs[: SIZES[task]] if split == "train" else pairs)
+            write_pairs(folder / f"{task}_{split}.tsv", pairs[: SIZES[task]] if split == "train" else pairs)
     return folder
 
 

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainingArguments, set_seed
 
-from metaphrase.data.collators import PackedCollator, PairCollator
+from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.scripts import train
 from metaphrase.training.distributed import ProcessSeeds
@@ -84,10 +84,10 @@ def test_a_recipe_ends_outside_of_the_group(data, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-def trained_on(trainer, processes, monkeypatch, skipped=0, collator=None):
+def trained_on(trainer, processes, monkeypatch, skipped=0):
     """Labels of all steps, of the first process and those after it, and how many labels each process counts in a step."""
     steps = []
-    loader = DataLoader(trainer.train_dataset, 5, collate_fn=collator or PairCollator(0))
+    loader = DataLoader(trainer.train_dataset, 5, collate_fn=PairCollator(0))
     for rank in range(processes):
         monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
         monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", processes)
@@ -116,9 +116,3 @@ def test_each_pair_is_trained_on_once_in_an_epoch(family, processes, count, pair
     # A run that goes on in the middle of an epoch knows it too.
     for skipped in range(1, len(steps)):
         assert trained_on(trainer, processes, monkeypatch, skipped) == steps[skipped:]
-
-
-def test_packed_pairs_have_no_rows_to_ignore(pairs, tmp_path, monkeypatch):
-    trainer = make_trainer(tiny_model(vocab_size=60), pairs[:7], tmp_path)
-    [step] = trained_on(trainer, 2, monkeypatch, collator=PackedCollator())
-    assert sum(map(len, step)) > sum(len(pair["labels"]) for pair in pairs[:7])

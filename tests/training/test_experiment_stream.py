@@ -1,13 +1,17 @@
 import json
 import shutil
+from itertools import islice
 
 import pytest
 import torch
-from small_experiments import make_recipe, weights
+from small_experiments import ONE_STEP, make_recipe, read_log, train, weights
 from tiny_generator import save_generator, tiny_generator
+from transformers import AutoConfig
 
 from metaphrase.augmentation.denoising import DEFAULT_SENTINELS
+from metaphrase.choices.estimate import dry_run
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.experiment import Experiment
 
 STREAM = {"streaming": "true", "max_tokens_per_batch": 200, "pairs_in_buffer": 25, "per_device_train_batch_size": None}
@@ -71,3 +75,111 @@ def test_an_existing_tokenizer_gets_the_tokens_of_an_objective(data, tmp_path):
     fields["max_source_length"] = 40
     Experiment(make_recipe(data, tmp_path / "again", **fields, model_name_or_path=tmp_path / "run")).train()
     assert len(TokenizerPair.from_pretrained(tmp_path / "again").source) == len(after)
+
+
+STAGES = {"train_file": None, "max_steps": None, "per_device_train_batch_size": None, "max_tokens_per_batch": 300}
+STAGES |= {
+    "datasets": "{clean: train.tsv, noisy: {train_source_file: validation.en, train_target_file: validation.de, "
+    "source_prefix: 'noisy: '}}",
+    "stages": "{start: {shares: {clean: 1, noisy: 1}, until: {noisy: 3}}, end: {shares: {clean: 1}, until: {clean: 1}}}",
+}
+
+
+def prepared(data, folder, **fields):
+    experiment = Experiment(make_recipe(data, folder, **fields))
+    data = experiment.prepare()
+    return data.corpus, data.encoded, data.tokenizers
+
+
+def test_a_run_has_the_steps_of_its_dry_run(data, tmp_path):
+    recipe = make_recipe(data, tmp_path / "run", **STAGES, subword_sampling=0.1)
+    estimate = dry_run(Experiment(recipe))
+    result = Experiment(recipe).train()
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
+    sizes = {name: report[f"{name}/train"]["kept"] for name in ("clean", "noisy")}
+    assert estimate.pairs == 6 * sizes["noisy"] + sizes["clean"]
+    assert result["data"]["num_train"] == sum(sizes.values())
+    assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == estimate.steps > 6
+    assert read_log(tmp_path / "run", "train_loss")[-1]["epoch"] == 1
+    saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")
+    assert "num_train_epochs" not in saved and "train_file: train.tsv" in saved and str(data) not in saved
+
+
+def test_each_data_set_has_fields_of_its_own(data, tmp_path):
+    corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **STAGES)
+    train = encoded["train"]
+    texts = tokenizers.decode_targets([train[row]["input_ids"] for row in range(len(train))])
+    num_clean = corpus.reports["clean/train"].kept
+    assert [text.startswith("noisy: ") for text in texts] == [row >= num_clean for row in range(len(train))]
+    (data / "train.tsv").write_text("broken\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="Data set 'clean': "):
+        prepared(data, tmp_path / "run", **STAGES)
+
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"streaming": "true", "max_tokens_per_batch": 600},
+        {"tasks": "{a: {train_file: train.tsv, source_prefix: 'a: '}}", "train_file": None, "validation_file": None},
+    ],
+)
+
+
+@KINDS
+def test_only_training_pairs_change(data, tmp_path, kind):
+    fields = ONE_STEP | {"validation_file": "validation.tsv", "subword_sampling": 0.3, "augmentation.uppercase": 1.0}
+    fields |= kind
+    corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
+    train = encoded["train"]
+    pairs = list(islice(train.read(0), 20)) if "streaming" in kind else [train[row] for row in range(20)]
+    prefix = "a: " if "tasks" in kind else ""
+    for side, ids in (("source", "input_ids"), ("target", "labels")):
+        texts = tokenizers.decode_targets([pair[ids] for pair in pairs])
+        start = len(prefix) if side == "source" else 0
+        lines = (data / "train.tsv").read_text(encoding="utf-8").splitlines()
+        expected = [line.split("\t")[side == "target"].upper() for line in lines[: len(pairs)]]
+        assert [text[start:] for text in texts] == expected and texts[0][:start] == prefix[:start]
+    if "tasks" not in kind:
+        plain = tokenizers.encode_targets(corpus.splits["validation"]["target"][:])
+        assert encoded["validation"]["labels"][:] == plain
+
+
+@KINDS
+def test_sources_have_terms_of_their_targets(data, tmp_path, kind):
+    fields = ONE_STEP | {"augmentation.terms": 1.0} | kind
+    _, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
+    train = encoded["train"]
+    pairs = list(islice(train.read(0), 40)) if "streaming" in kind else [train[row] for row in range(40)]
+    marks = tokenizers.source.convert_tokens_to_ids(list(TERM_TOKENS))
+    assert tokenizers.source.unk_token_id not in marks
+    num_terms = 0
+    for pair in pairs:
+        starts, ends = ([place for place, token in enumerate(pair["input_ids"]) if token == mark] for mark in marks)
+        rows = [pair["input_ids"][start + 1 : end] for start, end in zip(starts, ends, strict=True)]
+        terms = tokenizers.decode_targets(rows)
+        assert all(term.strip() in tokenizers.decode_targets([pair["labels"]])[0] for term in terms)
+        num_terms += len(terms)
+    assert num_terms > 10
+
+
+def test_a_fine_tuned_model_gets_the_marks_of_terms(data, run_of_one_step, tmp_path):
+    fields = {"model_name_or_path": run_of_one_step, "augmentation.terms": 0.5}
+    train(data, tmp_path / "run", **ONE_STEP | fields)
+    tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
+    assert set(TERM_TOKENS) <= set(tokenizers.source.get_vocab())
+    sizes = [AutoConfig.from_pretrained(folder).vocab_size for folder in (run_of_one_step, tmp_path / "run")]
+    assert sizes[1] == sizes[0] + len(TERM_TOKENS)
+
+
+def test_a_run_resumes_with_its_own_stages(data, tmp_path):
+    fields = STAGES | ONE_STEP
+    (tmp_path / "run").mkdir()
+    make_recipe(data, tmp_path / "run", **fields).save(tmp_path / "run" / "recipe.yaml")
+    (tmp_path / "run" / "data_report.json").write_text("{}", encoding="utf-8")
+    changed = {"stages.start.shares.noisy": 2, "subword_sampling": 0.2, "datasets.clean": "validation.tsv"}
+    for name, value in changed.items():
+        recipe = make_recipe(data, tmp_path / "run", **fields | {name: value}, resume_from_checkpoint="true")
+        with pytest.raises(ValueError, match=f"`{name}.* must stay as it was when a run is resumed"):
+            Experiment(recipe)
+    make_recipe(data.rename(tmp_path / "moved"), tmp_path / "run", **fields, resume_from_checkpoint="true")
