@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import CROSSED, DESIGNS, POSITIONS, padding_mask, random_batch, tiny_model
+from tiny_models import CROSSED, DESIGNS, POSITIONS, padding_mask, random_batch, random_sources, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 CLOSE = {"atol": 1e-3, "rtol": 1e-3}
@@ -10,12 +10,6 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-3}
 END_TOKENS = [5, 11, 17, 23, 29]
 VARIED = {"max_new_tokens": 7, "no_repeat_ngram_size": 1, "suppress_tokens": [0], "eos_token_id": END_TOKENS}
 SEARCHES = {"greedy": VARIED, "beam": VARIED | {"num_beams": 3, "length_penalty": 0.7}}
-
-
-def sources(config, padding="right", **options):
-    inputs = random_batch(config, padding=padding, **options)
-    del inputs["decoder_input_ids"]
-    return inputs
 
 
 def generate(model, inputs, **options):
@@ -41,7 +35,7 @@ def up_to_the_end(sequence):
 @pytest.mark.parametrize("design", CROSSED)
 def test_cached_equals_uncached(design, search):
     model = tiny_model(**CROSSED[design], encoder_layers=1)
-    inputs = sources(model.config)
+    inputs = random_sources(model.config)
     expected = generate(model, inputs, **SEARCHES[search], use_cache=False)
     assert expected.past_key_values is None
     outputs = generate(model, inputs, **SEARCHES[search])
@@ -53,7 +47,7 @@ def test_cached_equals_uncached(design, search):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_every_cache_gives_the_same_tokens(design, search):
     model = tiny_model(**DESIGNS[design])
-    inputs = sources(model.config, "left")
+    inputs = random_sources(model.config, padding="left")
     options = SEARCHES[search]
     expected = generate(model, inputs, **options)
     for implementation in ("dynamic", "static"):
@@ -68,7 +62,7 @@ def test_every_cache_gives_the_same_tokens(design, search):
 def test_quantized_cache_is_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="does not support the quantized cache"):
-        generate(model, sources(model.config), cache_implementation="quantized", max_new_tokens=2)
+        generate(model, random_sources(model.config), cache_implementation="quantized", max_new_tokens=2)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -76,7 +70,7 @@ def test_quantized_cache_is_refused():
 @pytest.mark.parametrize("design", DESIGNS)
 def test_batched_equals_alone(design, padding, search):
     model = tiny_model(**DESIGNS[design])
-    inputs = sources(model.config, padding)
+    inputs = random_sources(model.config, padding=padding)
     batched = generate(model, inputs, **SEARCHES[search])
     for row, is_token in enumerate(inputs["attention_mask"].bool()):
         alone = generate(model, {"input_ids": inputs["input_ids"][row, is_token][None]}, **SEARCHES[search])
@@ -113,7 +107,7 @@ def test_padded_prompt_of_the_decoder_equals_the_prompt_alone(design, search):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_continuing_from_a_returned_cache(design, implementation):
     model = tiny_model(**DESIGNS[design])
-    inputs = sources(model.config)
+    inputs = random_sources(model.config)
     options = VARIED | {"eos_token_id": None}
     expected = generate(model, inputs, **options)
     # The first call creates the static cache, so it must have room for the second call.
@@ -165,7 +159,7 @@ def test_steps_of_any_width_equal_one_pass(design):
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
 def test_positions_past_the_configured_length(name, cache):
     short = tiny_model(**(POSITIONS[name] | {"max_position_embeddings": 8}))
-    inputs = sources(short.config)
+    inputs = random_sources(short.config)
     if name == "learned":
         assert short.generate(**inputs, **cache, max_new_tokens=8, min_new_tokens=8).shape == (3, 9)
         with pytest.raises(ValueError, match="must not be longer than `max_position_embeddings`"):

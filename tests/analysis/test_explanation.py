@@ -14,9 +14,9 @@ SOURCE, TARGET = SOURCES[0], TARGETS[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_are_those_of_a_forward_pass(family):
+def test_numbers_are_those_of_a_forward_pass_and_masks_hide_padding_and_later_tokens(family):
     generator = generator_of(family)
-    shown = explain(generator, SOURCE, TARGET)
+    shown = explain(generator, SOURCE, TARGET, max_new_tokens=2)
     [source_ids], [ids] = generator.tokenizers.encode_sources([SOURCE]), generator.tokenizers.encode_targets([TARGET])
     assert (shown.source_tokens.ids, shown.target_tokens.ids) == (source_ids, ids)
     assert shown.decoder_tokens.ids == [generator.model.config.decoder_start_token_id, *ids[:-1]]
@@ -29,6 +29,11 @@ def test_numbers_are_those_of_a_forward_pass(family):
     for name in ("encoder", "decoder", "cross"):
         layers = expected[f"{name}_attentions"]
         np.testing.assert_allclose(shown.attentions[name], torch.cat(layers).numpy(), atol=1e-5)
+    sources, targets = len(source_ids), len(ids)
+    padding = np.arange(sources + 2) < sources
+    assert shown.masks["encoder"].shape == (sources, sources + 2) and (shown.masks["encoder"] == padding).all()
+    assert shown.masks["cross"].shape == (targets, sources + 2) and (shown.masks["cross"] == padding).all()
+    assert (shown.masks["decoder"] == np.tri(targets, dtype=bool)).all()
     probabilities = expected.logits[0].softmax(-1)
     chosen = probabilities[range(len(ids)), ids]
     np.testing.assert_allclose(shown.probabilities, chosen.numpy(), atol=1e-5)
@@ -85,17 +90,6 @@ def test_searches_are_those_of_generate(family, options):
     assert [step.choice for step in path] == greedy.ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_masks_hide_padding_and_later_tokens(family):
-    shown = explain(generator_of(family), SOURCE, TARGET, max_new_tokens=2)
-    sources, targets = len(shown.source_tokens.ids), len(shown.target_tokens.ids)
-    assert sources + 2 != targets
-    padding = np.arange(sources + 2) < sources
-    assert shown.masks["encoder"].shape == (sources, sources + 2) and (shown.masks["encoder"] == padding).all()
-    assert shown.masks["cross"].shape == (targets, sources + 2) and (shown.masks["cross"] == padding).all()
-    assert (shown.masks["decoder"] == np.tri(targets, dtype=bool)).all()
-
-
 def test_there_are_no_masks_without_positions_for_padding():
     generator = generator_of("bart")
     limit = generator.model.config.max_position_embeddings
@@ -105,8 +99,7 @@ def test_there_are_no_masks_without_positions_for_padding():
 
 
 def test_positions_are_those_of_the_modules():
-    kinds = {}
-    pair = tiny_pair()
+    kinds, pair = {}, tiny_pair()
     relative = tiny_model(position_embedding_type="relative", **pair.config_fields())
     for family in ("metaphrase", "relative", "t5", "bart", "marian"):
         generator = Generator(relative, pair) if family == "relative" else generator_of(family)

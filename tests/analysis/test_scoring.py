@@ -116,19 +116,16 @@ def test_code_of_a_language_behind_the_end_is_left_to_the_start():
     assert scoring.encode_forced(pair, ["der hase", whole, "der"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("sources", "targets", "message"),
-    [
+@pytest.mark.parametrize("call", [lambda generator, *pair: generator.score(*pair), cross_attentions])
+def test_pairs_that_do_not_match_are_refused(call):
+    for sources, targets, message in (
         (SOURCES[:3], TARGETS[:2], "`sources` and `targets` must be equally many, got 3 and 2"),
         ("a cat", ["eine Katze"], "`sources` must hold one text each, got the single string 'a cat'"),
         (["a cat"], "eine Katze", "`targets` must hold one text each, got the single string"),
         (["a cat", None], TARGETS[:2], "`sources` must hold strings only, got NoneType as text 2"),
-    ],
-)
-def test_pairs_that_do_not_match_are_refused(sources, targets, message):
-    for call in (tiny_generator().score, lambda *pairs: cross_attentions(tiny_generator(), *pairs)):
+    ):
         with pytest.raises(ValueError, match=message):
-            call(sources, targets)
+            call(tiny_generator(), sources, targets)
 
 
 def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_long():

@@ -1,6 +1,5 @@
 """Tests of `engine="auto"`: same tokens as torch in float32, the engine of each call, and copies in the cache."""
 
-import builtins
 import itertools
 import logging
 import random
@@ -175,14 +174,14 @@ def test_models_that_cannot_have_a_copy(lines, tmp_path, monkeypatch):
     assert "Metaphrase models only" in first_line(bart)
     assert "not used in bfloat16 on cpu" in first_line(tiny_generator().model.to(torch.bfloat16))
     assert "not used in float16 on cpu" in first_line(generator.model, "float16")
-    with monkeypatch.context() as patched:
-        patched.setattr(engine_choice, "free_main_memory", lambda: 100)
-        assert "a copy needs 0 MiB of memory, and 0 MiB are free" in first_line(generator.model)
-    with monkeypatch.context() as patched:
-        patched.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-        assert "no copy for CTranslate2: [Errno" in first_line(generator.model)
-    monkeypatch.setattr(engine_choice, "is_faster", lambda *_: False)
-    assert "torch (faster for " in first_line(generator.model)
+    for owner, name, value, message in (
+        (engine_choice, "free_main_memory", lambda: 100, "a copy needs 0 MiB of memory, and 0 MiB are free"),
+        (tempfile, "tempdir", str(tmp_path / "missing"), "no copy for CTranslate2: [Errno"),
+        (engine_choice, "is_faster", lambda *_: False, "torch (faster for "),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert message in first_line(generator.model)
 
 
 def test_texts_beyond_the_positions_run_in_torch(tmp_path, lines):
@@ -201,16 +200,9 @@ def test_texts_beyond_the_positions_run_in_torch(tmp_path, lines):
 
 def test_without_the_package_torch_runs(folder, lines, monkeypatch):
     for name in list(sys.modules):
-        if name.split(".")[0] == "ctranslate2" or name.startswith("metaphrase.conversion.ctr"):
+        if name.startswith(("ctranslate2.", "metaphrase.conversion.ctr")):
             monkeypatch.delitem(sys.modules, name)
-    whole = builtins.__import__
-
-    def absent(name, *args, **kwargs):
-        if name.split(".")[0] == "ctranslate2":
-            raise ModuleNotFoundError("No module named 'ctranslate2'")
-        return whole(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
     assert all(Generator.from_pretrained(folder, device="cpu").generate(TEXTS))
     assert lines() == ["Engine: torch (CTranslate2 is not installed: pip install metaphrase[ctranslate2])"]
 

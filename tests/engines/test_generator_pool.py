@@ -1,5 +1,6 @@
 """Generator pool: what one generator writes, by several processes, which end with the pool and with whoever made it."""
 
+import importlib
 import itertools
 import os
 import signal
@@ -57,6 +58,7 @@ def is_running(process):
         {"num_beams": 3, "num_return_sequences": 2},
         {"do_sample": True, "temperature": 3.0, "seed": 5, "return_scores": False},
         {"must_contain": ["H"], "num_beams": 3, "max_new_tokens": 12},
+        {"risk": {"num_candidates": 4, "utility": "bleu"}, "seed": 2, "return_scores": True},
     ],
     ids=str,
 )
@@ -69,15 +71,6 @@ def test_it_writes_what_one_generator_writes(options, pool, generator):
     # A stream that was left is taken up.
     rest = pool.generate_stream(LINES[8:], chunk_size=4, first_chunk=2, **options)
     assert list(rest) == expected[8:]
-
-
-def test_minimum_bayes_risk(pool, generator):
-    risk, options = {"num_candidates": 4, "utility": "bleu"}, {"seed": 2, "return_scores": True}
-    found = list(pool.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
-    assert {len(candidates) for candidates in found} == {1}
-    assert found == list(generator.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
-    torch.manual_seed(2)
-    assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
 
 
 def test_what_generators_count_is_added_up(pool):
@@ -198,3 +191,17 @@ def test_a_death_is_named(pool):
     os.kill(processes_of(pool)[0], signal.SIGKILL)
     with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
         list(stream)
+
+
+@pytest.mark.parametrize("num_targets", [1, 3])
+def test_documents_of_datatrove_keep_their_order_and_get_their_targets(folder, generator, num_targets):
+    documents = pytest.importorskip("datatrove.data").Document
+    documents = [documents(text, str(number)) for number, text in enumerate([*SOURCES, ""])]
+    options = {"num_beams": 3, "num_return_sequences": num_targets}
+    step = importlib.import_module("metaphrase.engines.datatrove").GenerateStep
+    step = step(folder, key="de", chunk_size=2, loading={"device": "cpu"}, **options)
+    results = list(step(iter(documents)))
+    assert results == documents and step.stats["documents"].total == 6
+    rows = generator.generate_n_best([*SOURCES, ""], return_scores=False, **options)
+    expected = [[item.text for item in row] if num_targets > 1 else row[0].text for row in rows]
+    assert [document.metadata["de"] for document in results] == expected

@@ -1,11 +1,16 @@
-"""Decoding: batches, order, ends of sequence and scores."""
+"""Decoding: batches, order, ends of sequence, scores, and every type of weights."""
+
+import math
+import random
 
 import pytest
 import torch
 from other_families import generator_of
-from tiny_generator import SOURCES, tiny_generator, tiny_pair
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers.generation import utils
 
+from metaphrase.inference import Generator
 from metaphrase.inference.batches import decode
 from metaphrase.tokenization.batches import batches_by_length
 
@@ -128,3 +133,41 @@ def test_ids_that_the_embedding_has_no_row_for_are_refused(generator, sources):
     size = generator.model.config.vocab_size
     with pytest.raises(ValueError, match=f"^Token ids must be rows of the model's embedding, below {size}, got {size}"):
         decode(generator.model, [*sources, [5, size, 2]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_generator(tiny_generator(layers=1), tmp_path_factory.mktemp("numerics") / "model")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_sources_in_batches_are_as_alone_in_every_type_of_weights(dtype, folder):
+    rng, words = random.Random(3), " ".join(SOURCES).split()
+    texts = ["", *(" ".join(rng.choices(words, k=rng.randrange(10))) for _ in range(38)), ""]
+    batched, alone = (
+        Generator.from_pretrained(folder, device="cpu", dtype=dtype, batch_size=size, max_tokens_per_batch=10**6)
+        for size in (64, 1)
+    )
+    rows = [generator.generate_n_best(texts, num_beams=2, max_new_tokens=5) for generator in (batched, alone)]
+    batched, alone = ([targets[0] for targets in row] for row in rows)
+    assert all(math.isfinite(target.score) for target in batched + alone)
+    num_equal = sum(first.text == second.text for first, second in zip(batched, alone, strict=True))
+    # Half precision rounds sums by the shape of a product, and two beams may be close.
+    assert num_equal == 40 if dtype in ("float32", "int8") else num_equal >= 38
+    assert {rows[index].text for rows in (batched, alone) for index in (0, -1)} == {""}
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_row_of_padding_alone_is_finite_and_changes_no_other_row(design, attn_implementation):
+    if design == "soft_caps":
+        attn_implementation = "eager"
+    model = tiny_model(attn_implementation=attn_implementation, **DESIGNS[design])
+    inputs = random_batch(model.config, batch=3)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        inputs["attention_mask"][1] = 0
+        inputs["input_ids"][1] = model.config.pad_token_id
+        output = model(**inputs, labels=torch.full((3, 5), -100))
+    assert torch.isfinite(output.logits).all() and output.loss.item() == 0
+    torch.testing.assert_close(output.logits[[0, 2]], expected[[0, 2]])

@@ -1,5 +1,10 @@
 """The generator: texts in, as many texts out, in order."""
 
+import gc
+import subprocess
+import sys
+import tracemalloc
+
 import pytest
 import torch
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
@@ -8,6 +13,7 @@ from transformers import GenerationMixin
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, ScoredText, batches
 from metaphrase.inference import generator as module
+from metaphrase.inference.generator import read_chunks
 from metaphrase.texts import loops
 from metaphrase.texts.loops import find_loop
 
@@ -150,32 +156,24 @@ def test_a_target_that_still_repeats_itself_stays(generator, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ("a man", "must hold one text each, got the single string 'a man'"),
-        (["a cat", None], "must hold strings only, got NoneType as text 2"),
-        ([7], "must hold strings only, got int as text 1"),
-    ],
+    ("texts", "message"), [("a man", "got the single string 'a man'"), (["a cat", None], "got NoneType as text 2")]
 )
 def test_what_is_no_list_of_texts_is_refused(texts, message, generator):
     for decoded in (generator.generate, generator.generate_n_best, generator.generate_mbr):
-        with pytest.raises(ValueError, match="`texts` " + message):
+        with pytest.raises(ValueError, match="`texts` .*" + message):
             decoded(texts)
     for options in ({}, {"risk": {"num_candidates": 2}}):
-        with pytest.raises(ValueError, match="`lines` " + message):
+        with pytest.raises(ValueError, match="`lines` .*" + message):
             list(generator.generate_stream(texts, **options))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"device": name}, f"`device` .* got '{name}'") for name in ("foo", "meta", "cuda:99")),
-        *(({"dtype": name}, f"`dtype` .* got '{name}'") for name in ("foo", "linspace")),
-    ],
+    ("option", "value"),
+    [("device", "foo"), ("device", "meta"), ("device", "cuda:99"), ("dtype", "foo"), ("dtype", "linspace")],
 )
-def test_devices_and_types_that_torch_has_not_are_refused_before_loading(options, message):
-    with pytest.raises(ValueError, match=message):
-        Generator.from_pretrained("no-such/model", **{"device": "cpu"} | options)
+def test_devices_and_types_that_torch_has_not_are_refused_before_loading(option, value):
+    with pytest.raises(ValueError, match=f"`{option}` .* got '{value}'"):
+        Generator.from_pretrained("no-such/model", **{"device": "cpu", option: value})
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -189,3 +187,84 @@ def test_loaded_is_saved_and_a_prefix_stands_before_texts(joint, tmp_path):
     assert targets[:-1] != generator.generate(SOURCES)
     for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
         assert Generator.from_pretrained(tmp_path, device="cpu", dtype=dtype).model.dtype == torch.bfloat16
+
+
+LIMIT_SECONDS = 60
+
+
+@pytest.mark.parametrize("place", ["reader", "text", "tokenizer"])
+def test_errors_come_after_the_chunks_before_them(generator, place, monkeypatch):
+    def lines():
+        yield from SOURCES[:4]
+        if place == "reader":
+            raise OSError("the disk is gone")
+        yield 7 if place == "text" else "unreadable"
+
+    def encode(texts):
+        if "unreadable" in texts:
+            raise RuntimeError("no tokens")
+        return type(generator).encode_uncut(generator, texts)
+
+    monkeypatch.setattr(generator, "encode_uncut", encode)
+    expected = {"reader": OSError, "text": ValueError, "tokenizer": RuntimeError}[place]
+    results = []
+    with pytest.raises(expected):
+        for candidates in generator.generate_stream(lines(), chunk_size=2):
+            results.append(candidates[0].text)
+    assert results == generator.generate(SOURCES[:4])
+
+
+def test_chunks_must_be_positive(generator):
+    with pytest.raises(ValueError, match="`chunk_size` must be at least 1, got 0"):
+        list(generator.generate_stream(SOURCES, chunk_size=0))
+    assert [chunk.texts for chunk in read_chunks("abcde", 2)] == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_random_numbers_belong_to_the_chunk(generator):
+    options, lines = {"chunk_size": 2, "do_sample": True, "temperature": 3.0}, SOURCES * 2
+    whole = list(generator.generate_stream(lines, seed=3, **options))
+    torch.manual_seed(0)
+    assert list(generator.generate_stream(lines[6:], seed=3, first_chunk=3, **options)) == whole[6:]
+    for seed, first_chunk in ((3, 2), (4, 3)):
+        others = generator.generate_stream(lines[6:], seed=seed, first_chunk=first_chunk, **options)
+        assert list(others) != whole[6:]
+    torch.manual_seed(3)
+    assert list(generator.generate_stream(lines[:2], **options)) == whole[:2]
+
+
+def test_memory_does_not_grow_with_the_stream():
+    lines, in_use = (f"{SOURCES[number % 5]} {number}" for number in range(2048)), []
+    stream = tiny_generator(batch_size=128).generate_stream(lines, chunk_size=128, max_new_tokens=1)
+    tracemalloc.start()
+    try:
+        for count, _ in enumerate(stream, start=1):
+            if count % 512 == 0:
+                # Without it, how long cycles wait to be freed would count, which the machine's load decides.
+                gc.collect()
+                in_use.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    first, *later = in_use
+    # To hold the results alone would take twice as much: a candidate and its list are more than 200 bytes.
+    assert len(later) == 3 and max(later) - min(later) < 1024 * 100, (first, later)
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
+    """The process ends although standard input stays open, and says nothing."""
+    model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")
+    command = [sys.executable, "-m", "metaphrase.scripts", "generate", str(model), "--device", "cpu", "--window", "1"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        process.stdin.write(b"the cat\n")
+        process.stdin.flush()
+        # A line comes back before the next one is there.
+        assert process.stdout.readline().endswith(b"\n")
+        process.stdout.close()
+        process.stdin.write(b"the dog\n")
+        process.stdin.flush()
+        code = process.wait(LIMIT_SECONDS)
+        assert code == 0 and b"Fatal" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()

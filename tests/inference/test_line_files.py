@@ -140,20 +140,17 @@ def test_resuming_needs_a_file(words, tmp_path):
             execute(generate, [*words, "--output", str(path), "--resume"])
 
 
-@pytest.mark.parametrize("num_targets", [1, 2])
-@pytest.mark.parametrize("chunk_size", [1, 3])
+@pytest.mark.parametrize(("num_targets", "chunk_size"), [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_how_far_a_file_goes_is_read_from_it_at_every_byte(tmp_path, num_targets, chunk_size):
     assert format_targets(3, [ScoredText("a\r\nb", None)], False) == "a  b\n"
     texts = [["", "ä ||| b"][:num_targets], ["c\u2028d", "\x85"][:num_targets]] * 3
-    with_scores = num_targets > 1
-    groups = [
-        format_targets(i, [ScoredText(t, -0.5) for t in group], with_scores).encode() for i, group in enumerate(texts)
-    ]
+    layout = {"num_targets": num_targets, "with_scores": num_targets > 1, "chunk_size": chunk_size}
+    rows = [[ScoredText(text, -0.5) for text in group] for group in texts]
+    groups = [format_targets(index, row, num_targets > 1).encode() for index, row in enumerate(rows)]
     whole, path = b"".join(groups), tmp_path / "out"
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
         done = sum(len(b"".join(groups[: number + 1])) <= size for number in range(len(groups)))
-        layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": chunk_size}
         with OutputFile(path, resume=True, **layout) as output:
             assert output.num_done == done
             assert output.next_source == (max(done - 1, 0) // chunk_size) * chunk_size

@@ -76,21 +76,17 @@ def test_candidates_of_a_text_join_those_of_its_sentences():
     for index, joined in enumerate((first, second)):
         assert joined.text == " ".join(row[index].text for row in parts)
         assert joined.score == pytest.approx(sum(row[index].score for row in parts) / 2)
+    with pytest.raises(ValueError, match="split_sentences"):
+        next(generator.generate_stream(["the cat"], split_sentences=True, risk={"num_candidates": 2}))
 
 
-@pytest.mark.parametrize(("code", "language"), [("deu_Latn", "deu"), ("de_DE", "de"), (None, "en")])
-def test_language_of_a_multilingual_tokenizer(code, language, monkeypatch):
+def test_language_is_that_of_a_multilingual_tokenizer_unless_it_is_given(monkeypatch):
     languages = []
     monkeypatch.setattr(module, "split_documents", lambda texts, language, *_: languages.append(language))
-    stand_in = SimpleNamespace(tokenizers=SimpleNamespace(source=SimpleNamespace(src_lang=code)))
-    for choice in (True, "fr"):
+    for code, choice in (("deu_Latn", True), ("de_DE", True), (None, True), ("de_DE", "fr")):
+        stand_in = SimpleNamespace(tokenizers=SimpleNamespace(source=SimpleNamespace(src_lang=code)))
         split_texts([stand_in], ["a"], choice)
-    assert languages == [language, "fr"]
-
-
-def test_risk_of_whole_texts_is_refused():
-    with pytest.raises(ValueError, match="split_sentences"):
-        next(tiny_generator().generate_stream(["the cat"], split_sentences=True, risk={"num_candidates": 2}))
+    assert languages == ["deu", "de", "en", "fr"]
 
 
 def test_command_splits_lines(tmp_path, run_generate):

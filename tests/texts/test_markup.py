@@ -50,18 +50,12 @@ def tags(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("text_format", ["html", "xml"])
-def test_identity_keeps_random_pages(text_format, align):
+def test_identity_keeps_random_pages_and_any_alignment_keeps_them_well_formed(text_format, align):
     draw = random.Random(1)
     # A tag inside a word would move to the border of the word.
     pages = [f"<r>{draw_tree(draw, SPACES)}</r>" for _ in range(100)]
     outputs = TextDecoder(identity_generator(), text_format=text_format).decode(pages)
-    for page, output in zip(pages, outputs, strict=True):
-        assert re.sub(r"\s+", "", output) == re.sub(r"\s+", "", page)
-
-
-@pytest.mark.parametrize("text_format", ["html", "xml"])
-def test_any_alignment_keeps_random_pages_well_formed(text_format, align):
-    draw = random.Random(2)
+    assert ["".join(output.split()) for output in outputs] == ["".join(page.split()) for page in pages]
     align(lambda _, count: draw.choice([None, *range(count)]))
     pages = [f"<r>{draw_tree(draw, ANY_GAPS)}</r>" for _ in range(200)]
     generator = identity_generator(lambda text: " ".join(reversed(text.split())))
