@@ -205,13 +205,10 @@ def test_scores_of_samples_are_log_probabilities_under_the_model(models, options
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Of a model and of its export, by whether it has one tokenizer."""
-    folder, made = tmp_path_factory.mktemp("generators"), {}
-    for is_joint in (True, False):
-        source = save_generator(tiny_generator(is_joint), folder / f"model_{is_joint}")
-        made[is_joint] = source, export_ctranslate2(source, folder / f"exported_{is_joint}")
-    return made
+def folders(model_folders, tmp_path_factory):
+    """The folders of a model and of its export, by whether it has one tokenizer."""
+    root = tmp_path_factory.mktemp("exported")
+    return {joint: (folder, export_ctranslate2(folder, root / str(joint))) for joint, folder in model_folders.items()}
 
 
 def load(folder, **options):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_generator import SOURCES, save_generator, tiny_generator
+from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.engines import generator_pool
 from metaphrase.engines.generator_pool import spread_devices
@@ -29,13 +29,8 @@ def generator():
 
 
 @pytest.fixture(scope="module")
-def folder(generator, tmp_path_factory):
-    return str(save_generator(generator, tmp_path_factory.mktemp("pool") / "model"))
-
-
-@pytest.fixture(scope="module")
-def pool(folder):
-    with GeneratorPool(folder, num_processes=2, device="cpu", assistant_model=None) as pool:
+def pool(cli_model):
+    with GeneratorPool(cli_model, num_processes=2, device="cpu", assistant_model=None) as pool:
         yield pool
 
 
@@ -113,10 +108,10 @@ def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
 
 
 @pytest.mark.slow
-def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(folder):
+def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(cli_model):
     """A chunk that would take minutes."""
     long = {"max_new_tokens": 100_000, "eos_token_id": -1, "num_beams": 1}
-    with GeneratorPool(folder, num_processes=1, device="cpu", assistant_model=folder) as pool:
+    with GeneratorPool(cli_model, num_processes=1, device="cpu", assistant_model=cli_model) as pool:
         # With a draft model that is the model itself, all is accepted.
         texts = [scored.text for [scored] in pool.generate_stream(SOURCES, num_beams=1, num_assistant_tokens=2)]
         assert texts == tiny_generator(kind="byte").generate(SOURCES, num_beams=1)
@@ -151,9 +146,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
+def test_processes_do_not_outlive_a_killed_parent(cli_model, tmp_path):
     (tmp_path / "parent.py").write_text(PARENT, encoding="utf-8")
-    command = [sys.executable, str(tmp_path / "parent.py"), folder]
+    command = [sys.executable, str(tmp_path / "parent.py"), cli_model]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         processes = [int(word) for word in parent.stdout.readline().split()]
@@ -194,12 +189,12 @@ def test_a_death_is_named(pool):
 
 
 @pytest.mark.parametrize("num_targets", [1, 3])
-def test_documents_of_datatrove_keep_their_order_and_get_their_targets(folder, generator, num_targets):
+def test_documents_of_datatrove_keep_their_order_and_get_their_targets(cli_model, generator, num_targets):
     documents = pytest.importorskip("datatrove.data").Document
     documents = [documents(text, str(number)) for number, text in enumerate([*SOURCES, ""])]
     options = {"num_beams": 3, "num_return_sequences": num_targets}
     step = importlib.import_module("metaphrase.engines.datatrove").GenerateStep
-    step = step(folder, key="de", chunk_size=2, loading={"device": "cpu"}, **options)
+    step = step(cli_model, key="de", chunk_size=2, loading={"device": "cpu"}, **options)
     results = list(step(iter(documents)))
     assert results == documents and step.stats["documents"].total == 6
     rows = generator.generate_n_best([*SOURCES, ""], return_scores=False, **options)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from other_families import generator_of
-from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers.generation import utils
 
@@ -135,21 +135,16 @@ def test_ids_that_the_embedding_has_no_row_for_are_refused(generator, sources):
         decode(generator.model, [*sources, [5, size, 2]])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_generator(tiny_generator(layers=1), tmp_path_factory.mktemp("numerics") / "model")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_sources_in_batches_are_as_alone_in_every_type_of_weights(dtype, folder):
+def test_sources_in_batches_are_as_alone_in_every_type_of_weights(dtype, model_folders):
     rng, words = random.Random(3), " ".join(SOURCES).split()
     texts = ["", *(" ".join(rng.choices(words, k=rng.randrange(10))) for _ in range(38)), ""]
-    batched, alone = (
-        Generator.from_pretrained(folder, device="cpu", dtype=dtype, batch_size=size, max_tokens_per_batch=10**6)
-        for size in (64, 1)
-    )
-    rows = [generator.generate_n_best(texts, num_beams=2, max_new_tokens=5) for generator in (batched, alone)]
-    batched, alone = ([targets[0] for targets in row] for row in rows)
+    generator, rows = Generator.from_pretrained(model_folders[True], device="cpu", dtype=dtype), []
+    generator.max_tokens_per_batch = 10**6
+    for generator.batch_size in (64, 1):
+        targets = generator.generate_n_best(texts, num_beams=2, max_new_tokens=5)
+        rows.append([candidates[0] for candidates in targets])
+    batched, alone = rows
     assert all(math.isfinite(target.score) for target in batched + alone)
     num_equal = sum(first.text == second.text for first, second in zip(batched, alone, strict=True))
     # Half precision rounds sums by the shape of a product, and two beams may be close.

@@ -250,10 +250,9 @@ def test_memory_does_not_grow_with_the_stream():
 
 
 @pytest.mark.slow
-def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
+def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(cli_model):
     """The process ends although standard input stays open, and says nothing."""
-    model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")
-    command = [sys.executable, "-m", "metaphrase.scripts", "generate", str(model), "--device", "cpu", "--window", "1"]
+    command = [sys.executable, "-m", "metaphrase.scripts", "generate", cli_model, "--device", "cpu", "--window", "1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         process.stdin.write(b"the cat\n")
