@@ -253,17 +253,16 @@ def test_memory_does_not_grow_with_the_stream():
 def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(cli_model):
     """The process ends although standard input stays open, and says nothing."""
     command = [sys.executable, "-m", "metaphrase.scripts", "generate", cli_model, "--device", "cpu", "--window", "1"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        process.stdin.write(b"the cat\n")
-        process.stdin.flush()
-        # A line comes back before the next one is there.
-        assert process.stdout.readline().endswith(b"\n")
-        process.stdout.close()
-        process.stdin.write(b"the dog\n")
-        process.stdin.flush()
-        code = process.wait(LIMIT_SECONDS)
-        assert code == 0 and b"Fatal" not in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            process.stdin.write(b"the cat\n")
+            process.stdin.flush()
+            # A line comes back before the next one is there.
+            assert process.stdout.readline().endswith(b"\n")
+            process.stdout.close()
+            process.stdin.write(b"the dog\n")
+            process.stdin.flush()
+            assert process.wait(LIMIT_SECONDS) == 0 and b"Fatal" not in process.stderr.read()
+        finally:
+            process.kill()
