@@ -170,13 +170,14 @@ def test_python_runs(code, project, capsys, monkeypatch):
     assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
 
 
-def with_marks(commands):
-    """Mark commands that take half a minute. Faster tests of their rooms cover them."""
-    is_slow = re.compile("--format (onnx|web)|--num_processes")
-    return [pytest.param(command, marks=[pytest.mark.slow] * bool(is_slow.search(command))) for command in commands]
+# These take half a minute each, and faster tests cover them.
+SLOW = re.compile("--format (onnx|web)|--num_processes")
+SHORT = [command for command in COMMANDS if command.split()[1] not in LONG]
 
 
-@pytest.mark.parametrize("command", with_marks(command for command in COMMANDS if command.split()[1] not in LONG))
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, marks=[pytest.mark.slow] * bool(SLOW.search(command))) for command in SHORT]
+)
 def test_command_runs(command, project, monkeypatch, capsys):
     words, _, target = command.partition(" > ")
     words, _, source = words.partition(" < ")

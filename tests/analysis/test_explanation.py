@@ -99,8 +99,7 @@ def test_there_are_no_masks_without_positions_for_padding():
 
 
 def test_positions_are_those_of_the_modules():
-    kinds = {}
-    pair = tiny_pair()
+    kinds, pair = {}, tiny_pair()
     relative = tiny_model(position_embedding_type="relative", **pair.config_fields())
     for family in ("metaphrase", "relative", "t5", "bart", "marian"):
         generator = Generator(relative, pair) if family == "relative" else generator_of(family)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from subcommands import execute
-from tiny_generator import SOURCES, save_generator, tiny_generator
+from tiny_generator import SOURCES
 
 from metaphrase.inference import ScoredText
 from metaphrase.inference.line_files import OutputFile, format_targets
@@ -20,15 +20,10 @@ SEARCHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(save_generator(tiny_generator(kind="byte"), tmp_path_factory.mktemp("output") / "model"))
-
-
 @pytest.fixture
-def words(model, tmp_path):
+def words(cli_model, tmp_path):
     write_lines(tmp_path / "in", LINES)
-    return [model, "--device", "cpu", "--input", str(tmp_path / "in"), "--window", "5", "--batch_size", "2"]
+    return [cli_model, "--device", "cpu", "--input", str(tmp_path / "in"), "--window", "5", "--batch_size", "2"]
 
 
 def write_lines(path, lines):
@@ -186,8 +181,8 @@ def test_a_new_file_may_be_a_pipe(tmp_path):
     os.close(reader)
 
 
-def test_an_output_is_no_input_and_no_file_of_the_model(words, model, tmp_path):
-    terms, weights, link = tmp_path / "terms", Path(model) / "model.safetensors", tmp_path / "link"
+def test_an_output_is_no_input_and_no_file_of_the_model(words, cli_model, tmp_path):
+    terms, weights, link = tmp_path / "terms", Path(cli_model) / "model.safetensors", tmp_path / "link"
     terms.write_text("cat\tKatze\n", encoding="utf-8")
     for path, message in ((tmp_path / "in", "input"), (terms, "glossary"), (weights, "no file of a model")):
         link.unlink(missing_ok=True)

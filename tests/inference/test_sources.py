@@ -29,15 +29,10 @@ def generator(request):
     return Generator(model, tiny_pair())
 
 
-@pytest.mark.parametrize(("name", "limit"), [("bart", 64), ("t5", None)])
-def test_limits_of_families(name, limit):
-    assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
-    for kind, expected in (("rotary", 64), ("relative", None)):
-        model = tiny_model(position_embedding_type=kind, **tiny_pair().config_fields())
-        assert longest_source(model) == longest_target(model) == expected
+def test_each_stack_has_its_limit():
     fields = {"position_embedding_type": "learned", "decoder_max_position_embeddings": 20}
-    model = tiny_model(**fields, **tiny_pair().config_fields())
-    assert (longest_source(model), longest_target(model)) == (64, 20)
+    for model, limits in ((family_model("t5"), (None, None)), (tiny_model(**fields), (64, 20))):
+        assert (longest_source(model), longest_target(model)) == limits
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -117,9 +112,8 @@ def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
 
 def test_a_source_that_several_models_read_is_cut_once(tmp_path):
     model, other = tiny_generator(), tiny_generator(seed=1)
-    together = Generator(
-        model.model, model.tokenizers, members=[Generator(other.model, model.tokenizers, **CUT)], **CUT
-    )
+    member = Generator(other.model, model.tokenizers, **CUT)
+    together = Generator(model.model, model.tokenizers, members=[member], **CUT)
     whole = Generator(model.model, model.tokenizers, members=[other])
     assert together.generate(TEXTS) == whole.generate([text[:5] for text in TEXTS])
     assert together.num_truncated == 4

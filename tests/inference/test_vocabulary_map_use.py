@@ -1,5 +1,7 @@
 """Generators with a vocabulary map: both engines select from the permitted tokens, by the union of a batch."""
 
+from pathlib import Path
+
 import pytest
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
@@ -78,18 +80,15 @@ def test_other_searches_select_from_all_tokens_and_quantized_models_have_lists_t
         assert_permitted(decoded(generator, do_sample=do_sample), permitted)
 
 
-def test_command_line(folder, tmp_path, capsys):
-    sources, output = tmp_path / "sources.txt", tmp_path / "targets.txt"
-    sources.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
-    execute(
-        generate, [str(folder), "--input", str(sources), "--output", str(output), "--engine", "torch", "--use_vmap"]
-    )
+def test_command_line(folder, files, tmp_path, capsys):
+    output, use = tmp_path / "targets.txt", ["--engine", "torch", "--use_vmap"]
+    execute(generate, [str(folder), "--input", files[0], "--output", str(output), *use])
     expected = Generator.from_pretrained(folder, engine="torch", use_vmap=True).generate(SOURCES)
     assert output.read_text(encoding="utf-8").split("\n")[:-1] == expected
     made = (folder / VOCABULARY_MAP_NAME).read_bytes()
     sides = [tmp_path / "pairs.source", tmp_path / "pairs.target"]
-    for path, texts in zip(sides, zip(*PAIRS, strict=True), strict=True):
-        path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    for path, name in zip(sides, files, strict=True):
+        path.write_bytes(Path(name).read_bytes() * 3)
     words = [str(folder), *map(str, sides), "--num_per_token", "3", "--num_frequent", "5"]
     assert run("shortlist", words) == 2
     assert "`model` must have no vmap.txt" in capsys.readouterr().err

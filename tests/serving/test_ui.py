@@ -27,16 +27,10 @@ def url():
 
 
 @pytest.fixture(scope="module")
-def torch_generator():
-    # The targets of this seed are not blank.
-    return tiny_generator(seed=9)
-
-
-@pytest.fixture(scope="module")
-def torch_url(torch_generator):
-    """A server with a torch model, which has attention and alternatives, and no languages."""
+def torch_url():
+    """A server with a torch model without languages. The targets of its seed are not blank."""
     batcher = Batcher()
-    models = [ServedModel("tiny", torch_generator, batcher, languages=None, task="text2text-generation")]
+    models = [ServedModel("tiny", tiny_generator(seed=9), batcher, languages=None, task="text2text-generation")]
     with running(Service(models, batcher)) as address:
         yield address
 
@@ -97,10 +91,10 @@ def test_translation_keeps_the_layout(url):
     assert requests.post(f"{url}/ui/translate", json={"text": " \n"}).json()["sentences"] == []
 
 
-def test_attention_is_that_of_the_model(torch_url, torch_generator):
+def test_attention_is_that_of_the_model(torch_url):
     pair = {"source": "two dogs run", "target": "die Katze"}
     answer = requests.post(f"{torch_url}/ui/attention", json=pair).json()
-    [attention] = cross_attentions(torch_generator, [pair["source"]], [pair["target"]], layer=-1)
+    [attention] = cross_attentions(tiny_generator(seed=9), [pair["source"]], [pair["target"]], layer=-1)
     assert (answer["source_words"], answer["target_words"]) == (["two", "dogs", "run"], ["die", "Katze"])
     np.testing.assert_allclose(answer["weights"], word_weights(attention), atol=1e-4)
 

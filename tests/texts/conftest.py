@@ -11,7 +11,7 @@ from metaphrase.texts.whole_texts import TextDecoder
 
 @pytest.fixture
 def align(monkeypatch):
-    """Sets the alignment: a function that chooses the source word of each target word. By default it has the same number."""
+    """Sets the alignment: which source word a target word has. By default it is the word with the same number."""
 
     def align(chooser=lambda index, count: index if index < count else None):
         monkeypatch.setattr(TextDecoder, "_align", align_by(chooser))

@@ -44,18 +44,16 @@ def test_no_character_of_a_text_is_lost(limit):
     assert all(len(sentence) <= limit for document in documents for sentence in document.sentences)
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("the cat sleeps; the small dog runs", ["the cat sleeps;", "the small dog runs"]),
-        ("the cat, the dog and the small fox run", ["the cat, the dog", "and the small fox run"]),
-        ("one two three four, five six seven", ["one two three four,", "five six seven"]),
-        ("x" * 50, ["x" * 12, "x" * 13, "x" * 12, "x" * 13]),
-    ],
-)
-def test_a_long_sentence_is_cut_at_the_best_place(text, parts):
-    [document], num_cut = split([text], limit=24)
-    assert document.sentences == parts and document.join(parts) == text and num_cut == 1
+def test_a_long_sentence_is_cut_at_the_best_place():
+    texts = {
+        "the cat sleeps; the small dog runs": ["the cat sleeps;", "the small dog runs"],
+        "the cat, the dog and the small fox run": ["the cat, the dog", "and the small fox run"],
+        "one two three four, five six seven": ["one two three four,", "five six seven"],
+        "x" * 50: ["x" * 12, "x" * 13, "x" * 12, "x" * 13],
+    }
+    documents, num_cut = split([*texts], limit=24)
+    assert [document.sentences for document in documents] == [*texts.values()] and num_cut == 4
+    assert [document.join(document.sentences) for document in documents] == [*texts]
 
 
 def test_an_identity_model_returns_the_texts():

@@ -45,30 +45,20 @@ def draw_tree(draw: random.Random, gaps: tuple[str, ...], depth: int = 2) -> str
     return "".join(parts)
 
 
-def tags(page: str) -> list[str]:
-    return sorted(re.findall(r"<[^>]+>", page))
-
-
 @pytest.mark.parametrize("text_format", ["html", "xml"])
-def test_identity_keeps_random_pages(text_format, align):
+def test_identity_keeps_random_pages_and_any_alignment_keeps_them_well_formed(text_format, align):
     draw = random.Random(1)
     # A tag inside a word would move to the border of the word.
     pages = [f"<r>{draw_tree(draw, SPACES)}</r>" for _ in range(100)]
     outputs = TextDecoder(identity_generator(), text_format=text_format).decode(pages)
-    for page, output in zip(pages, outputs, strict=True):
-        assert re.sub(r"\s+", "", output) == re.sub(r"\s+", "", page)
-
-
-@pytest.mark.parametrize("text_format", ["html", "xml"])
-def test_any_alignment_keeps_random_pages_well_formed(text_format, align):
-    draw = random.Random(2)
+    assert ["".join(output.split()) for output in outputs] == ["".join(page.split()) for page in pages]
     align(lambda _, count: draw.choice([None, *range(count)]))
     pages = [f"<r>{draw_tree(draw, ANY_GAPS)}</r>" for _ in range(200)]
     generator = identity_generator(lambda text: " ".join(reversed(text.split())))
     outputs = TextDecoder(generator, text_format=text_format).decode(pages)
     for page, output in zip(pages, outputs, strict=True):
         ElementTree.fromstring(output)
-        assert tags(output) == tags(page)
+        assert sorted(re.findall(r"<[^>]+>", output)) == sorted(re.findall(r"<[^>]+>", page))
 
 
 PAGE = """<!DOCTYPE html><html><head><title>The cat</title><style>b { color: red }</style>
@@ -93,20 +83,17 @@ def test_a_word_far_away_does_not_stretch_an_element():
     assert links.find(2, 3) == (0, 3) and links.find(0, 1) == (4, 5) and links.find(4, 5) is None
 
 
-@pytest.mark.parametrize(
-    ("page", "expected"),
-    [
-        ("<p>one <b>two <i>three</i></b> four<img> five</p>", "<p>five four<img> <b><i>three</i> two</b> one</p>"),
-        ("<p>one two <img>three</p>", "<p><img>three two one</p>"),
-        ("<p><b>one two</b> three</p>", "<p>three <b>two one</b></p>"),
-        ("<p>one <b>two three</b></p>", "<p><b>three two</b> one</p>"),
-    ],
-)
-def test_tags_follow_their_words(page, expected, align):
+def test_tags_follow_their_words(align):
     # The target has the words of the source in reverse order.
     align(lambda index, count: count - 1 - index)
+    expected = {
+        "<p>one <b>two <i>three</i></b> four<img> five</p>": "<p>five four<img> <b><i>three</i> two</b> one</p>",
+        "<p>one two <img>three</p>": "<p><img>three two one</p>",
+        "<p><b>one two</b> three</p>": "<p>three <b>two one</b></p>",
+        "<p>one <b>two three</b></p>": "<p><b>three two</b> one</p>",
+    }
     generator = identity_generator(lambda text: " ".join(reversed(text.split())))
-    assert TextDecoder(generator, text_format="html").decode([page]) == [expected]
+    assert TextDecoder(generator, text_format="html").decode([*expected]) == [*expected.values()]
 
 
 def test_elements_with_two_sentences_stay_whole(align):
