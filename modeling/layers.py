@@ -387,7 +387,7 @@ class _ResidualLayer(GradientCheckpointingLayer):
             if self.has_output_norms:
                 self.add_module(f"{name}_output_norm", make_norm(config, sizes.hidden_size))
 
-    def add(self, name: str, residual: torch.Tensor, *inputs, **kwargs) -> torch.Tensor:
+    def apply_sublayer(self, name: str, residual: torch.Tensor, *inputs, **kwargs) -> torch.Tensor:
         """Apply a sublayer by its name to `(batch, length, hidden)`, with its norms, and add its output after dropout."""
         norm = getattr(self, f"{name}_norm")
         output = getattr(self, name)(norm(residual) if self.is_pre_norm else residual, *inputs, **kwargs)
@@ -415,8 +415,8 @@ class MetaphraseEncoderLayer(_ResidualLayer):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        hidden_states = self.add("self_attn", hidden_states, position_embeddings, attention_mask, **kwargs)
-        return self.add("mlp", hidden_states)
+        hidden_states = self.apply_sublayer("self_attn", hidden_states, position_embeddings, attention_mask, **kwargs)
+        return self.apply_sublayer("mlp", hidden_states)
 
 
 class MetaphraseDecoderLayer(_ResidualLayer):
@@ -446,8 +446,8 @@ class MetaphraseDecoderLayer(_ResidualLayer):
     ) -> torch.Tensor:
         source = encoder_hidden_states if self.self_attn.is_merged else None
         inputs = position_embeddings, attention_mask, past_key_values, source
-        hidden_states = self.add("self_attn", hidden_states, *inputs, **kwargs)
+        hidden_states = self.apply_sublayer("self_attn", hidden_states, *inputs, **kwargs)
         if not self.self_attn.is_merged:
             inputs = None, encoder_attention_mask, past_key_values, encoder_hidden_states
-            hidden_states = self.add("cross_attn", hidden_states, *inputs, **kwargs)
-        return self.add("mlp", hidden_states)
+            hidden_states = self.apply_sublayer("cross_attn", hidden_states, *inputs, **kwargs)
+        return self.apply_sublayer("mlp", hidden_states)

@@ -60,6 +60,8 @@ def core(tmp_path_factory):
     for path in (folder / "scripts").glob("*.py"):
         if path.stem not in kept:
             path.unlink()
+    # The options of the other subcommands.
+    (folder / "scripts" / "parsers" / "rings.py").unlink()
     return folder
 
 

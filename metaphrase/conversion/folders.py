@@ -198,6 +198,8 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
     planned = {}
     for name, theirs in counterparts.items():
         kind = weights.kind(theirs.name)
+        if not kind.is_floating_point:
+            raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
         checkpoints.check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
         planned[name] = PlannedTensor(kind.nbytes, lambda theirs=theirs: theirs.to_ours(weights.read(theirs.name)))
     return planned

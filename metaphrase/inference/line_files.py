@@ -45,8 +45,9 @@ def check_files(
     """
     if output is not None and os.fspath(output).endswith(".gz"):
         raise ValueError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")
-    has_model_name = output is not None and _MODEL_FILE.fullmatch(os.path.basename(output))
-    if has_model_name and os.path.isfile(output) and Path(output).with_name("config.json").is_file():
+    # A link may have another name than its file.
+    file = None if output is None else Path(os.path.realpath(output))
+    if file and _MODEL_FILE.fullmatch(file.name) and file.is_file() and file.with_name("config.json").is_file():
         raise ValueError(f"`{name}` must be no file of a model, got {os.fspath(output)!r}.")
     if resume and output is not None and os.path.exists(output) and not os.path.isfile(output):
         raise ValueError(f"`{name}` must be a regular file with `resume`, got {os.fspath(output)!r}.")

@@ -1,6 +1,9 @@
 """Tests of packages for Argos Translate: its own steps must write what `Generator` writes."""
 
 import json
+import os
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -19,6 +22,8 @@ from metaphrase.tokenization import TokenizerPair
 
 CORPUS = make_demo_corpus(num_train=600, num_validation=200, num_test=20)
 LANGUAGES = {"source_language": ("en", "English"), "target_language": ("de", "German")}
+# A folder with the files of the package argostranslate, which is not needed for anything else.
+ARGOS_PATH = os.environ.get("ARGOSTRANSLATE_PATH")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,25 @@ def test_steps_of_argos_write_the_same_targets(num_beams, generator, package):
     targets = generator.generate(sources, **options)
     assert [processor.decode_pieces(row.hypotheses[0]) for row in rows] == targets
     assert len({*targets}) > 4
+
+
+@pytest.mark.skipif(not ARGOS_PATH, reason="ARGOSTRANSLATE_PATH names no folder with the package argostranslate")
+@pytest.mark.slow
+def test_argos_reads_the_package(generator, package, tmp_path):
+    text = CORPUS["validation"][0][0]
+    code = (
+        "import sys, pathlib; from argostranslate import package\n"
+        "[found] = package.get_installed_packages([pathlib.Path(sys.argv[1])])\n"
+        "print(found, found.from_code, found.to_code, found.type, *found.tokenizer.encode(sys.argv[2]))"
+    )
+    environment = os.environ | {"PYTHONPATH": ARGOS_PATH, "HOME": str(tmp_path), "PYTHONIOENCODING": "utf-8"}
+    environment |= dict.fromkeys(("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), str(tmp_path))
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(package.parent), text], env=environment, capture_output=True, encoding="utf-8"
+    )
+    assert result.returncode == 0, result.stderr
+    pieces = generator.tokenizers.source.tokenize(text)
+    assert result.stdout.split() == ["English", "→", "German", "en", "de", "translate", *pieces]
 
 
 def test_what_argos_cannot_express_is_refused(generator, tmp_path):

@@ -191,3 +191,7 @@ def test_an_output_is_no_input_and_no_file_of_the_model(words, cli_model, tmp_pa
         with pytest.raises(ValueError, match=f"`output` must be .*{message}"):
             execute(generate, [*words, "--glossary", str(terms), "--output", str(output), "--overwrite"])
         assert path.read_bytes() == before
+    link.unlink()
+    link.symlink_to(weights)
+    with pytest.raises(ValueError, match="no file of a model"):
+        execute(generate, [*words, "--output", str(link), "--overwrite"])

@@ -17,6 +17,9 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 )
 @EVERY_DESIGN
 def test_a_row_of_padding_alone_stays_finite_and_leaves_the_others_alone(dtype, design, attn_implementation):
+    if "attn_logit_softcapping" in DESIGNS[design]:
+        # Torch's kernel has no softcap.
+        attn_implementation = "eager"
     model = tiny_model(attn_implementation=attn_implementation, **DESIGNS[design]).to(dtype)
     inputs = random_batch(model.config, with_labels=True)
     inputs["decoder_attention_mask"] = torch.ones_like(inputs["labels"])

@@ -13,7 +13,7 @@ from subcommands import execute
 from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_generator
 
 from metaphrase.inference import Generator, ScoredText
-from metaphrase.scripts import attention, evaluate, generate
+from metaphrase.scripts import evaluate, generate
 from metaphrase.scripts.__main__ import run
 
 
@@ -215,7 +215,7 @@ def test_lines_are_not_written_under_a_name_that_says_compressed(subcommand, cli
         "generate": (generate, "output", []),
         "generate --resume": (generate, "output", ["--input", files[0], "--resume"]),
         "evaluate": (evaluate, "predictions", pairs),
-        "attention": (attention, "output", ["--input", files[0], "--format", "pharaoh"]),
+        "attention": ("attention", "output", ["--input", files[0], "--format", "pharaoh"]),
     }
     script, name, words = calls[subcommand]
     with pytest.raises(ValueError, match=f"`{name}` must not end in .gz, .* got '{output}'"):

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Seq2SeqTrainingArguments
 
 from metaphrase.evaluation.evaluate import corpus_loss
+from metaphrase.techniques.partial_training import freeze
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.model_setup import check_special_ids, fit_vocabulary, load_base, make_model
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.techniques import check_optimizer, freeze
-from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
 
 
 def pair_of(*specials):

@@ -161,7 +161,6 @@ BUDGET = {"max_tokens_per_batch": 60}
     [
         (BUDGET | {"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` must be left out with `max_tokens_per_batch`"),
         (BUDGET | {"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must be left out"),
-        (BUDGET | {"train": Dataset.from_dict({"input_ids": [[5]], "labels": [[6]]})}, "columns source_length and"),
         (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
         (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
         ({"compute_loss_func": max}, "`compute_loss_func` must be left out"),
