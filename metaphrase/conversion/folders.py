@@ -218,8 +218,8 @@ def plan_theirs(
         sources[shared] = HEAD_BIAS if our_name == HEAD_BIAS else ENCODER_EMBEDDING, Counterpart(shared)
     decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
     stored_as = {DECODER_EMBEDDING: decoder, HEAD: decoder if config.tie_word_embeddings else HEAD}
-    for our_name, (own, *_) in family.embedding_names.items():
-        sources[own] = stored_as.get(our_name, our_name), Counterpart(own)
+    for our_name, (first, *_) in family.embedding_names.items():
+        sources[first] = stored_as.get(our_name, our_name), Counterpart(first)
     counterparts = {name: family.counterpart(name, config) for name in stored if name not in family.embedding_names}
     sources |= {counterpart.name: (name, counterpart) for name, counterpart in counterparts.items()}
     # The last ones are tied or recomputed by default, but not in this model.

@@ -105,9 +105,9 @@ def trim_vocabulary(
         write_json(path, _trim_state(read_json(path), new_ids))
         # Some classes make a vocabulary of their own as they load.
         trimmed, vocabulary = TokenizerPair.from_pretrained(partial), tokenizer.get_vocab()
-        kept = {token: new_ids[index] for token, index in vocabulary.items() if index in new_ids}
+        remaining = {token: new_ids[index] for token, index in vocabulary.items() if index in new_ids}
         rows = [[new_ids[index] for index in row] for row in tokenizers.encode_sources(first_texts)]
-        if trimmed.source.get_vocab() != kept or trimmed.encode_sources(first_texts) != rows:
+        if trimmed.source.get_vocab() != remaining or trimmed.encode_sources(first_texts) != rows:
             raise ValueError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
         checkpoints.copy_files(folder, partial, checkpoints.LICENCES)
         shutil.rmtree(partial / _WHOLE, ignore_errors=True)
