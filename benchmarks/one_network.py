@@ -44,8 +44,8 @@ class NetworkStep:
             hidden_states, NetworkStep.absorbed = hidden_states[:, None], self._absorbed
         rows = self.rows if self._absorbed else self._source_cache.keys.shape[1]
         layer.keys, layer.values = Keys((rows,), self._source_views[index][0]), self._source_views[index][1]
-        masks = self._target_biases[index], self._source_bias
-        output = self.decoder.layers[index](hidden_states, None, *masks, None, past_key_values=self)
+        masks = self._target_biases[index], None, self._source_bias
+        output = self.decoder.layers[index](hidden_states, None, *masks, past_key_values=self)
         return output[:, 0] if index == len(self.layers) - 1 else output
 
     def update(self, key, value, index):
