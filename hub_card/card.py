@@ -253,7 +253,7 @@ def write_model_card(
         task=stated.task or ("translation" if is_translation else "text2text-generation"),
         **languages,
     )
-    # Of several tasks, the first one.
+    # The first of several tasks.
     task = next(iter(recipe["tasks"].values())) if recipe.get("tasks") else recipe
     prefix = _without_secrets(str(task.get("source_prefix") or ""))
     data_rows = trained.recipe_rows(of_data=True)

@@ -14,7 +14,7 @@ MAX_FILES_PER_FOLDER = 20
 # These numbers may fall, never grow.
 MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_RAISES = 33_200, 170, 430
 MAX_TEST_LINES = 28_600
-# What travels to the Hub beside the weights.
+# Limits of the code that travels to the Hub beside the weights.
 MAX_HUB_LINES, MAX_HUB_FILES = 2_200, 10
 FOLDERS_AT_THE_TOP = {*FOLDERS, "benchmarks", "docs", "tests"}
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}

@@ -136,7 +136,7 @@ class Selection:
     def __init__(self, config: GenerationConfig, tokens: torch.Tensor | None = None):
         """Select among `tokens`, the token of each log-probability, (V,). None means all tokens of the vocabulary."""
         self.ends, self._tokens = config._eos_token_tensor, tokens
-        # So many candidates are enough to continue even if all end tokens are among them.
+        # Enough candidates to continue, even if all end tokens are among them.
         self.num_candidates = max(2, 1 + (0 if self.ends is None else len(self.ends))) * config.num_beams
 
     def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:

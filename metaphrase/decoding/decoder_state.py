@@ -488,7 +488,7 @@ class DecoderState:
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
         if layer.is_recurrent:
-            # As `MetaphraseSSRU` does.
+            # The same as in `MetaphraseSSRU`.
             forget = torch.sigmoid(layer.ssru_forget(hidden_states).float())
             self._states[index] = torch.lerp(layer.ssru_input(hidden_states).float(), self._states[index], forget)
             return torch.relu(self._states[index]).to(hidden_states.dtype)

@@ -206,7 +206,7 @@ def test_scores_of_samples_are_log_probabilities_under_the_model(models, options
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of a model and of its export, by whether it has one tokenizer."""
+    """A model and its export, with one tokenizer or with two."""
     folder, made = tmp_path_factory.mktemp("generators"), {}
     for is_joint in (True, False):
         source = save_generator(tiny_generator(is_joint), folder / f"model_{is_joint}")
@@ -263,7 +263,7 @@ def test_folders_types_and_devices_that_cannot_be_loaded(folders, tmp_path):
 
 
 def test_a_start_that_changes_is_given_with_each_call(tmp_path):
-    """As mBART's, whose decoder starts with the code of a language."""
+    """A tokenizer like mBART's, whose decoder starts with the code of a language."""
     generator = tiny_generator()
     generator.model.config.decoder_start_from_labels = True
     folder = export_ctranslate2(save_generator(generator, tmp_path / "model"), tmp_path / "exported")

@@ -213,7 +213,7 @@ def test_result_of_a_test_set(generator):
     assert result["scores"]["bleu"]["score"] == BLEU(tokenize="char").corpus_score(predictions, references).score
     assert "tok:char" in result["scores"]["bleu"]["signature"]
     assert result["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, references).score > 0
-    # What the generator left unfinished before is not counted here.
+    # Earlier unfinished targets of the generator are not counted here.
     assert result["num_examples"] == 6 and result["num_unfinished"] == 5
     used = {"num_beams": 2, "length_penalty": 0.5, "max_new_tokens": 8, "eos_token_id": -1}
     assert used.items() <= result["generation"].items()

@@ -277,7 +277,7 @@ LAUNCHERS = {"MULTI_GPU": "multi_gpu", "FSDP": "use_fsdp", "DEEPSPEED": "use_dee
 
 
 def launch_arguments(name):
-    """What `accelerate launch` makes of a file."""
+    """Return the settings that `accelerate launch` makes of a file."""
     words = ["--config_file", str(FILES[name]), "--main_process_port", "0", "train.py", "recipe.yaml", "--use_cpu"]
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)

@@ -119,7 +119,7 @@ def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, score
 
 
 def padded_already(pairs, width=24):
-    """As tokenizers with `padding="max_length"` leave them."""
+    """Return pairs padded as by a tokenizer with `padding="max_length"`."""
     rows = []
     for pair in pairs:
         source, target = pair["input_ids"], pair["labels"]
