@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS, draw_training_curve, is_finite
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_fields
@@ -83,10 +84,10 @@ class TrainedFolder:
     """
 
     def __init__(self, folder: str | Path):
-        """Read a folder. Raise a `ValueError` if one of its files is not valid."""
+        """Read a folder. Raise a `MetaphraseError` if one of its files is not valid."""
         self.path = Path(folder)
         if not self.path.is_dir():
-            raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
+            raise MetaphraseError(f"`folder` must be an existing folder, got {str(folder)!r}.")
         self.metrics, self.state, self.config = (
             read_fields(self.path / f"{name}.json") for name in ("metrics", "trainer_state", "config")
         )
@@ -96,7 +97,7 @@ class TrainedFolder:
         self.scores, data = metrics.get("scores") or {}, metrics.get("data") or {}
         for name, result in self.scores.items():
             if not (isinstance(result, Mapping) and is_finite(result.get("score"))):
-                raise ValueError(
+                raise MetaphraseError(
                     f"`scores.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
                 )
         self.data_name = redact(str(data["name"])) if data.get("name") else None
@@ -232,18 +233,18 @@ def write_model_card(
         overwrite: True to replace a `README.md` that this function did not write.
 
     Raises:
-        ValueError: If an argument or a file of the folder is not valid, or a `README.md` from somewhere else exists.
+        MetaphraseError: If an argument or a file of the folder is not valid, or a `README.md` from somewhere else exists.
     """
     trained, stated = TrainedFolder(folder), facts or Facts()
     path = trained.path / "README.md"
     if path.exists() and not overwrite and not is_own_card(path):
-        raise ValueError(
+        raise MetaphraseError(
             f"`overwrite` must be True to replace a README.md that was written otherwise, got {str(path)!r}."
         )
     if repo_id is not None:
         validate_repo_id(repo_id)
     if stated.task is not None and stated.task not in TASKS:
-        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {stated.task!r}.")
+        raise MetaphraseError(f"`task` must be one of {', '.join(TASKS)}, got {stated.task!r}.")
     config, metrics, recipe = trained.config or {}, trained.metrics, trained.recipe or {}
     languages = {name: getattr(stated, name) or recipe.get(name) for name in LANGUAGE_FIELDS}
     is_translation = all(languages.values()) and len(set(languages.values())) == 2
@@ -335,7 +336,7 @@ def read_facts(path: str | os.PathLike) -> Facts:
     try:
         data = metadata_load(path) or {}
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(
+        raise MetaphraseError(
             f"The metadata of README.md must be readable, got an error in {str(path)!r}: {error}. Repair or delete it."
         ) from error
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card.card import FIGURE_NAME, SECRET_FIELDS, TrainedFolder, read_recipe, redact
 from metaphrase.storage.folders import EXPORT_NAME, read_fields, refuse_outer_links
 from metaphrase.storage.loading import check_model_folder
@@ -131,7 +132,9 @@ def check_folder(folder: Path) -> None:
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])] if exported is None else exported
     if missing := [name for name in names if not (folder / name).is_file()]:
         kind = "model" if exported is None else "export"
-        raise ValueError(f"`folder` must hold a whole {kind}, but {', '.join(missing)} is missing in {str(folder)!r}.")
+        raise MetaphraseError(
+            f"`folder` must hold a whole {kind}, but {', '.join(missing)} is missing in {str(folder)!r}."
+        )
     if exported is not None:
         return
     # Opens the files that the card is made from.
@@ -146,14 +149,14 @@ def check_folder(folder: Path) -> None:
         except Exception as error:
             # transformers and tokenizers raise all kinds of errors for damaged files.
             text = " ".join(str(error).split())
-            raise ValueError(f"`folder` must hold tokenizers that load, got {str(folder)!r}: {text}") from error
+            raise MetaphraseError(f"`folder` must hold tokenizers that load, got {str(folder)!r}: {text}") from error
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
         for name in weights.kinds:
             # Refuses values that are not finite.
             weights.read(name)
     if secrets := [name for name in SECRET_FIELDS if recipe.get(name)]:
-        raise ValueError(
+        raise MetaphraseError(
             f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
 
@@ -177,7 +180,7 @@ def upload(
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         # The Hub does not change the visibility of an existing repository.
         if private and not api.repo_info(repo_id).private:
-            raise ValueError(f"`private` must be left out for a repository that is public, got {repo_id!r}.")
+            raise MetaphraseError(f"`private` must be left out for a repository that is public, got {repo_id!r}.")
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]

@@ -8,6 +8,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from metaphrase.errors import MetaphraseError
+
 # Module and name, by the place. A ring is imported when its place is used for the first time.
 PLACES: dict[str, str] = {
     # From a corpus of a recipe and its tokenizers to the changes of training pairs.
@@ -116,9 +118,9 @@ def plugin(place: str) -> Callable[..., Any] | None:
 
 
 def needed_plugin(place: str, option: str) -> Callable[..., Any]:
-    """Return the function in a place. Raises `ValueError` that names `option` if its ring was taken away."""
+    """Return the function in a place. Raises `MetaphraseError` that names `option` if its ring was taken away."""
     function = plugin(place)
     if function is None:
         module = PLACES[place].partition(":")[0]
-        raise ValueError(f"`{option}` must be left out: it needs {module}, which this copy of the package lacks.")
+        raise MetaphraseError(f"`{option}` must be left out: it needs {module}, which this copy of the package lacks.")
     return function

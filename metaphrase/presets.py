@@ -18,6 +18,8 @@ Source:
 import copy
 from typing import TYPE_CHECKING, Any
 
+from metaphrase.errors import MetaphraseError
+
 if TYPE_CHECKING:
     from metaphrase.modeling import MetaphraseConfig
 
@@ -134,14 +136,14 @@ def from_preset(cls: "type[MetaphraseConfig]", name: str, **overrides: Any) -> "
         **overrides: Fields that replace those of the preset, such as `vocab_size`.
 
     Raises:
-        ValueError: If the preset or a field is unknown.
+        MetaphraseError: If the preset or a field is unknown.
     """
     if name not in PRESETS:
-        raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.")
+        raise MetaphraseError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.")
     overrides = {cls.attribute_map.get(field, field): value for field, value in overrides.items()}
     # A configuration itself takes any name. The types of most fields of the base class are not checked.
     if unknown := overrides.keys() - {*cls.__annotations__, "dtype"}:
-        raise ValueError(f"`{min(unknown)}` is not a field of MetaphraseConfig.")
+        raise MetaphraseError(f"`{min(unknown)}` is not a field of MetaphraseConfig.")
     fields = copy.deepcopy(PRESETS[name]) | overrides
     if fields.get("logits_scale", 1.0) is None:
         is_tied = fields.get("tie_word_embeddings", True)

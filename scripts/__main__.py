@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import metaphrase
+from metaphrase.errors import is_mistake
 from metaphrase.scripts.parsers import FILES, SUBCOMMANDS, parse
 from metaphrase.storage.hints import did_you_mean
 
@@ -42,7 +43,7 @@ def find_main(subcommand: str) -> Callable[[argparse.Namespace], None]:
 
 
 def run(subcommand: str, words: Sequence[str]) -> int:
-    """Run a subcommand with the words after it. Progress goes to standard error. An expected error is one line without traceback.
+    """Run a subcommand with the words after it. Progress goes to standard error. A user's mistake is one line, a bug a traceback.
 
     Returns:
         The exit status: 0, 2 after an error, or 130 after an interruption.
@@ -76,9 +77,7 @@ def run(subcommand: str, words: Sequence[str]) -> int:
             raise
         return 130
     except Exception as error:
-        # A damaged file of weights, or a field of the wrong type in a configuration. EOFError: a truncated .gz file.
-        names = {kind.__name__ for kind in type(error).__mro__} & {"SafetensorError", "StrictDataclassError"}
-        if not names and not isinstance(error, ValueError | OSError | ImportError | EOFError):
+        if not is_mistake(error):
             raise
         # Errors of the Hub and of configurations have many lines.
         text = str(error) if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())

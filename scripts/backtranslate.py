@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatter
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import num_lines
@@ -35,7 +36,7 @@ def distill(arguments: argparse.Namespace) -> None:
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
     format_pair, pairs, select = pair_formatter(arguments.output), chosen_pairs(arguments), arguments.select
     if select is not None and (pairs is None or options["num_return_sequences"] < 2):
-        raise ValueError(
+        raise MetaphraseError(
             "`select` must come with pairs as input and `num_return_sequences` above 1, "
             f"got {'sources alone' if pairs is None else options['num_return_sequences']}."
         )
@@ -68,7 +69,7 @@ def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:
         return PairSource(file=arguments.input, **options)
     for name in ("source_column", "target_column"):
         if name in options:
-            raise ValueError(f"`{name}` must come with one file of pairs as `input`, got {arguments.input!r}.")
+            raise MetaphraseError(f"`{name}` must come with one file of pairs as `input`, got {arguments.input!r}.")
     if arguments.target is None:
         return None
     return PairSource(source_file=arguments.input, target_file=arguments.target, **options)
@@ -78,5 +79,5 @@ def read_pairs(pairs: PairSource) -> Iterator[tuple[str, str]]:
     """Yield each source and its reference. A line that holds no pair is an error."""
     for record in pairs.records():
         if isinstance(record, PairProblem):
-            raise ValueError(f"{record.message} `metaphrase filter` drops such lines.")
+            raise MetaphraseError(f"{record.message} `metaphrase filter` drops such lines.")
         yield record

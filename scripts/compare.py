@@ -1,6 +1,7 @@
 """`metaphrase compare A B --target F`: compare outputs of systems, as text, JSON and one HTML page."""
 
 import argparse
+import contextlib
 import itertools
 import logging
 import math
@@ -19,6 +20,7 @@ from metaphrase.analysis.pages import (
     word_rows,
     write_comparison_page,
 )
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
 from metaphrase.hub_card.figures import LOWER_IS_BETTER
 from metaphrase.inference.line_files import check_files, read_lines
@@ -37,13 +39,13 @@ def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, scores_name="scores", scores_lower_is_better="scores")
     external_name = arguments.scores_name or "external"
     if external_name in METRICS:
-        raise ValueError(f"`scores_name` must not be the name of one of `metrics`, got {external_name!r}.")
+        raise MetaphraseError(f"`scores_name` must not be the name of one of `metrics`, got {external_name!r}.")
     inputs = given_options(arguments, ("target", "source", "train_target_file"))
     for name in ("outputs", "scores"):
         inputs |= {f"{name}[{number}]": path for number, path in enumerate(getattr(arguments, name) or ())}
     for path in arguments.output:
         if not path.endswith((".json", ".html")):
-            raise ValueError(f"`output` must end in .json or .html, got {path!r}.")
+            raise MetaphraseError(f"`output` must end in .json or .html, got {path!r}.")
         check_files(inputs, path)
         check_writable(Path(path).parent, "output")
     test_set = read_test_set(arguments)
@@ -78,13 +80,13 @@ def read_test_set(arguments: argparse.Namespace) -> TestSet:
     if arguments.names is None and len(set(names)) < len(names):
         names = paths
     if not len(paths) == len(names) == len(set(names)) > 1:
-        raise ValueError(
+        raise MetaphraseError(
             "`outputs` must be at least two files, and `names` one for each and different, got "
             f"{' '.join(paths)!r} and {' '.join(names)!r}."
         )
     references = list(read_lines(arguments.target, arguments.max_line_characters))
     if not references:
-        raise ValueError(f"`target` must have at least one line, got the empty file {arguments.target!r}.")
+        raise MetaphraseError(f"`target` must have at least one line, got the empty file {arguments.target!r}.")
     outputs = {
         name: read_column(arguments, "outputs", path, references) for name, path in zip(names, paths, strict=True)
     }
@@ -97,11 +99,13 @@ def read_external_scores(arguments: argparse.Namespace, test_set: TestSet) -> di
     paths, scores = arguments.scores or (), {}
     if paths and len(paths) != len(test_set.outputs):
         counts = f"{len(paths)} files for {len(test_set.outputs)} systems"
-        raise ValueError(f"`scores` must be one file for each system, got {counts}.")
+        raise MetaphraseError(f"`scores` must be one file for each system, got {counts}.")
     for name, path in zip(test_set.outputs, paths, strict=False):
-        scores[name] = [float(line) for line in read_column(arguments, "scores", path, test_set.references)]
-        if not all(map(math.isfinite, scores[name])):
-            raise ValueError(f"`scores` must hold finite numbers, got others in {path!r}.")
+        lines = read_column(arguments, "scores", path, test_set.references)
+        with contextlib.suppress(ValueError):
+            scores[name] = [float(line) for line in lines]
+        if not all(map(math.isfinite, scores.get(name, [math.nan]))):
+            raise MetaphraseError(f"`scores` must hold a finite number on each line, got others in {path!r}.")
     return scores
 
 
@@ -110,7 +114,7 @@ def read_column(arguments: argparse.Namespace, name: str, path: str, references:
     lines = list(read_lines(path, arguments.max_line_characters))
     if len(lines) != len(references):
         counts = f"{len(lines)} in {path!r} and {len(references)} in {arguments.target!r}"
-        raise ValueError(f"`{name}` must have as many lines as `target`, got {counts}.")
+        raise MetaphraseError(f"`{name}` must have as many lines as `target`, got {counts}.")
     return lines
 
 

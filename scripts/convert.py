@@ -4,6 +4,7 @@ import argparse
 import logging
 
 from metaphrase import conversion
+from metaphrase.errors import MetaphraseError
 from metaphrase.plugins import import_name
 from metaphrase.techniques.averaging import average_checkpoints, select_checkpoints
 
@@ -17,7 +18,7 @@ def main(arguments: argparse.Namespace) -> None:
     elif arguments.to in (None, "metaphrase"):
         written = conversion.trim_vocabulary(arguments.source, arguments.output, files, **options)
     else:
-        raise ValueError(
+        raise MetaphraseError(
             f"`to` must be left out with `trim_vocabulary`, got {arguments.to!r}: trim the model first, then convert it."
         )
     logger.info("Written to %s", written)
@@ -37,7 +38,9 @@ def average(arguments: argparse.Namespace) -> None:
     if len(folders) == 1:
         folders = select_checkpoints(folders[0], last=arguments.last, best=arguments.best, metric=arguments.metric)
     elif any(option is not None for option in (arguments.last, arguments.best, arguments.metric)):
-        raise ValueError(f"`--last`, `--best` and `--metric` need the folder of one run, got {len(folders)} folders.")
+        raise MetaphraseError(
+            f"`--last`, `--best` and `--metric` need the folder of one run, got {len(folders)} folders."
+        )
     written = average_checkpoints(folders, arguments.output, overwrite=arguments.overwrite)
     logger.info("Written to %s", written)
 
@@ -66,14 +69,14 @@ def export(arguments: argparse.Namespace) -> None:
         if arguments.format in formats:
             options[name] = value
         elif value is not None:
-            raise ValueError(f"`--{name}` must be left out with --format {arguments.format}, got {value!r}.")
+            raise MetaphraseError(f"`--{name}` must be left out with --format {arguments.format}, got {value!r}.")
     if arguments.format == "argos":
         from metaphrase.serving.models import base_code, name_of
 
         for name in ("source", "target"):
             code = options.pop(f"{name}_lang")
             if code is None:
-                raise ValueError(f"`--{name}_lang` must be given with --format argos, such as en.")
+                raise MetaphraseError(f"`--{name}_lang` must be given with --format argos, such as en.")
             options[f"{name}_language"] = base_code(code), name_of(code)
     export = import_name(EXPORTS[arguments.format])
     logger.info("Written to %s", export(arguments.model, arguments.output, **options))

@@ -13,6 +13,7 @@ from transformers import set_seed
 
 from metaphrase.analysis.pages import draw_attention_map
 from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
+from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card import renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.train import RECIPES, naming_checkpoint, next_steps, prepare_process
@@ -85,7 +86,7 @@ def prepare(folder: Path, source: Path, fields: Sequence[str], arguments: argpar
     """Make the corpus and clear the folder. The folder changes only after all checks."""
     data, is_demo = folder / "data", (folder / MARKER_NAME).is_file()
     if not is_demo and (files := sorted(data.glob("*.tsv"))):
-        raise ValueError(
+        raise MetaphraseError(
             f"`output_dir` must be a new folder or that of an earlier demo, got {folder} with {files[0]} and without "
             f"{MARKER_NAME}. Choose another folder, or remove the file."
         )

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import set_seed
 
 from metaphrase.data.pairs import DataReport, column_texts, load_pairs
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import evaluate_generator, generation_settings
 from metaphrase.evaluation.metrics import metric_options, metrics_path, write_metrics
 from metaphrase.hub_card.card import with_interval
@@ -63,7 +64,7 @@ def main(arguments: argparse.Namespace) -> None:
             targets = references
     predictions = arguments.predictions
     if predictions is not None and Path(predictions).resolve() == output.resolve():
-        raise ValueError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")
+        raise MetaphraseError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")
     if predictions is not None:
         Path(predictions).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if predictions is None else OutputFile(predictions, "predictions") as file:
@@ -133,7 +134,7 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict[str, A
             path,
         )
     if Path("config.json").exists():
-        raise ValueError(
+        raise MetaphraseError(
             f"`output` must be given in a model's folder, got None: metrics.json in {Path.cwd()} would become the scores of "
             "its card."
         )

@@ -8,6 +8,7 @@ from transformers import set_seed
 
 from metaphrase.analysis.pages import draw_attention_map, write_explanation_page
 from metaphrase.analysis.scoring import read_texts
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, explain, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
 from metaphrase.inference.line_files import OutputFile, check_files, read_lines
@@ -45,7 +46,9 @@ def attention(arguments: argparse.Namespace) -> None:
     sources, targets = read_pairs(arguments)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:
-        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several.")
+        raise MetaphraseError(
+            f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several."
+        )
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = {"layer": arguments.layer, "head": arguments.head, **chosen_generation_options(arguments)}
@@ -75,7 +78,7 @@ def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | No
         ("target", arguments.target, arguments.target_input),
     ):
         if text is not None and file is not None:
-            raise ValueError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
+            raise MetaphraseError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
     sources = list(arguments.source or read_lines(arguments.input, arguments.max_line_characters))
     targets = arguments.target
     if arguments.target_input is not None:

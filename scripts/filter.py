@@ -10,6 +10,7 @@ from pathlib import Path
 
 from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.data.pairs import PairSource
+from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import PairScorer, check_sample, filter_pairs, partial_path, sample_pairs
@@ -34,7 +35,7 @@ def main(arguments: argparse.Namespace) -> None:
     origins = tuple(path is not None for path in (arguments.file, arguments.source, arguments.target))
     if origins not in ((True, False, False), (False, True, True)):
         shown = f"{arguments.file}, {arguments.source} and {arguments.target}"
-        raise ValueError(f"Pairs must come from FILE, or from `source` and `target`, got {shown}.")
+        raise MetaphraseError(f"Pairs must come from FILE, or from `source` and `target`, got {shown}.")
     source = PairSource(**files, **given_options(arguments, names))
     if check_outputs(arguments, source.paths):
         logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
@@ -79,7 +80,7 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
     settings = FilterSettings(**{field.name: getattr(arguments, field.name) for field in fields(FilterSettings)})
     for rule in (*(settings.rules or ()), *arguments.skip_rules):
         if rule not in RULES:
-            raise ValueError(f"A rule must be one of {', '.join(RULES)}, got {rule!r}.{did_you_mean(rule, RULES)}")
+            raise MetaphraseError(f"A rule must be one of {', '.join(RULES)}, got {rule!r}.{did_you_mean(rule, RULES)}")
     rules = {*(settings.rules or RULES)} - {*arguments.skip_rules}
     # A rule is on if its options are given.
     for rule, options in (
@@ -88,14 +89,14 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
     ):
         is_given = [getattr(settings, option) is not None for option in options]
         if any(is_given) and rule not in rules:
-            raise ValueError(f"`{rule}` must be one of the rules with `{options[0]}`, got rules without it.")
+            raise MetaphraseError(f"`{rule}` must be one of the rules with `{options[0]}`, got rules without it.")
         if not any(is_given) and rule in (settings.rules or ()):
-            raise ValueError(f"`{options[0]}` or `{options[1]}` must be given with the rule `{rule}`, got None.")
+            raise MetaphraseError(f"`{options[0]}` or `{options[1]}` must be given with the rule `{rule}`, got None.")
         if not any(is_given):
             rules.discard(rule)
     models = settings.forward_model, settings.backward_model
     if (None in models) and models != (None, None):
-        raise ValueError(
+        raise MetaphraseError(
             "`forward_model` and `backward_model` must both be given for the rule `dual_cross_entropy`, "
             f"got {models[0]!r} and {models[1]!r}."
         )
@@ -120,21 +121,21 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     outputs, is_one = arguments.output, len(arguments.output) == 1
     is_known = not is_one or outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
     if len(outputs) > 2 or not is_known:
-        raise ValueError(
+        raise MetaphraseError(
             f"`output` must be a .tsv or .jsonl file (or with .gz after it), or two text files, got {' '.join(outputs)!r}."
         )
     paths = [Path(path) for path in (*outputs, arguments.rejected, arguments.report) if path is not None]
     names = [str(path.resolve()) for path in (*paths, *map(Path, inputs))]
     for path in paths:
         if path.is_dir():
-            raise ValueError(f"`output` must be a file, got the folder {str(path)!r}.")
+            raise MetaphraseError(f"`output` must be a file, got the folder {str(path)!r}.")
         if names.count(str(path.resolve())) > 1:
-            raise ValueError(f"Every file of the command must be another one, got {str(path)!r} twice.")
+            raise MetaphraseError(f"Every file of the command must be another one, got {str(path)!r} twice.")
     partial, present = partial_path(paths[0]), [path for path in paths if path.exists()]
     if arguments.overwrite or (arguments.resume and partial.exists()):
         return False
     if partial.exists():
-        raise ValueError(
+        raise MetaphraseError(
             f"`output` must have no unfinished run, got {str(partial)!r}. Pass --resume to go on with the run, or --overwrite "
             "to start again."
         )
@@ -143,7 +144,9 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
         if all(Path(path).stat().st_mtime_ns <= oldest for path in inputs):
             return True
     if present:
-        raise ValueError(f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace the file.")
+        raise MetaphraseError(
+            f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace the file."
+        )
     return False
 
 
@@ -152,9 +155,11 @@ def shortlist(arguments: argparse.Namespace) -> None:
     path, files = Path(arguments.model, VOCABULARY_MAP_NAME), arguments.pairs
     check_model_folder(path.parent)
     if path.exists() and not arguments.overwrite:
-        raise ValueError(f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file.")
+        raise MetaphraseError(
+            f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file."
+        )
     if len(files) > 2:
-        raise ValueError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
+        raise MetaphraseError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
     columns = given_options(arguments, ("source_column", "target_column"))
     source = PairSource(**dict(zip(names, files, strict=True)), **columns)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from transformers import set_seed
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import ScoredText, TextStream
 from metaphrase.inference.line_files import OutputFile, check_files, format_targets, num_lines, read_lines
@@ -61,7 +62,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     `inputs` holds the files to read, by the names of their options.
     """
     if arguments.chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
+        raise MetaphraseError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
     check_dependents(arguments, resume="output")
     check_files(inputs, arguments.output, resume=arguments.resume)
     set_seed(arguments.seed)
@@ -114,7 +115,7 @@ def write_targets(
         with_scores: True if the lines are those of an n-best list with scores.
     """
     if total is None and arguments.shard is not None:
-        raise ValueError("`input` must be a file with `shard`, got a pipe or standard input.")
+        raise MetaphraseError("`input` must be a file with `shard`, got a pipe or standard input.")
     start, stop = 0, None
     if total is not None:
         part = shard_range(total, arguments.shard, arguments.chunk_size)

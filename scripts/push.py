@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import validate_repo_id
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
 from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload, web_files
@@ -29,7 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
     is_written = not is_web and (arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD))
     if card_options and not is_written:
         way = f"Edit its {CARD} yourself" if is_web else "Pass --overwrite_card to replace it"
-        raise ValueError(
+        raise MetaphraseError(
             f"`{card_options[0]}` must be left out for {folder}, whose {CARD} Metaphrase did not write. {way}."
         )
     facts = replace(read_facts(folder / CARD), **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
 from metaphrase.storage.loading import check_device, default_device
 from metaphrase.texts.plan import Terms, read_glossary
@@ -90,7 +91,7 @@ def split_name(word: str) -> tuple[str, str]:
     """Return name and path of NAME=PATH."""
     name, _, path = word.partition("=")
     if not name or not path:
-        raise ValueError(f"A name and a path must stand as NAME=PATH, got {word!r}.")
+        raise MetaphraseError(f"A name and a path must stand as NAME=PATH, got {word!r}.")
     return name, path
 
 
@@ -100,5 +101,5 @@ def read_keys(path: str | None) -> list[str]:
         return [key.strip() for key in os.environ.get("METAPHRASE_API_KEYS", "").split(",") if key.strip()]
     keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     if not keys:
-        raise ValueError(f"`api_keys` must have a key on each line, got none in {path!r}.")
+        raise MetaphraseError(f"`api_keys` must have a key on each line, got none in {path!r}.")
     return keys

@@ -5,6 +5,7 @@ import functools
 import logging
 from pathlib import Path
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 
@@ -18,7 +19,7 @@ def main(arguments: argparse.Namespace) -> None:
     has_files = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
     is_separate = has_files == [False, True, True]
     if not is_separate and has_files != [True, False, False]:
-        raise ValueError("Either `--files`, or both `--source_files` and `--target_files`, must be given.")
+        raise MetaphraseError("Either `--files`, or both `--source_files` and `--target_files`, must be given.")
     sides = (arguments.source_files, arguments.target_files) if is_separate else (arguments.files, ())
     inputs, output = [Path(path) for side in sides for path in side], Path(arguments.output)
     check = functools.partial(check_output, output, inputs, arguments.overwrite, PROVENANCE_NAME, "read")

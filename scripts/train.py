@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.data.pairs import READERS, data_seed
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.hub_card import renew_model_card
 from metaphrase.hub_card.card import with_interval
@@ -129,7 +130,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.resume:
         arguments.fields += ["--resume_from_checkpoint", "true"]
     if not arguments.recipe and not arguments.fields:
-        raise ValueError(
+        raise MetaphraseError(
             "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
         )
     recipe = read_recipe(arguments)
@@ -186,11 +187,13 @@ def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: fl
     the choices for all. All have the splits of the first one. Each has an equal share of `time_budget`.
     """
     if num_seeds < 1 or recipe.objective != "pairs":
-        raise ValueError(f"`num_seeds` must be at least 1, and 1 for an objective other than pairs, got {num_seeds}.")
+        raise MetaphraseError(
+            f"`num_seeds` must be at least 1, and 1 for an objective other than pairs, got {num_seeds}."
+        )
     folder, scores = Path(recipe.output_dir), {}
     if holds_run(folder) or (folder / CONFIG_NAME).is_file():
         # Its scores would be replaced.
-        raise ValueError(
+        raise MetaphraseError(
             f"`output_dir` must not hold a single run or model with `num_seeds`, got {folder}. Pass another by --output_dir."
         )
     fields = {"data_seed": data_seed(recipe), "resume_from_checkpoint": recipe.resume_from_checkpoint}

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
+from metaphrase.errors import MetaphraseError
+
 DEFAULT_JOINER = "@@"
 # Around a term that a source asks for. They stand behind the word that the term translates.
 TERM_TOKENS = ("<term>", "</term>")
@@ -50,12 +52,12 @@ class Line(NamedTuple):
 def open_bytes(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """Open a text file, plain or compressed (`.gz`).
 
-    A damaged compressed file is an `OSError`, a truncated one an `EOFError`. A file in UTF-16 is a `ValueError`.
+    A damaged compressed file is an `OSError`, a truncated one an `EOFError`. A file in UTF-16 is a `MetaphraseError`.
     """
     with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
         try:
             if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise ValueError(
+                raise MetaphraseError(
                     f"`{os.fspath(path)}` must be UTF-8, got UTF-16. Convert it with iconv -f UTF-16 -t UTF-8."
                 )
             yield file
@@ -83,7 +85,7 @@ def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> ran
     num_units = -(-total // unit)
     if total and shard is not None and num_shards > num_units:
         units, hint = ("lines or pairs", "") if unit == 1 else (f"chunks of {unit}", " Set a smaller `chunk_size`.")
-        raise ValueError(
+        raise MetaphraseError(
             f"`shard` must have no more parts than the input has {units}, {num_units}, got {num_shards}.{hint}"
         )
     start, end = (num_units * part // num_shards * unit for part in (number - 1, number))
@@ -140,14 +142,14 @@ def iterate_lines(
         keep_invalid: True to yield None for a line that is not valid UTF-8, instead of an error.
 
     Raises:
-        ValueError: If a line is too long or not valid UTF-8.
+        MetaphraseError: If a line is too long or not valid UTF-8.
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         for line in read_lines(path, max_line_characters):
             if keep_invalid and line.kind == "invalid_utf8":
                 yield None
             elif line.problem:
-                raise ValueError(line.problem)
+                raise MetaphraseError(line.problem)
             else:
                 yield line.content
 
@@ -155,17 +157,17 @@ def iterate_lines(
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
     """Yield the same texts, and check each of them.
 
-    Raises `ValueError` if `texts` is a single string, or holds anything but strings that UTF-8 can write.
+    Raises `MetaphraseError` if `texts` is a single string, or holds anything but strings that UTF-8 can write.
     """
     if isinstance(texts, str):
-        raise ValueError(f"`{name}` must hold one text each, got the single string {texts[:40]!r}.")
+        raise MetaphraseError(f"`{name}` must hold one text each, got the single string {texts[:40]!r}.")
     for number, text in enumerate(texts, start=1):
         if not isinstance(text, str):
-            raise ValueError(f"`{name}` must hold strings only, got {type(text).__name__} as text {number}.")
+            raise MetaphraseError(f"`{name}` must hold strings only, got {type(text).__name__} as text {number}.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` must be valid Unicode, got the lone surrogate {text[error.start]!r} in text {number}."
             ) from error
         yield text

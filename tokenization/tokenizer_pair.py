@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Encoding, decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner, train_tokenizer
@@ -46,12 +47,12 @@ class TokenizerPair:
         for side, tokenizer in (("source", self.source), ("target", self.target)):
             for name in ("pad_token", "eos_token"):
                 if getattr(tokenizer, name) is None:
-                    raise ValueError(
+                    raise MetaphraseError(
                         f"The {side} tokenizer must have a `{name}`, got None. Set it with "
                         f'`tokenizer.add_special_tokens({{"{name}": ...}})`, or pass `{name}=...` to `from_pretrained`.'
                     )
         if self.source.pad_token_id != self.target.pad_token_id:
-            raise ValueError(
+            raise MetaphraseError(
                 "`pad_token_id` must be the same for source and target, because a model has only one, "
                 f"got {self.source.pad_token_id} and {self.target.pad_token_id}."
             )
@@ -82,12 +83,12 @@ class TokenizerPair:
             target_vocab_size: Size of the target vocabulary, if different. Needs `joint=False`.
 
         Raises:
-            ValueError: If a kind or a size of one side is given for a joint tokenizer, or `train_tokenizer` raises it.
+            MetaphraseError: If a kind or a size of one side is given for a joint tokenizer, or `train_tokenizer` raises it.
         """
         if joint:
             for name, value in {"target_kind": target_kind, "target_vocab_size": target_vocab_size}.items():
                 if value is not None:
-                    raise ValueError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
+                    raise MetaphraseError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
             texts = chain(checked_texts(source_texts), checked_texts(target_texts))
             tokenizer = train_tokenizer(texts, kind=kind, vocab_size=vocab_size, **options)
             return cls(tokenizer, tokenizer)
@@ -114,7 +115,7 @@ class TokenizerPair:
             kwargs: Passed to `AutoTokenizer.from_pretrained` for both, such as `revision` or `pad_token`.
 
         Raises:
-            ValueError: If a separate target tokenizer is missing, or a tokenizer needs code that is not trusted.
+            MetaphraseError: If a separate target tokenizer is missing, or a tokenizer needs code that is not trusted.
         """
         kwargs["trust_remote_code"] = trust_remote_code
         source = _load(name_or_path, **kwargs)
@@ -136,7 +137,7 @@ class TokenizerPair:
         target_folder = os.path.join(folder, TARGET_SUBFOLDER)
         is_one = self.is_joint or self.whole is not None
         if is_one and os.path.isdir(target_folder):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, because it would be loaded "
                 f"as the target tokenizer, got {os.fspath(folder)!r}. Remove it or choose another folder."
             )
@@ -152,7 +153,7 @@ class TokenizerPair:
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
         """Add entries to a joint vocabulary, like `additional_special_tokens` of `train_tokenizer`."""
         if not self.is_joint:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`additional_special_tokens` must be empty for two vocabularies, got {list(tokens)}. Train a joint one."
             )
         self.source.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
@@ -222,7 +223,7 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
         is_of_files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if isinstance(error, OSError | ValueError | ImportError) or not is_of_files:
             raise
-        raise ValueError(
+        raise MetaphraseError(
             f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
@@ -246,7 +247,7 @@ def _split_sides(tokenizer: PreTrainedTokenizerBase) -> list[PreTrainedTokenizer
         # A model has one id of each special token. Marian's tokenizer itself also encodes targets.
         if name == "MarianTokenizer":
             return None
-        raise ValueError(f"Special tokens must have the same ids in both vocabularies of a {name}, got {special}.")
+        raise MetaphraseError(f"Special tokens must have the same ids in both vocabularies of a {name}, got {special}.")
     sides = []
     for index, vocabulary in enumerate(vocabularies):
         side = copy.copy(tokenizer)
@@ -305,14 +306,16 @@ def set_languages(
         decoder then starts with it; nothing without `target_lang`.
 
     Raises:
-        ValueError: If the tokenizer has no languages, or does not know the code.
+        MetaphraseError: If the tokenizer has no languages, or does not know the code.
     """
     sides = (tokenizers.source, "source_lang", "src_lang"), (tokenizers.target, "target_lang", "tgt_lang")
     for (tokenizer, field, attribute), language in zip(sides, (source_lang, target_lang), strict=True):
         if language is not None:
             if not hasattr(tokenizer, attribute):
                 name = type(tokenizer).__name__
-                raise ValueError(f"`{field}` must be left out for a {name}, which has no languages, got {language!r}.")
+                raise MetaphraseError(
+                    f"`{field}` must be left out for a {name}, which has no languages, got {language!r}."
+                )
             code = language_id(tokenizer, field, language)
             setattr(tokenizer, attribute, language)
     if target_lang is None:
@@ -340,7 +343,7 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
     """Return the id of the token of a language. `field` names the code in error messages."""
     name = type(tokenizer).__name__
     if code is None:
-        raise ValueError(f"`{field}` must be given for a {name}, which has many languages, got None.")
+        raise MetaphraseError(f"`{field}` must be given for a {name}, which has many languages, got None.")
     m2m_tokens = getattr(tokenizer, "lang_code_to_token", None)
     if m2m_tokens is not None:
         token = m2m_tokens.get(code)
@@ -354,7 +357,7 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
         token = next((spelling for spelling in (code, f"__{code}__") if spelling in tokens), None)
     index = None if token is None else tokenizer.convert_tokens_to_ids(token)
     if index is None or index == tokenizer.unk_token_id:
-        raise ValueError(f"`{field}` must be a language that the {name} knows, got {code!r}.")
+        raise MetaphraseError(f"`{field}` must be a language that the {name} knows, got {code!r}.")
     return index
 
 
@@ -424,7 +427,7 @@ def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[l
         Ids of the phrase inside a text, most usual first, and different ids of the phrase at the start of a text, if any.
 
     Raises:
-        ValueError: If the phrase is empty, or the tokenizer cannot write it.
+        MetaphraseError: If the phrase is empty, or the tokenizer cannot write it.
     """
     text = text.strip()
     is_unspaced = unicodedata.name(text[:1] or " ", "").startswith(_UNSPACED)
@@ -433,7 +436,7 @@ def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[l
     inside = [ids for index, ids in enumerate(inside) if ids not in inside[:index]]
     first = _encode_bare(tokenizer, text)
     if not text or not all(ids and tokenizer.unk_token_id not in ids for ids in (*inside, first)):
-        raise ValueError(f"A phrase must be a text that the tokenizer can write, got {text!r}.")
+        raise MetaphraseError(f"A phrase must be a text that the tokenizer can write, got {text!r}.")
     return inside, [first] if first not in inside else []
 
 

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.tokenization.texts import DEFAULT_JOINER, checked_texts
 
@@ -76,7 +77,7 @@ class TokenizerSettings:
         for token in self.special_tokens:
             # One character may be a letter of a text, and a byte-level decoder would read non-ASCII characters as bytes.
             if not re.fullmatch("[!-~]{2,}", token) or self.special_tokens.count(token) > 1:
-                raise ValueError(
+                raise MetaphraseError(
                     "A special token must be two or more printable ASCII characters without a space, and differ from all "
                     f"others, got {token!r} among {self.special_tokens}."
                 )
@@ -84,13 +85,13 @@ class TokenizerSettings:
             value = getattr(self, name)
             if value not in (None, *known):
                 hint = did_you_mean(value, known)
-                raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
+                raise MetaphraseError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
         if self.min_frequency is not None and self.kind in ("unigram", "byte"):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`min_frequency` has no effect for kind {self.kind!r}, got {self.min_frequency}. Remove it."
             )
         if self.joiner is not None and (self.kind != "pretokenized" or not self.joiner or " " in self.joiner):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`joiner` must be characters without a space, for kind 'pretokenized', got {self.joiner!r} for {self.kind!r}."
             )
         learns_pieces = self.kind in KINDS_THAT_FILL_A_VOCABULARY
@@ -106,7 +107,7 @@ class TokenizerSettings:
         """Check that `vocab_size` has room for the special tokens and `count` more entries."""
         specials = len(self.special_tokens)
         if self.vocab_size is not None and self.vocab_size < specials + count:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`vocab_size` must be at least {specials + count} for kind {self.kind!r} "
                 f"({specials} special tokens + {count} {noun}), got {self.vocab_size}."
             )
@@ -139,7 +140,7 @@ def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenize
     both with the white space of Kudo and Richardson 2018 (arXiv 1808.06226).
 
     Raises:
-        ValueError: If a setting is invalid, or the texts hold no visible character or more than fit into `vocab_size`.
+        MetaphraseError: If a setting is invalid, or the texts hold no visible character or more than fit into `vocab_size`.
     """
     settings = TokenizerSettings(**settings)
     tokenizer = _make_pipeline(_train_model(texts, settings), settings)
@@ -248,7 +249,7 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
         # The library has no error class for this.
         if "not large enough" not in str(error):
             raise
-        raise ValueError(
+        raise MetaphraseError(
             f"`vocab_size` must have room for all characters of the texts, got {settings.vocab_size}."
         ) from error
     if settings.kind == "unigram":
@@ -282,7 +283,7 @@ def _split_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[
     if num_cut:
         logger.warning("Words of more than %d characters were cut to train the vocabulary: %d.", _LONGEST_WORD, num_cut)
     if not has_visible_text:
-        raise ValueError("`texts` must hold at least one character that is not white space, got none.")
+        raise MetaphraseError("`texts` must hold at least one character that is not white space, got none.")
 
 
 def _order_pieces(entries: list[tuple[str, float]], room: int) -> list[tuple[str, float]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import cached_file
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import read_text
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
 
@@ -39,7 +40,7 @@ class VocabularyMap:
         """Load the map of a model, a folder or a Hub id, with its tokenizers."""
         path = find_vocabulary_map(name_or_path)
         if path is None:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`use_vmap` needs a model with {VOCABULARY_MAP_NAME}, got {os.fspath(name_or_path)!r} without. Make the file by "
                 "`metaphrase shortlist MODEL PAIRS`."
             )
@@ -52,7 +53,7 @@ class VocabularyMap:
         """Write the map. The format allows no token with white space."""
         vocabularies = tokenizers.source.get_vocab(), tokenizers.target.get_vocab()
         if spaced := [name for names in vocabularies for name in names if not name or set(name) & set(" \t\r\n")]:
-            raise ValueError(
+            raise MetaphraseError(
                 f"{VOCABULARY_MAP_NAME} needs tokens without white space, got {spaced[0]!r} in the vocabulary."
             )
         sources, targets = ({index: name for name, index in names.items()} for names in vocabularies)
@@ -86,6 +87,6 @@ def _read(path: Path, sources: Mapping[str, int], targets: Mapping[str, int]) ->
         try:
             yield sources[source] if source else None, [targets[name] for name in names.split(" ") if name]
         except KeyError as error:
-            raise ValueError(
+            raise MetaphraseError(
                 f"Line {number} of {path} must hold tokens of the model, got {error}. Make the file by `metaphrase shortlist`."
             ) from error

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.analysis.scoring import encode_forced, forced_batches, read_texts
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import check_sources, evaluating, longest_source
 from metaphrase.inference.generator import Generator, check_single
 from metaphrase.tokenization import (
@@ -83,11 +84,11 @@ def cross_attentions(
         **generation_kwargs: As for `generate()`, if the model generates the targets.
 
     Raises:
-        ValueError: If the numbers of sources and targets differ, a source without target is blank, the layer or head does not
-            exist, generation options are given with targets, or the model returns no cross-attention.
+        MetaphraseError: If the numbers of sources and targets differ, a source without target is blank, the layer or head does
+            not exist, generation options are given with targets, or the model returns no cross-attention.
     """
     if targets is not None and generation_kwargs:
-        raise ValueError(f"Generation options have no effect with a target, got {', '.join(generation_kwargs)}.")
+        raise MetaphraseError(f"Generation options have no effect with a target, got {', '.join(generation_kwargs)}.")
     check_single(generator, "generator")
     sources, targets = read_texts(sources, targets)
     model, tokenizers = generator.model, generator.tokenizers
@@ -97,7 +98,7 @@ def cross_attentions(
     if targets is None:
         # `generate_ids` counts truncated sources.
         if any(not source.strip() for source in sources):
-            raise ValueError("`sources` must not be blank without targets, because a blank source has no target.")
+            raise MetaphraseError("`sources` must not be blank without targets, because a blank source has no target.")
         options = {**generation_kwargs, "num_return_sequences": 1}
         hypotheses = generator.generate_ids(sources, show_progress=show_progress, **options)
         target_ids = [best.ids for [best] in hypotheses]
@@ -118,7 +119,7 @@ def cross_attentions(
         layers = getattr(output, "cross_attentions", None)
         if not layers or any(weights is None for weights in layers):
             kind = type(model).__name__
-            raise ValueError(f"The model must be an encoder-decoder that returns cross-attentions, got a {kind}.")
+            raise MetaphraseError(f"The model must be an encoder-decoder that returns cross-attentions, got a {kind}.")
         # (batch, heads, target, source)
         layers = [weights.float().cpu() for weights in layers]
         for row, index in enumerate(batch):
@@ -169,9 +170,9 @@ def _choose(heads: torch.Tensor, layer: int | None, head: int | None) -> np.ndar
     """Reduce weights `(layers, heads, target, source)` to `(target, source)`."""
     for name, index, count in (("layer", layer, heads.shape[0]), ("head", head, heads.shape[1])):
         if index is not None and not -count <= index < count:
-            raise ValueError(f"`{name}` must be from {-count} to {count - 1}, got {index}.")
+            raise MetaphraseError(f"`{name}` must be from {-count} to {count - 1}, got {index}.")
     if layer is None and head is not None:
-        raise ValueError(f"`layer` must be given with `head`, got head {head} alone.")
+        raise MetaphraseError(f"`layer` must be given with `head`, got head {head} alone.")
     if layer is None:
         return heads.mean(dim=(0, 1)).numpy()
     return (heads[layer].mean(dim=0) if head is None else heads[layer, head]).numpy()
@@ -192,14 +193,14 @@ def word_weights(attention: AttentionMap) -> np.ndarray:
         `(target words, source words)` in float32.
 
     Raises:
-        ValueError: If the tokens cannot be mapped to words.
+        MetaphraseError: If the tokens cannot be mapped to words.
 
     Source: section 4.1 of Clark et al. 2019 (arXiv 1906.04341), there for an encoder's self-attention.
     """
     for side, ids in (("source", attention.source_word_ids), ("target", attention.target_word_ids)):
         if ids is None:
             text = getattr(attention, side)
-            raise ValueError(f"The tokens of the {side} must make up its words, got {text!r}, where they do not.")
+            raise MetaphraseError(f"The tokens of the {side} must make up its words, got {text!r}, where they do not.")
     into_source = membership(attention.source_word_ids, len(attention.source_words))
     into_target = membership(attention.target_word_ids, len(attention.target_words))
     # (target words, target) @ (target, source) @ (source, source words)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from sacrebleu.metrics import BLEU
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, NUM_BOOTSTRAP_SAMPLES, Ratio, SegmentStatistics, bootstrap
 
 NUM_RANDOMIZATION_TRIALS = 10_000
@@ -53,7 +54,7 @@ def check_memory(name: str, number: int, num_segments: int, bytes_per_segment: i
     """Refuse a number of resamples or trials that would fill the memory. `name` is its option."""
     if number * num_segments * bytes_per_segment > MAX_TEST_BYTES:
         most = MAX_TEST_BYTES // (num_segments * bytes_per_segment)
-        raise ValueError(
+        raise MetaphraseError(
             f"`{name}` must be at most {most} for {num_segments} segments, got {number}: the test would need "
             f"{number * num_segments * bytes_per_segment / 1e9:.0f} GB of memory."
         )

@@ -23,6 +23,7 @@ from matplotlib.font_manager import fontManager
 from matplotlib.patches import Rectangle
 
 from metaphrase.analysis.explanation import Explanation
+from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card.figures import BEST_COLOR, SCORE_LABELS, TEXT_COLOR, ignoring_missing_glyphs, save_figure
 from metaphrase.storage.folders import file_in_one_step
 
@@ -244,12 +245,12 @@ def draw_attention_map(
         weights: (target, source), from 0 to 1; an array or a tensor.
 
     Raises:
-        ValueError: If the shape does not fit the tokens, or there are too many tokens for one picture.
+        MetaphraseError: If the shape does not fit the tokens, or there are too many tokens for one picture.
     """
     weights = np.asarray(weights.detach().float().cpu() if hasattr(weights, "detach") else weights, dtype=float)
     rows, columns = len(target_tokens), len(source_tokens)
     if weights.shape != (rows, columns) or weights.size == 0:
-        raise ValueError(
+        raise MetaphraseError(
             "`weights` must have the shape (target tokens, source tokens), at least one each, "
             f"got {weights.shape} for {rows} target and {columns} source tokens."
         )

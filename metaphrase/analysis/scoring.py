@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import TooLongError, evaluating, longest_source, longest_target, pad_sources
 from metaphrase.inference.generator import Generator, check_single
 from metaphrase.inference.progress import progress_bar
@@ -92,14 +93,14 @@ def forced_batches(
 
 
 def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[str], list | None]:
-    """Return sources, and targets if there are any, as lists. Raises `ValueError` if they are not equally many."""
+    """Return sources, and targets if there are any, as lists. Raises `MetaphraseError` if they are not equally many."""
     sources = list(checked_texts(sources, "sources"))
     if targets is None:
         return sources, None
     # `checked_texts` refuses a single string.
     targets = list(checked_texts(targets, "targets") if isinstance(targets, str) else targets)
     if len(sources) != len(targets):
-        raise ValueError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")
+        raise MetaphraseError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")
     return sources, targets
 
 
@@ -136,7 +137,9 @@ def _start_token(model: PreTrainedModel) -> int:
             start = getattr(config, name, None)
             if isinstance(start, int):
                 return start
-    raise ValueError("`decoder_start_token_id` must be set in the config or generation config of the model, got None.")
+    raise MetaphraseError(
+        "`decoder_start_token_id` must be set in the config or generation config of the model, got None."
+    )
 
 
 def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:

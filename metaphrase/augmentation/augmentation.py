@@ -18,6 +18,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
+from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import learn_terms
 from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
@@ -188,7 +189,7 @@ class SubwordSampler:
         model = {} if backend is None else json.loads(backend.to_str())["model"]
         has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         if model.get("type") != "BPE" or not model["merges"] or has_affixes:
-            raise ValueError(
+            raise MetaphraseError(
                 "`subword_sampling` must come with a tokenizer of the library `tokenizers` that has BPE merges, "
                 f"got a {type(tokenizer).__name__} with {model.get('type', 'no such model')}."
             )
@@ -412,13 +413,13 @@ def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
     if "rare_words" in rates:
         rare_words = learn_rare_words(corpus)
         if not rare_words.substitutes:
-            raise ValueError(
+            raise MetaphraseError(
                 "`augmentation.rare_words` must be left out for pairs without words that may stand in the place of others."
             )
     if "terms" in rates:
         terms = learn_terms(_sample(corpus))
         if not terms:
-            raise ValueError(
+            raise MetaphraseError(
                 "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
             )
         logger.info("%sLearned %d terms, to insert some into sources.", corpus.label, len(terms))

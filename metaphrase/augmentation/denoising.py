@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from metaphrase.augmentation.augmentation import EpochPairs
 from metaphrase.data.encoding import tokenizer_fingerprint
 from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, column_texts, read_cached
+from metaphrase.errors import MetaphraseError
 from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.training.corpora import PairCorpus
@@ -290,7 +291,7 @@ def make_objective(
     is_infilling = name == "text_infilling"
     if (is_infilling and mask is None) or not (is_infilling or sentinels):
         tokens = MASK_TOKEN if is_infilling else "<extra_id_0> and further ones"
-        raise ValueError(f"A tokenizer must have {tokens} for `objective` {name}, got none.")
+        raise MetaphraseError(f"A tokenizer must have {tokens} for `objective` {name}, got none.")
     if is_infilling:
         full_stops = full_stop_ids_of(tokenizer)
         return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
@@ -368,13 +369,13 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
 
     longest = bisect_left(range(_LONGEST_BLOCK), True, lo=_SHORTEST_BLOCK, key=is_too_long) - 1
     if longest < _SHORTEST_BLOCK:
-        raise ValueError(
+        raise MetaphraseError(
             f"`max_source_length` and `max_target_length` must hold the pair of a block of {_SHORTEST_BLOCK} tokens, "
             f"{objective.lengths(_SHORTEST_BLOCK)}, got {max_source_length} and {max_target_length}."
         )
     needed, sentinels = objective.num_sentinels(longest), getattr(objective, "sentinel_ids", ())
     if needed > len(sentinels):
-        raise ValueError(
+        raise MetaphraseError(
             f"`num_sentinels` must be at least {needed} for blocks of {longest} tokens, got a tokenizer with {len(sentinels)}."
         )
     return longest
@@ -433,7 +434,7 @@ def load_texts(
         lambda: zip(iterate_lines(file, *options)), features, (options, CACHE_VERSION), (str(file),), cache_dir
     )
     if not len(texts):
-        raise ValueError(f"A text file must hold at least one line, got none in {file}.")
+        raise MetaphraseError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
 
 
@@ -447,7 +448,7 @@ def text_blocks(
     counted. The result has the column `input_ids`.
     """
     if not tokenizers.is_joint:
-        raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
+        raise MetaphraseError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
     rest: list[int] = []  # tokens behind the last block
     counts = dict.fromkeys(_COUNTS, 0)
 
@@ -486,7 +487,7 @@ def text_blocks(
     unused, remainder = [last[name] for name in _COUNTS], len(last["input_ids"])
     report = BlockReport(len(texts), *unused, block_length, len(rows) - 1, remainder)
     if not report.blocks:
-        raise ValueError(f"The texts must fill at least one block of {block_length} tokens. {report}")
+        raise MetaphraseError(f"The texts must fill at least one block of {block_length} tokens. {report}")
     return rows.select(range(report.blocks)).select_columns("input_ids"), report
 
 

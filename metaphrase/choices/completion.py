@@ -33,6 +33,7 @@ from metaphrase.choices.rules import (
 from metaphrase.data.pairs import SIDES, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.engine_choice import free_main_memory
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.plugins import plugin
@@ -69,7 +70,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         The experiment, and a line for each choice with its reason.
 
     Raises:
-        ValueError: If the pairs cannot be read, or fields contradict each other.
+        MetaphraseError: If the pairs cannot be read, or fields contradict each other.
     """
     started, before, data = time.time() if started is None else started, recipe, None
     if not recipe.resume_from_checkpoint:
@@ -233,7 +234,7 @@ def find_columns(row: dict, name: str, config: str | None) -> tuple[str, str]:
     names, direction = (languages, (config or "").split("-")) if isinstance(languages, dict) else (row, ())
     pairs = [tuple(pair) for pair in (direction, *PAIRS) if len(pair) == 2 and set(pair) <= set(names)]
     if len(pairs) != 1 and PAIRS[0] not in pairs:
-        raise ValueError(
+        raise MetaphraseError(
             f"`source_column` and `target_column` must be given for {name}, which has {', '.join(names)}, got neither."
         )
     return PAIRS[0] if PAIRS[0] in pairs else pairs[0]

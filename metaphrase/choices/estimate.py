@@ -24,6 +24,7 @@ from metaphrase.choices.memory import (
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.techniques.mixtures import StagedPairs
 from metaphrase.training.distributed import is_adapted
@@ -186,7 +187,7 @@ def estimate_run(
         staged: The training pairs, if they have stages.
 
     Raises:
-        ValueError: If the budget cannot hold the longest pair.
+        MetaphraseError: If the budget cannot hold the longest pair.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     sharding = Sharding.of(arguments, devices)
@@ -279,10 +280,10 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written.
 
     Raises:
-        ValueError: If the training pairs are streamed, so that their lengths are unknown.
+        MetaphraseError: If the training pairs are streamed, so that their lengths are unknown.
     """
     if experiment.recipe.streaming:
-        raise ValueError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
+        raise MetaphraseError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
     return estimate_recipe(experiment.recipe, experiment.prepare(), devices)
 
 

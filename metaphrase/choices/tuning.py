@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 
 from metaphrase.choices.completion import complete
 from metaphrase.choices.estimate import estimate_recipe
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
@@ -86,13 +87,15 @@ class Tuning:
 
         Raises:
             ImportError: If optuna is not installed.
-            ValueError: If the recipe cannot be searched, or the folder holds something else.
+            MetaphraseError: If the recipe cannot be searched, or the folder holds something else.
         """
         if optuna is None:
             raise ImportError("`metaphrase tune` needs optuna: pip install metaphrase[tune].")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
-            raise ValueError("`streaming`, `tasks`, `stages` and `objective` must be left out of a recipe to tune.")
+            raise MetaphraseError(
+                "`streaming`, `tasks`, `stages` and `objective` must be left out of a recipe to tune."
+            )
         self.folder, self.started = Path(recipe.output_dir), started
         self.max_trials = math.inf if max_trials is None else max_trials
         self.deadline = started + parse_seconds(recipe.time_budget) - _WRITING_SECONDS
@@ -105,7 +108,9 @@ class Tuning:
                 **{name: getattr(before, name) for name in before.set_names if recipe.is_open(name)}
             )
         else:
-            raise ValueError(f"`output_dir` must not hold another search, got {self.folder}. Pass --resume to go on.")
+            raise MetaphraseError(
+                f"`output_dir` must not hold another search, got {self.folder}. Pass --resume to go on."
+            )
         self.recipe = recipe
         if recipe.search and "max_tokens_per_batch" not in recipe.search:
             # The start of this field may be open.
@@ -120,7 +125,7 @@ class Tuning:
                 self._write()
                 logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.rows[-1].items()))
             if not self.best_rows:
-                raise ValueError(
+                raise MetaphraseError(
                     f"`time_budget` must hold a trial that ends with a score, got none in {len(self.rows)}."
                 )
 
@@ -303,7 +308,7 @@ def _distribution(name: str, declared: Any, start: Any) -> "optuna.distributions
         kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
         return kind(**bounds)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
+        raise MetaphraseError(
             f"`search.{name}` must be a list of values or {{low: 1e-4, high: 1e-2, log: true}} for a number, got "
             f"{declared!r} and `{name}` {start!r}: {error}"
         ) from error
@@ -328,7 +333,7 @@ def _value(recipe: Recipe, name: str) -> Any:
     is_fixed = group_of(field, "`search`") in _FIXED_GROUPS or field in _FIXED or field.startswith(_FIXED_PREFIXES)
     value = getattr(recipe, field)
     if is_fixed or isinstance(value, dict) is not bool(key):
-        raise ValueError(
+        raise MetaphraseError(
             "`search` must name single values that may differ between trials, such as learning_rate or model.dropout, got "
             f"`{name}`."
         )

@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import are_equal, rename
 from metaphrase.conversion.families.two_stacks import T5Gemma, T5Gemma2
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING, STACKS
 from metaphrase.storage.folders import ADAPTATION_NAME, read_json, write_provenance
@@ -129,11 +130,11 @@ def adapt(
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Raises:
-        ValueError: If the models cannot be adapted, or do not fit each other.
+        MetaphraseError: If the models cannot be adapted, or do not fit each other.
         OSError: If a model cannot be read.
     """
     if cross_attention not in (None, *get_args(CrossAttention)):
-        raise ValueError(
+        raise MetaphraseError(
             f"`cross_attention` must be one of {', '.join(get_args(CrossAttention))}, got {cross_attention!r}."
         )
     folders = {"decoder": checkpoints.find_folder(base), "encoder": checkpoints.find_folder(encoder or base)}
@@ -163,11 +164,11 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     check_model_folder(folder)
     model_type = read_json(folder / CONFIG_NAME).get("model_type")
     if model_type not in BASES:
-        raise ValueError(f"`model_type` must be one of {', '.join(BASES)}, got {model_type!r} for {folder}.")
+        raise MetaphraseError(f"`model_type` must be one of {', '.join(BASES)}, got {model_type!r} for {folder}.")
     config = CONFIG_MAPPING[model_type].from_pretrained(folder)
     layers = range(config.num_hidden_layers) if layers is None else layers
     if not layers or not {*layers} <= {*range(config.num_hidden_layers)}:
-        raise ValueError(
+        raise MetaphraseError(
             f"`{field}` must be numbers of layers of {folder}, from 0 to {config.num_hidden_layers - 1}, got {[*layers]}."
         )
     return _Base(folder, config, WeightFiles(folder, files), layers)
@@ -201,7 +202,7 @@ def _make_config(
     fields = decoder.shared_fields()
     for name, value in encoder.shared_fields().items():
         if value != fields[name]:
-            raise ValueError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
+            raise MetaphraseError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
     ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
     fields |= encoder.stack_fields("encoder") | decoder.stack_fields("decoder") | ids
     weights = decoder.weights

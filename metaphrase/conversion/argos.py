@@ -10,6 +10,7 @@ from pathlib import Path
 
 from metaphrase.conversion.checkpoints import find_folder
 from metaphrase.conversion.ctranslate2 import export_ctranslate2
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import file_in_one_step, json_text, read_json
 from metaphrase.tokenization import TokenizerPair
 
@@ -38,19 +39,19 @@ def export_argos(
         overwrite: True to replace an existing file.
 
     Raises:
-        ValueError: If the model or its tokenizer cannot be expressed, or an argument is invalid.
+        MetaphraseError: If the model or its tokenizer cannot be expressed, or an argument is invalid.
         OSError: If the model does not exist.
     """
     output = Path(output)
     if output.suffix != SUFFIX or output.is_dir():
-        raise ValueError(f"`output` must be a file that ends in {SUFFIX}, got {str(output)!r}.")
+        raise MetaphraseError(f"`output` must be a file that ends in {SUFFIX}, got {str(output)!r}.")
     if output.exists() and not overwrite:
-        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
+        raise MetaphraseError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
     codes, names = zip(source_language, target_language, strict=True)
     for code in codes:
         # The code is part of a path.
         if not re.fullmatch("[a-z]{2,3}", code):
-            raise ValueError(f"The code of a language must have two or three letters, such as en, got {code!r}.")
+            raise MetaphraseError(f"The code of a language must have two or three letters, such as en, got {code!r}.")
     folder = find_folder(source)
     pieces = sentencepiece_model(TokenizerPair.from_pretrained(folder))
     metadata = {"package_version": "1.0", "argos_version": "1.11", "type": "translate"}
@@ -62,7 +63,9 @@ def export_argos(
         exported = export_ctranslate2(folder, Path(temporary, "model"), quantization=quantization)
         config = read_json(exported / "config.json")
         if config["decoder_start_token"] is None:
-            raise ValueError("Argos Translate cannot express a start of targets that varies. Export another model.")
+            raise MetaphraseError(
+                "Argos Translate cannot express a start of targets that varies. Export another model."
+            )
         # Argos Translate encodes without an end of sequence.
         contents = {
             "metadata.json": json_text(metadata),
@@ -84,7 +87,7 @@ def sentencepiece_model(tokenizers: TokenizerPair) -> bytes:
     """Return a sentencepiece model that splits texts as a tokenizer of the kind `unigram`. Texts begin without a space.
 
     Raises:
-        ValueError: If the tokenizer is of another kind, or normalizes texts.
+        MetaphraseError: If the tokenizer is of another kind, or normalizes texts.
     """
     tokenizer = tokenizers.source
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast and tokenizers.is_joint else {}
@@ -92,7 +95,7 @@ def sentencepiece_model(tokenizers: TokenizerPair) -> bytes:
     model = state.get("model", {})
     if (model.get("type"), steps, state.get("normalizer")) != ("Unigram", ["Metaspace", "Split"], None):
         kind = model.get("type") or ("two tokenizers" if tokenizer.is_fast else type(tokenizer).__name__)
-        raise ValueError(
+        raise MetaphraseError(
             "A package of Argos Translate needs one tokenizer of the kind unigram without normalization, got "
             f"{kind}. Train the model with `tokenizer_kind: unigram`, or serve this one with `metaphrase serve`."
         )

@@ -20,6 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import convert_file_size_to_int
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import (
     EXPORT_NAME,
@@ -72,7 +73,7 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
         # Many models have their weights in both formats.
         return folder if weight_names(folder) else Path(download(allow_patterns=[*files, "pytorch_model*.bin"]))
     except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise ValueError(
+        raise MetaphraseError(
             f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
         ) from error
 
@@ -123,7 +124,7 @@ def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
-        raise ValueError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
+        raise MetaphraseError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
 
 
 def check_names(needed: Iterable[str], stored: Container[str], allowed: Container[str] | None = None) -> None:
@@ -132,7 +133,7 @@ def check_names(needed: Iterable[str], stored: Container[str], allowed: Containe
     further = [] if allowed is None else sorted(name for name in stored if name not in allowed)
     for problem, names in (("are missing", missing), ("have no place in the model", further)):
         if names:
-            raise ValueError(f"Weights {problem}: {listed(names)}.")
+            raise MetaphraseError(f"Weights {problem}: {listed(names)}.")
 
 
 def our_skeleton(folder: Path, weights: WeightFiles) -> PreTrainedModel:
@@ -193,7 +194,7 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         return {name: tensor.detach() for name, tensor in tensors.items()}
     except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
-        raise ValueError(
+        raise MetaphraseError(
             f"{path} must be a whole file of named tensors alone, since other content could run code."
         ) from error
 
@@ -219,7 +220,7 @@ def export_folder(
         check_model_folder(source)
         config = MetaphraseConfig.from_pretrained(source)
         if obstacles := obstacles_of(config):
-            raise ValueError(f"The format {provenance['to']} cannot express {'; '.join(obstacles)}.")
+            raise MetaphraseError(f"The format {provenance['to']} cannot express {'; '.join(obstacles)}.")
         model = load_pretrained(source, config=config, trust_remote_code=False, **load_options).eval()
         tokenizers = TokenizerPair.from_pretrained(source)
         tokenizers.save_pretrained(partial)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS, export_folder, position_table
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.tokenization import TokenizerPair
@@ -53,7 +54,7 @@ def export_ctranslate2(
         overwrite: True to replace an `output` that this package wrote.
 
     Raises:
-        ValueError: If CTranslate2 cannot express the model, weights are missing, or an argument is invalid.
+        MetaphraseError: If CTranslate2 cannot express the model, weights are missing, or an argument is invalid.
         OSError: If the model does not exist.
     """
 
@@ -76,7 +77,7 @@ def save_weights(
     ends = config.eos_token_id if settings.eos_token_id is None else settings.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     if len(ends) != 1 or ends[0] is None:
-        raise ValueError(f"CTranslate2 cannot express `eos_token_id` {ends}: it knows exactly one.")
+        raise MetaphraseError(f"CTranslate2 cannot express `eos_token_id` {ends}: it knows exactly one.")
     start = settings.decoder_start_token_id
     start = config.decoder_start_token_id if start is None else start
     with torch.inference_mode():

@@ -27,6 +27,7 @@ from metaphrase.conversion.families.family import (
     Weights,
 )
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
@@ -68,7 +69,7 @@ def convert(
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Raises:
-        ValueError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
+        MetaphraseError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
         OSError: If the checkpoint cannot be read.
     """
     marian_file = find_model_file(source)
@@ -78,9 +79,9 @@ def convert(
         config = read_json(folder / CONFIG_NAME) if marian_file is None else {"model_type": MARIAN_FILE}
         model_type = config.get("model_type")
         if model_type != checkpoints.OURS and to not in (None, checkpoints.OURS):
-            raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
+            raise MetaphraseError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
         if model_type in REFUSED:
-            raise ValueError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
+            raise MetaphraseError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
         if marian_file is not None:
             read_marian(marian_file, partial, max_shard_size)
         elif to == MARIAN_FILE:
@@ -99,9 +100,9 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
     model_type = config.get("model_type")
     field, name = ("to", to) if model_type == checkpoints.OURS else ("model_type", model_type)
     if name not in FAMILIES:
-        raise ValueError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
+        raise MetaphraseError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
     if config.get("quantization_config"):
-        raise ValueError(
+        raise MetaphraseError(
             f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
             "transformers, and call `dequantize` and `save_pretrained`."
         )
@@ -199,7 +200,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
     for name, theirs in counterparts.items():
         kind = weights.kind(theirs.name)
         if not kind.is_floating_point:
-            raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
+            raise MetaphraseError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
         checkpoints.check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
         planned[name] = PlannedTensor(kind.nbytes, lambda theirs=theirs: theirs.to_ours(weights.read(theirs.name)))
     return planned

@@ -28,6 +28,7 @@ from transformers.utils import CONFIG_NAME
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization import TokenizerPair
@@ -55,14 +56,16 @@ def find_model_file(source: str | os.PathLike) -> Path | None:
     """Return the model file of Marian that a path names or holds, or None for a folder of transformers and for other names.
 
     Raises:
-        ValueError: If a folder holds several.
+        MetaphraseError: If a folder holds several.
     """
     path = Path(source)
     names = [] if (path / CONFIG_NAME).exists() else [path, *sorted(path.glob("*"))]
     files = [file for file in names if file.suffix in _SUFFIXES and file.is_file()]
     files = [file for file in files if OPTIONS_NAME.encode() in file.read_bytes()]
     if len(files) > 1:
-        raise ValueError(f"`source` must be one of the models in {path}: {', '.join(file.name for file in files)}.")
+        raise MetaphraseError(
+            f"`source` must be one of the models in {path}: {', '.join(file.name for file in files)}."
+        )
     return files[0] if files else None
 
 
@@ -78,7 +81,9 @@ def read_model_file(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     weights = {name: array for name, array in arrays.items() if not name.endswith("_QuantMultA")}
     for name, weight in weights.items():
         if weight.dtype != np.float32 or not np.isfinite(weight).all():
-            raise ValueError(f"The weight `{name}` of {path} must hold finite numbers in float32, got {weight.dtype}.")
+            raise MetaphraseError(
+                f"The weight `{name}` of {path} must hold finite numbers in float32, got {weight.dtype}."
+            )
     return options, weights
 
 
@@ -89,7 +94,7 @@ def _naming_damaged_file(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"{path} must be a whole file of Marian, got {type(error).__name__}: {text}") from error
+        raise MetaphraseError(f"{path} must be a whole file of Marian, got {type(error).__name__}: {text}") from error
 
 
 def _make_reader(path: Path) -> Callable[[str, int], np.ndarray]:
@@ -121,7 +126,7 @@ def _read_bin(path: Path) -> dict[str, np.ndarray]:
             continue
         # It is unknown whether a separate head of 8 bits is stored transposed.
         if kind not in (_INT8, _INTGEMM8) or (kind == _INTGEMM8 and name.endswith("_Wt")):
-            raise ValueError(f"`{name}` must be of float32 or 8 bits (intgemm8), got type {kind:#x}")
+            raise MetaphraseError(f"`{name}` must be of float32 or 8 bits (intgemm8), got type {kind:#x}")
         numbers = data[:size].view("i1")
         if kind == _INTGEMM8:
             [factor] = data[size : size + 4].copy().view("<f4")
@@ -140,7 +145,7 @@ def _find_vocabularies(folder: Path) -> list[Path]:
         return paths
     sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
     if len(paths) != 2 or [len(side) for side in sides] != [1, 1]:
-        raise ValueError(
+        raise MetaphraseError(
             "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm, "
             f"got {', '.join(path.name for path in paths) or 'none'} in {folder}."
         )
@@ -155,11 +160,11 @@ def read_vocabularies(paths: list[Path]) -> TokenizerPair:
             tokenizers.append(_make_tokenizer(path.read_bytes()))
         # tokenizers has no error class of its own.
         except Exception as error:
-            raise ValueError(f"{path} must be a unigram model of SentencePiece: {error}.") from error
+            raise MetaphraseError(f"{path} must be a unigram model of SentencePiece: {error}.") from error
     source, target = tokenizers[0], tokenizers[-1]
     sides = [(len(side), side.eos_token_id, side.unk_token_id) for side in (source, target)]
     if sides[0] != sides[1]:
-        raise ValueError(
+        raise MetaphraseError(
             f"Both vocabularies must have one size and the same special ids, got {sides[0]} and {sides[1]}."
         )
     return TokenizerPair(source, target)
@@ -179,7 +184,7 @@ def _make_tokenizer(content: bytes) -> PreTrainedTokenizerFast:
     marks_spaces = not trainer.get(_SPACE_IS_SUFFIX) and normalizer.get(_ESCAPE, 1)
     has_different_pieces = len({*names}) == len(names) and kinds.count(_UNKNOWN) == 1
     if not is_unigram or not marks_spaces or not has_different_pieces or "</s>" not in names or _PADDING in names:
-        raise ValueError(
+        raise MetaphraseError(
             f"it must mark spaces in front of words, and have different pieces, with </s>, one unknown and no {_PADDING}"
         )
     has_bytes, unknown = bool(trainer.get(_BYTE_FALLBACK)), kinds.index(_UNKNOWN)
@@ -239,7 +244,7 @@ def _read_message(content: bytes) -> Iterator[tuple[int, int | bytes]]:
             continue
         length = {1: lambda: 8, 2: read_number, 5: lambda: 4}.get(key & 7, lambda: len(content) + 1)()
         if length > len(content) - offset:
-            raise ValueError("it is damaged")
+            raise MetaphraseError("it is damaged")
         yield key >> 3, content[offset : offset + length]
         offset += length
 
@@ -253,7 +258,7 @@ def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap
         offsets, ids = read("<u8", num_offsets), read("<u4", num_ids)
         is_ascending = num_offsets == num_tokens + 1 and (offsets[1:] >= offsets[:-1]).all() and offsets[-1] <= num_ids
         if magic != _SHORTLIST_MAGIC or not is_ascending or max(num_first, ids.max(initial=0) + 1) > num_tokens:
-            raise ValueError(f"it must be the shortlist of {num_tokens} tokens")
+            raise MetaphraseError(f"it must be the shortlist of {num_tokens} tokens")
     targets = np.split(ids, offsets[1:-1].astype(np.int64))
     if tokenizers.is_joint:
         targets = [np.append(ids, np.uint32(index)) for index, ids in enumerate(targets)]
@@ -348,7 +353,7 @@ _WITH_PADDING = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int) -> MetaphraseConfig:
     """Return the configuration of a network by Marian's options. `num_tokens` is the size of each vocabulary, without padding.
 
-    A `ValueError` names the first option that changes the network in a way that Metaphrase lacks.
+    A `MetaphraseError` names the first option that changes the network in a way that Metaphrase lacks.
     """
     for name, value in options.items():
         if value and name not in _KNOWN:
@@ -398,11 +403,11 @@ def _choose(options: Mapping[str, Any], name: str) -> Any:
 
 
 def _refuse(name: str, expected: str, value: Any) -> None:
-    raise ValueError(f"`{name}` in special:model.yml must be {expected}, got {reprlib.repr(value)}.")
+    raise MetaphraseError(f"`{name}` in special:model.yml must be {expected}, got {reprlib.repr(value)}.")
 
 
 def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
-    """Return Marian's options of a model. A `ValueError` names all options that Marian lacks."""
+    """Return Marian's options of a model. A `MetaphraseError` names all options that Marian lacks."""
     recurrence = config.decoder_self_attention
     values = (config.activation_function, config.norm_position, config.norm_position, config.embedding_norm)
     values += (config.final_norm, recurrence)
@@ -432,7 +437,7 @@ def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
         for name in fields
         if getattr(config, name) != getattr(expected, name)
     ]:
-        raise ValueError(f"The model is none of Marian's: {'; '.join(obstacles)}.")
+        raise MetaphraseError(f"The model is none of Marian's: {'; '.join(obstacles)}.")
     return options
 
 
@@ -488,7 +493,9 @@ def _to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
     """Return Marian's weight from our weight `name`."""
     ours = weight.float().numpy()
     if name in (ENCODER_EMBEDDING, DECODER_EMBEDDING) and ours[-1].any():
-        raise ValueError(f"The last row of `{name}`, that of padding, must hold zeros, as Marian starts the decoder.")
+        raise MetaphraseError(
+            f"The last row of `{name}`, that of padding, must hold zeros, as Marian starts the decoder."
+        )
     if name in _WITH_PADDING:
         return ours[:-1]
     return ours[None, : -1 if name == HEAD_BIAS else None] if ours.ndim == 1 else np.ascontiguousarray(ours.T)

@@ -7,6 +7,7 @@ import torch
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, rename
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import STACKS
 
@@ -60,7 +61,7 @@ def from_torch_transformer(
             special ids. The default is no positions and no scale.
 
     Raises:
-        ValueError: If `state` is not that of a `torch.nn.Transformer` with biases.
+        MetaphraseError: If `state` is not that of a `torch.nn.Transformer` with biases.
     """
     known = _FIXED | {
         "hidden_size": state["encoder.layers.0.linear2.bias"].shape[0],
@@ -83,7 +84,7 @@ def from_torch_transformer(
     model = MetaphraseForConditionalGeneration(MetaphraseConfig(**known, **(options | fields)))
     counterparts = {name: _counterpart(name) for name in _shared_names(model)}
     if difference := {theirs for theirs, _ in counterparts.values()} ^ state.keys():
-        raise ValueError(
+        raise MetaphraseError(
             "`state` must be that of a `torch.nn.Transformer` with biases and nothing else, got missing or further names: "
             f"{', '.join(sorted(difference)[:3])}."
         )
@@ -102,7 +103,7 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
     """Return the state dict of the `torch.nn.Transformer` with a model's layers, without embeddings, positions and head.
 
     Raises:
-        ValueError: If the model has options that the module lacks. The message names all of them.
+        MetaphraseError: If the model has options that the module lacks. The message names all of them.
     """
     config = model.config
     heads = config.decoder_attention_heads
@@ -120,7 +121,7 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
             f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
         )
     if obstacles:
-        raise ValueError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
+        raise MetaphraseError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
     parts: dict[str, dict[int | None, torch.Tensor]] = {}
     weights = model.state_dict()
     for name in _shared_names(model):

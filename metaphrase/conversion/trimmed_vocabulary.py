@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
 from metaphrase.conversion.folders import convert
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
@@ -56,7 +57,7 @@ def trim_vocabulary(
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Raises:
-        ValueError: If the files hold no text, or the model's tokenizer cannot be trimmed.
+        MetaphraseError: If the files hold no text, or the model's tokenizer cannot be trimmed.
         OSError: If the model or a file cannot be read.
     """
     folder = checkpoints.find_folder(source, revision)
@@ -70,14 +71,14 @@ def trim_vocabulary(
         tokenizer = tokenizers.source
         if not tokenizer.is_fast or not tokenizers.is_joint:
             name = "two tokenizers" if tokenizer.is_fast else f"a {type(tokenizer).__name__}, which runs in Python"
-            raise ValueError(
+            raise MetaphraseError(
                 f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. Take a model such as NLLB, mBART or "
                 "mT5, or distill the model into a student with a small vocabulary."
             )
         texts = (text for line in iterate_lines(files) for text in line.split("\t") if text.strip())
         first_texts = [*itertools.islice(texts, _TEXTS_PER_BATCH)]
         if not first_texts:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`trim_vocabulary` must name files with texts, got no text in {', '.join(map(str, files))}."
             )
         used: set[int] = set()
@@ -108,7 +109,7 @@ def trim_vocabulary(
         remaining = {token: new_ids[index] for token, index in vocabulary.items() if index in new_ids}
         rows = [[new_ids[index] for index in row] for row in tokenizers.encode_sources(first_texts)]
         if trimmed.source.get_vocab() != remaining or trimmed.encode_sources(first_texts) != rows:
-            raise ValueError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
+            raise MetaphraseError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
         checkpoints.copy_files(folder, partial, checkpoints.LICENCES)
         shutil.rmtree(partial / _WHOLE, ignore_errors=True)
         write_provenance(

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL, shift_right
 
 # Families whose class builds the decoder input from the sources instead of the labels.
@@ -83,7 +84,7 @@ class PackedCollator:
         sides.sort(key=lambda sides: (len(sides[0]), len(sides[1])), reverse=True)
         lengths = [[len(row) for row in rows] for rows in zip(*sides, strict=True)]
         if min(map(min, lengths)) == 0:
-            raise ValueError("Both sides of a pair must hold at least one token to be packed, got an empty one.")
+            raise MetaphraseError("Both sides of a pair must hold at least one token to be packed, got an empty one.")
         longest = [max(side) for side in lengths]
         batch = {"longest_source": longest[0], "longest_target": longest[1]}
         all_fillers = filler_lengths([sum(side) for side in lengths], longest, self.pad_to_multiple_of)

@@ -12,6 +12,7 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, DataReport
+from metaphrase.errors import MetaphraseError
 from metaphrase.tokenization import TextFrame, TokenizerPair, shorten
 
 _ID_COLUMNS = ("input_ids", "labels")
@@ -105,11 +106,11 @@ class PairEncoder:
             is_empty = [not text.strip() or len(side) <= frame.length for text, side, frame, _ in sides]
             is_long = [limit is not None and len(side) > limit for _, side, _, limit in sides]
             if self.empty == "error" and any(is_empty):
-                raise ValueError(
+                raise MetaphraseError(
                     f"Neither side of a pair may be empty, got in {_shown(row, texts, ids)} Set `empty: skip` to drop such pairs."
                 )
             if self.too_long == "error" and any(is_long):
-                raise ValueError(
+                raise MetaphraseError(
                     f"Pairs must be within `max_source_length` {self.max_source_length} and `max_target_length` "
                     f"{self.max_target_length}, got in {_shown(row, texts, ids)} Set `too_long: skip` to drop such pairs."
                 )
@@ -167,7 +168,7 @@ def encode_pairs(
         report.add(**{reason: int(np.sum(columns["outcome"] == index))})
     rows = np.flatnonzero(columns["outcome"] == 0)
     if rows.size == 0:
-        raise ValueError(f"At least one pair must be left to train on, got none. {report}")
+        raise MetaphraseError(f"At least one pair must be left to train on, got none. {report}")
     for side in SIDES:
         setattr(report, f"{side}_truncated", int(np.sum(columns[f"{side}_truncated"])))
         lengths = columns[f"{side}_length"][rows]

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.fingerprint import Hasher
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, read_lines
 
@@ -44,7 +45,7 @@ def read_parallel(source_file: str, target_file: str, limit: int = MAX_LINE_CHAR
     """Yield the pairs of two text files with one sentence per line. Both must have the same number of lines."""
     counts = [count_lines(path) for path in (source_file, target_file)]
     if counts[0] != counts[1]:
-        raise ValueError(
+        raise MetaphraseError(
             "Parallel files must have the same number of lines, "
             f"got {counts[0]} in {source_file} and {counts[1]} in {target_file}."
         )
@@ -69,7 +70,7 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
             (source, target), width = ((0, 1), 2) if columns == (None, None) else (columns, len(fields))
             has_columns = all(isinstance(column, int) and 0 <= column < width for column in (source, target))
             if not has_columns or len(fields) > width:
-                raise ValueError(
+                raise MetaphraseError(
                     f"`source_column` and `target_column` must name columns in the first line of {path}, or be numbers from 0 of "
                     f"columns without a header, got {columns}; it has {fields}."
                 )
@@ -91,7 +92,7 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     def lines() -> Iterator[str]:
         for line in read_lines(path, limit):
             if line.kind == "line_too_long":
-                raise ValueError(line.problem)
+                raise MetaphraseError(line.problem)
             # Invalid bytes are lone surrogates, which `_from_mapping` detects.
             yield line.text
 
@@ -110,7 +111,7 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
                 record = dict(zip(header, row, strict=True))
                 yield _from_mapping(record, names, f"{path}, line {reader.line_num}", limit)
     except csv.Error as error:
-        raise ValueError(
+        raise MetaphraseError(
             f"{path} must be quoted as RFC 4180 says, with texts of at most `max_line_characters` {limit}, got in line "
             f"{reader.line_num}: {error}."
         ) from error
@@ -122,10 +123,10 @@ def column_names(columns: Columns) -> list[Any]:
 
 
 def check_columns(where: str, names: list[str], present: list[str]) -> None:
-    """Raise a `ValueError` if a column is missing or occurs twice."""
+    """Raise a `MetaphraseError` if a column is missing or occurs twice."""
     for name in names:
         if present.count(name) != 1:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`source_column` and `target_column` must name columns that {where} has once, got {name!r}; it has {present}."
             )
 
@@ -143,7 +144,7 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
             try:
                 records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize)))
             except ValueError as error:
-                raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
+                raise MetaphraseError(f"{path} must be a JSON array of objects, got: {error}") from error
             for number, record in enumerate(records, start=1):
                 yield _from_mapping(record, names, f"{path}, record {number}", limit)
             return
@@ -192,7 +193,7 @@ def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) 
         read = _select_columns(columns, path, file.schema_arrow.names)
         yield from read_arrow(file.iter_batches(columns=read), columns, path, limit)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} must be a whole Parquet file, got: {error}") from error
+        raise MetaphraseError(f"{path} must be a whole Parquet file, got: {error}") from error
 
 
 def read_arrow(
@@ -226,7 +227,7 @@ def tsv_line(*texts: str) -> str:
 def pair_formatter(output: str | None) -> Callable[[str, str], str]:
     """Return the function that formats a pair for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
     if output is not None and not output.endswith((".tsv", ".jsonl")):
-        raise ValueError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
+        raise MetaphraseError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
     if output is None or output.endswith(".tsv"):
         return tsv_line
     return lambda *pair: json.dumps(dict(zip(SIDES, pair, strict=True)), ensure_ascii=False) + "\n"
@@ -349,13 +350,15 @@ class PairSource:
         names = ("file", "source_file", "target_file", "dataset_name")
         origins = [name for name in names if getattr(self, name) is not None]
         if origins not in (["file"], ["source_file", "target_file"], ["dataset_name"]):
-            raise ValueError(
+            raise MetaphraseError(
                 "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
                 f"got {' and '.join(origins) or 'none'}."
             )
         endings = (*READERS, *(f"{ending}.gz" for ending in READERS if ending != ".parquet"))
         if self.file is not None and not self.paths[0].endswith(endings):
-            raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}.")
+            raise MetaphraseError(
+                f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}."
+            )
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -388,14 +391,14 @@ class PairSource:
         """Yield source with prefix, target and problem of each record. The problem of a good pair is empty.
 
         Raises:
-            ValueError: At the first bad pair that is not skipped.
+            MetaphraseError: At the first bad pair that is not skipped.
         """
         for record in self.records(**options):
             if isinstance(record, PairProblem):
                 if getattr(self, record.kind) == "error":
                     is_long = record.kind == "line_too_long"
                     hint = "" if is_long else f" `{record.kind}: skip` drops and counts such pairs."
-                    raise ValueError(record.message + hint)
+                    raise MetaphraseError(record.message + hint)
                 yield "", "", record.kind
             else:
                 source, target = record
@@ -440,7 +443,7 @@ def load_pairs(
     counts = Counter(problems.tolist())
     report.add(read=len(pairs), **{kind: counts[kind] for kind in PROBLEMS})
     if not counts[""]:
-        raise ValueError(f"{source.name} must hold at least one good pair, got none. {report}")
+        raise MetaphraseError(f"{source.name} must hold at least one good pair, got none. {report}")
     if counts[""] < len(pairs):
         reasons = ", ".join(f"{counts[kind]} {DROP_REASONS[kind]}" for kind in PROBLEMS if counts[kind])
         logger.warning("%s: skipped pairs that cannot be used: %s.", source.name, reasons)
@@ -505,10 +508,10 @@ def split_pairs(
     source texts alone, not on the order of the pairs or on library versions.
 
     Raises:
-        ValueError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
+        MetaphraseError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
     """
     if num_validation < 0 or num_test < 0 or num_validation + num_test >= len(dataset):
-        raise ValueError(
+        raise MetaphraseError(
             f"`num_validation` and `num_test` must be at least 0 and leave some of the {len(dataset)} pairs for training, "
             f"got {num_validation} and {num_test}."
         )
@@ -516,7 +519,7 @@ def split_pairs(
     splits = rows_of_splits(dataset, sizes, seed)
     for name, size in sizes.items():
         if len(splits[name]) != size:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`num_{name}` must be the sum of whole groups of pairs with one source, got {size}. "
                 f"{len(splits[name])} is possible."
             )

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 
 from metaphrase.data.encoding import OUTCOMES, PairEncoder
 from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import cut_into_batches
@@ -43,7 +44,7 @@ def check_beside_budget(arguments: Any, max_tokens_per_batch: int | None) -> Non
         value = getattr(getattr(arguments, name), "value", getattr(arguments, name))
         if value and value not in ("random", "group_by_length"):
             shown = "true" if value is True else value
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` must be left out with `max_tokens_per_batch`, {reason}, got {shown} and {budget}."
             )
 
@@ -99,7 +100,7 @@ def as_padded(
     longest = int(sums.argmax())
     if sums[longest] > max_tokens_per_batch:
         source, target = lengths[longest].tolist()
-        raise ValueError(
+        raise MetaphraseError(
             f"`max_tokens_per_batch` must hold the longest pair, number {num_before + longest + 1} of those to train on, with "
             f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or "
             "lower `max_source_length` and `max_target_length`."
@@ -393,7 +394,7 @@ class TokenBudgetStream(IterableDataset):
                 yield from self._cut(buffer, number, num_read)
                 num_read += len(buffer)
             if num_read == 0:
-                raise ValueError(f"A stream must hold at least one pair, got none in pass {number}.")
+                raise MetaphraseError(f"A stream must hold at least one pair, got none in pass {number}.")
             logger.info("Pass %d over the stream: %d pairs.", number + 1, num_read)
             number += 1
 

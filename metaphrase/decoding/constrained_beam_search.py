@@ -28,6 +28,7 @@ from metaphrase.decoding.beam_search import (
 )
 from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, prepared_projections
 from metaphrase.decoding.options import are_ends
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import Engine
 from metaphrase.tokenization import encode_phrase
 
@@ -60,15 +61,15 @@ def constrained_beam_search(
             ends, padding and a forced first token are added.
 
     Raises:
-        ValueError: If constraints are malformed or do not fit, other options leave a source without such a target, or the
+        MetaphraseError: If constraints are malformed or do not fit, other options leave a source without such a target, or the
             fast decoder does not support the model or an option.
     """
     config = generation_config
     if reason := find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs):
-        raise ValueError(f"Required phrases need the fast decoder, which does not support {reason}.")
+        raise MetaphraseError(f"Required phrases need the fast decoder, which does not support {reason}.")
     vocab_size = model.config.decoder_vocab_size
     if config.num_beams < 2:
-        raise ValueError(f"`num_beams` must be at least 2 with required phrases, got {config.num_beams}.")
+        raise MetaphraseError(f"`num_beams` must be at least 2 with required phrases, got {config.num_beams}.")
     special = {name: getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")}
     special = {name: set() if ids is None else set(ids.flatten().tolist()) for name, ids in special.items()}
     constraints = _read_constraints(
@@ -85,7 +86,7 @@ def constrained_beam_search(
     ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
     is_lacking = (scores <= WORST / 2).view(len(prompt), -1).any(dim=1)
     if bool(is_lacking.any()):
-        raise ValueError(
+        raise MetaphraseError(
             "`force_words_ids` must leave each source as many targets as `num_return_sequences`, got fewer for "
             f"{int(is_lacking.sum())} of {len(is_lacking)} sources: other settings, such as `bad_words_ids`, rule them out, or "
             f"`max_new_tokens` or `num_beams` ({config.num_beams}) is too small."
@@ -106,7 +107,7 @@ def _read_constraints(
         for ids in (*phrases, *first):
             # Padding or an end would mean that the target has ended.
             if not ids or not usable.issuperset(ids):
-                raise ValueError(
+                raise MetaphraseError(
                     f"Phrases of `force_words_ids` must hold ids below {max(usable) + 1}, and no end or padding, got {ids}."
                 )
         constraints.append(list(dict.fromkeys([*map(tuple, phrases), *((START, *ids) for ids in first)])))
@@ -317,10 +318,10 @@ def require_phrases(
     for name, phrases in (("must_contain", must_contain), ("never_contain", never_contain)):
         # Each character of a text would be a phrase.
         if isinstance(phrases, str):
-            raise ValueError(f"`{name}` must be a list of phrases, got {phrases!r}.")
+            raise MetaphraseError(f"`{name}` must be a list of phrases, got {phrases!r}.")
     if must_contain:
         if options.get("force_words_ids") is not None:
-            raise ValueError("`must_contain` and `force_words_ids` are the same and must not be given together.")
+            raise MetaphraseError("`must_contain` and `force_words_ids` are the same and must not be given together.")
         options["force_words_ids"], options["first_words_ids"] = [], []
         for phrases in must_contain:
             phrases = phrases if isinstance(phrases, list | tuple) else [phrases]

@@ -28,6 +28,7 @@ from metaphrase.decoding.options import (
     process_permitted,
 )
 from metaphrase.decoding.prepacked_weights import can_record, prepared_copies, walk
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
@@ -333,7 +334,7 @@ def _draw(scores: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         # Another reason may be too little memory.
         if bool(scores.isnan().any()) or not bool(scores.isfinite().any(dim=-1).all()):
-            raise ValueError(
+            raise MetaphraseError(
                 "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the "
                 "weights of the model, and whether the options suppress all tokens."
             ) from error

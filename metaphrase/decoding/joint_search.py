@@ -25,6 +25,7 @@ from metaphrase.decoding.fast_generation import (
     sample,
 )
 from metaphrase.decoding.options import are_ends, process
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import longest_source
 from metaphrase.inference.generator import Generator, check_single
 from metaphrase.modeling.configuration_metaphrase import SSRU
@@ -36,7 +37,7 @@ DEFAULT_NUM_ASSISTANT_TOKENS = 5
 def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list[Generator], Callable | None]:
     """Return the partners of a generator and the search of all: the members of its ensemble, or the draft model of the options.
 
-    Takes the options of drafts out of `options`. Raises `ValueError` if the models cannot write a target together.
+    Takes the options of drafts out of `options`. Raises `MetaphraseError` if the models cannot write a target together.
     """
     assistant = options.get("assistant_model")
     if assistant is None:
@@ -44,7 +45,7 @@ def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list
             _check_partner(generator, member, f"model {number} of the ensemble")
         return generator.members, EnsembleSearch()
     if generator.members:
-        raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
+        raise MetaphraseError("`assistant_model` must be left out for an ensemble, got one.")
     if not isinstance(assistant, Generator):
         if not (is_metaphrase(generator.model) and is_metaphrase(assistant)):
             # transformers' own assisted decoding runs, one source at a time.
@@ -61,18 +62,18 @@ def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list
 
 
 def _check_partner(generator: Generator, partner: Generator, name: str) -> None:
-    """Raise `ValueError` if another generator, set by the option `name`, cannot write a target together with this one."""
+    """Raise `MetaphraseError` if another generator, set by the option `name`, cannot write a target together with this one."""
     check_single(partner, name)
     for model in (generator.model, partner.model):
         if not is_metaphrase(model):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` and the first model must both be Metaphrase models, got {type(model).__name__}: "
                 "convert it with `metaphrase convert`."
             )
     expected, actual = (item.tokenizers.target.get_vocab() for item in (generator, partner))
     if different := [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]:
         token = min(different)
-        raise ValueError(
+        raise MetaphraseError(
             f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
             f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
         )
@@ -80,7 +81,7 @@ def _check_partner(generator: Generator, partner: Generator, name: str) -> None:
     for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
         expected, actual = (getattr(item.model.config, field) for item in (generator, partner))
         if actual != expected:
-            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
+            raise MetaphraseError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
 
 
 def start_search(
@@ -102,7 +103,7 @@ def start_search(
         # A recurrence cannot forget its last tokens.
         obstacles.append("`decoder_self_attention` ssru with `assistant_model`")
     if obstacle := next(filter(None, obstacles), None):
-        raise ValueError(
+        raise MetaphraseError(
             "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
             f"cache, and without streamers and hooks. Not supported here: {obstacle}."
         )
@@ -263,7 +264,7 @@ class SpeculativeSearch:
         """Search as `EnsembleSearch` does; the one partner drafts. Scores are sums of log-probabilities."""
         config, kwargs["logits_processor"] = generation_config, logits_processor
         if config.num_beams > 1 or config.do_sample or len(input_ids) > 1:
-            raise ValueError(
+            raise MetaphraseError(
                 "`num_beams` must be 1, `do_sample` false and sources be given one by one with `assistant_model`, "
                 f"got {config.num_beams}, {config.do_sample} and {len(input_ids)} sources."
             )

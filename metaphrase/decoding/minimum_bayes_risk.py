@@ -7,6 +7,7 @@ from typing import Any
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import GenerationConfig
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import read_options
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.storage.generation_options import complete_sampling
@@ -65,7 +66,7 @@ def generate_mbr(
 ) -> list[ScoredText]:
     """Return the selected candidate of each text: see `Generator.generate_mbr`."""
     if utility not in UTILITIES:
-        raise ValueError(f"`utility` must be one of {', '.join(UTILITIES)}, got {utility!r}.")
+        raise MetaphraseError(f"`utility` must be one of {', '.join(UTILITIES)}, got {utility!r}.")
     options = read_options(options)
 
     def draw(name: str, count: int) -> list[dict[str, float]]:
@@ -94,7 +95,7 @@ def _candidate_options(config: GenerationConfig, name: str, count: int, options:
     `name` is the option of the count, for errors. The caller's options override what makes the distribution whole.
     """
     if "num_return_sequences" in options:
-        raise ValueError(f"`num_return_sequences` is set by `{name}`, got {options['num_return_sequences']}.")
+        raise MetaphraseError(f"`num_return_sequences` is set by `{name}`, got {options['num_return_sequences']}.")
     num_beams = options.get("num_beams") or 1
     if num_beams > 1:
         return {"do_sample": False, **complete_sampling(options), "num_return_sequences": count}

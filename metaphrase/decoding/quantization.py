@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LogitsProcessor, PreTrainedModel
 
 from metaphrase.decoding.options import process
+from metaphrase.errors import MetaphraseError
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +84,11 @@ class PackedLinear(nn.Module):
 
     def train(self, mode: bool = True) -> "PackedLinear":
         if mode:
-            raise ValueError("A quantized model must stay in evaluation mode: it has no trainable weights.")
+            raise MetaphraseError("A quantized model must stay in evaluation mode: it has no trainable weights.")
         return super().train(mode)
 
     def _save_to_state_dict(self, *args) -> None:
-        raise ValueError("A quantized model must not be saved: its weights are packed. Save the original model.")
+        raise MetaphraseError("A quantized model must not be saved: its weights are packed. Save the original model.")
 
 
 def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str | None:
@@ -95,7 +96,7 @@ def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str
     if str(dtype).removeprefix("torch.") != "int8":
         return None
     if torch.device(device).type != "cpu":
-        raise ValueError(f"`dtype` int8 needs the device cpu, got {device}.")
+        raise MetaphraseError(f"`dtype` int8 needs the device cpu, got {device}.")
     return "int8"
 
 

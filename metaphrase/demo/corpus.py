@@ -27,6 +27,7 @@ from metaphrase.demo.grammar import (
     to_english,
     to_german,
 )
+from metaphrase.errors import MetaphraseError
 
 # Repetition in a tuple is the weight of an item.
 _SUBJECT_PRONOUNS = (*grammar.PRONOUNS[:2], *grammar.PRONOUNS)  # I and you have verb forms of their own
@@ -337,13 +338,15 @@ def words_of(line: str) -> list[str]:
 
 
 def _draw(seed: int, max_draws: int) -> Iterator[tuple[str, Sentence]]:
-    """Yield sentences with their split. Raise a `ValueError` after `max_draws` draws."""
+    """Yield sentences with their split. Raise a `MetaphraseError` after `max_draws` draws."""
     sampler = Sampler(seed)
     for _ in range(max_draws):
         sentence = sampler.sentence()
         if split := split_of_sentence(sentence):
             yield split, sentence
-    raise ValueError(f"The counts of pairs must be within what the grammar gives: not reached in {max_draws} draws.")
+    raise MetaphraseError(
+        f"The counts of pairs must be within what the grammar gives: not reached in {max_draws} draws."
+    )
 
 
 def make_demo_corpus(

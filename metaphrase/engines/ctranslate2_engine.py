@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.ctranslate2 import ctranslate2
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import GenerateBatch, Hypothesis
 from metaphrase.storage.folders import read_json
 from metaphrase.storage.loading import is_exported
@@ -72,7 +73,7 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
     - `forced_bos_token_id` with beams: CTranslate2 keeps a target that ends right after the token only if it is the most
       probable one there.
 
-    The options of the call override those of the generation config. `ValueError` for one that CTranslate2 does not support.
+    The options of the call override those of the generation config. `MetaphraseError` for one that CTranslate2 does not support.
     """
     settings = _merge(config, options)
     beams, count, is_sampling = settings["num_beams"], settings["num_return_sequences"], bool(settings["do_sample"])
@@ -135,13 +136,13 @@ def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, v
     """Translate options of a search in which CTranslate2 finds the same tokens as torch, in float32 and in no more steps.
 
     Raises:
-        ValueError: If the search samples or could differ (see `translate_options`), or CTranslate2 does not support it.
+        MetaphraseError: If the search samples or could differ (see `translate_options`), or CTranslate2 does not support it.
     """
     early_stopping = options.get("early_stopping", config.early_stopping)
     if (options.get("num_beams", config.num_beams) or 1) > 1 and early_stopping is not True:
         # CTranslate2 stops as for True, or not before the longest length.
         shown = "not set" if early_stopping is None else early_stopping
-        raise ValueError(f"CTranslate2 ends beams as with `--early_stopping`, which is {shown}")
+        raise MetaphraseError(f"CTranslate2 ends beams as with `--early_stopping`, which is {shown}")
     search = translate_options(config, options, vocab_size=vocab_size)
     has_beams = search.options["beam_size"] > 1
     differences = {
@@ -153,7 +154,7 @@ def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, v
         "forced_eos_token_id": search.forced_end is not None,
     }
     if names := [f"`{name}`" for name, is_different in differences.items() if is_different]:
-        raise ValueError(f"CTranslate2 could write other tokens with {' and '.join(names)}")
+        raise MetaphraseError(f"CTranslate2 could write other tokens with {' and '.join(names)}")
     return search
 
 
@@ -170,7 +171,7 @@ def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, An
         if name not in ignored and value and value != defaults.get(name)
     ]
     if refused:
-        raise ValueError(
+        raise MetaphraseError(
             f"CTranslate2 does not support {', '.join(sorted(refused))}. Set None to override the model's generation config."
         )
     # These two stay `None`, to tell an unset value from the default.
@@ -182,7 +183,7 @@ def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, An
 
 def _require(name: str, settings: Mapping[str, Any], holds: bool, rule: str) -> None:
     if not holds:
-        raise ValueError(f"`{name}` must be {rule} for CTranslate2, got {settings[name]}.")
+        raise MetaphraseError(f"`{name}` must be {rule} for CTranslate2, got {settings[name]}.")
 
 
 class CTranslate2Engine:
@@ -209,7 +210,7 @@ class CTranslate2Engine:
         try:
             self.translator = self._load()
         except (RuntimeError, UnicodeDecodeError) as error:
-            raise ValueError(f"CTranslate2 cannot load {self.folder} on {device}: {error}.") from error
+            raise MetaphraseError(f"CTranslate2 cannot load {self.folder} on {device}: {error}.") from error
         self.sources, self.targets = (self._vocabulary(side) for side in ("source", "target"))
         self._target_ids = {token: index for index, token in enumerate(self.targets)}
         self._start = read_json(self.folder / CONFIG_NAME).get("decoder_start_token")
@@ -257,7 +258,7 @@ class CTranslate2Engine:
         start = None if search.start is None else self.targets[search.start]
         if start is None or start != (self._start or start):
             expected = "set for a model whose start varies" if self._start is None else f"that of {self._start!r}"
-            raise ValueError(f"`decoder_start_token_id` must be {expected}, got {search.start}.")
+            raise MetaphraseError(f"`decoder_start_token_id` must be {expected}, got {search.start}.")
         # The config of the folder may state the start token.
         prefix = [start, *forced] if self._start is None else forced
         translator = self.translator

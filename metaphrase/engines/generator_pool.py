@@ -18,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import COUNTERS, Chunk, Generator, ScoredText, TextStream, read_chunks
 from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.loading import default_device
@@ -50,7 +51,7 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
             ChildProcessError: If a process died.
         """
         if num_processes < 1:
-            raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
+            raise MetaphraseError(f"`num_processes` must be at least 1, got {num_processes}.")
         self.num_processes = num_processes
         # A forked process would inherit this one's thread state, and cannot use a GPU.
         context = multiprocessing.get_context("spawn")
@@ -103,7 +104,7 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
 
         Raises:
             ChildProcessError: If a process died.
-            ValueError: As `Generator.generate_stream`.
+            MetaphraseError: As `Generator.generate_stream`.
         """
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         options = {"seed": None, "return_scores": True, "risk": None, "split_sentences": False} | options

@@ -16,7 +16,7 @@ class CorpusMetric(evaluate.Metric):
     in memory, except with `num_process` above 1.
 
     Raises:
-        ValueError: From `compute`, if the name is unknown.
+        MetaphraseError: From `compute`, if the name is unknown.
     """
 
     def __init__(self, config_name: str = "bleu", **kwargs):

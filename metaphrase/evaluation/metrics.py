@@ -17,6 +17,7 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 from sacrebleu.significance import PairedTest, Result
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.storage.hints import did_you_mean
 
@@ -219,7 +220,7 @@ METRICS = {
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         hint = did_you_mean(value, choices, cutoff=0.4)
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.{hint}")
+        raise MetaphraseError(f"{name} must be one of {', '.join(choices)}, got {value!r}.{hint}")
 
 
 def metric_options(
@@ -234,18 +235,22 @@ def metric_options(
     options: dict[str, dict[str, Any]] = {}
     if bleu_tokenize is not None:
         if "bleu" not in names:
-            raise ValueError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}.")
+            raise MetaphraseError(
+                f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}."
+            )
         _check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
         try:
             BLEU(tokenize=bleu_tokenize)
         except (ImportError, RuntimeError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"`bleu_tokenize` must be installed, got {bleu_tokenize!r}: {reason}") from error
+            raise MetaphraseError(f"`bleu_tokenize` must be installed, got {bleu_tokenize!r}: {reason}") from error
         options["bleu"] = {"tokenize": bleu_tokenize}
     if lowercase:
         case_options = {name: METRICS[name].case_option for name in names if METRICS[name].case_option}
         if not case_options:
-            raise ValueError(f"`metrics` must hold a score that depends on case with `lowercase`, got {list(names)}.")
+            raise MetaphraseError(
+                f"`metrics` must hold a score that depends on case with `lowercase`, got {list(names)}."
+            )
         for name, option in case_options.items():
             options.setdefault(name, {})[option] = True
     return options
@@ -257,7 +262,7 @@ def check_references(references: Sequence[str], names: Sequence[str], where: str
     for name in names:
         unit = METRICS[name].unit
         if unit is not None and not any(text.split() if unit == "word" else text for text in references):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`metrics` must not hold {name} if no reference has a {unit}, got {len(references)} empty {where}."
             )
 
@@ -278,11 +283,11 @@ def compute_metrics(
         num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
 
     Raises:
-        ValueError: If a name is unknown, or the corpora are empty or differ in length.
+        MetaphraseError: If a name is unknown, or the corpora are empty or differ in length.
     """
     metric_options(names)
     if not len(predictions) == len(references) > 0:
-        raise ValueError(
+        raise MetaphraseError(
             "`predictions` and `references` must hold the same number of entries, at least one, "
             f"got {len(predictions)} and {len(references)}."
         )

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.tokenization.texts import SPACED_WORD
 
 Pair = tuple[str, str]
@@ -168,9 +169,9 @@ class FilterSettings:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name.startswith("min_") and not 0 <= value <= 1:
-                raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
+                raise MetaphraseError(f"`{name}` must be between 0 and 1, got {value}.")
             if name.startswith("max_") and not value >= 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+                raise MetaphraseError(f"`{name}` must be at least 1, got {value}.")
 
 
 class PairRules:
@@ -304,7 +305,7 @@ class LanguageRule:
         known = {entry["lang"] for entry in self._detector.detect("a", model="lite", k=-1)}
         for side, language in zip(("source", "target"), self._languages, strict=True):
             if language is not None and language not in known:
-                raise ValueError(f"`{side}_lang` must be one of {', '.join(sorted(known))}, got {language!r}.")
+                raise MetaphraseError(f"`{side}_lang` must be one of {', '.join(sorted(known))}, got {language!r}.")
 
     def breaks(self, source: str, target: str) -> bool:
         """Return True if a side has hardly the probability to be in its language."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.data.pairs import PROBLEMS, PairProblem, PairSource, Record, pair_formatter, tsv_line
+from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import (
     RULES,
@@ -142,7 +143,7 @@ def check_sample(source: PairSource, num_records: int, sample: Sequence[Pair]) -
     """Check that a sample of `sample_pairs` holds a pair. The error has the first problem."""
     if not sample:
         problem = f" in {num_records:,} records. {next(source.records()).message}" if num_records else "."
-        raise ValueError(f"{source.name} must hold at least one pair, got none{problem}")
+        raise MetaphraseError(f"{source.name} must hold at least one pair, got none{problem}")
 
 
 class FilterReport:
@@ -194,14 +195,14 @@ class WorkFolder(contextlib.AbstractContextManager):
         # The first state may have been cut short under its temporary name.
         names = [path.name for path in self.path.iterdir()] if self.path.exists() else []
         if saved is None and not all(name.startswith(".") for name in names):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`output` must leave the name {self.path.name} to the run, got a folder of that name that no run has written. "
                 "Choose another output."
             )
         saved = (saved if resume else None) or {"key": self._key, "sizes": {}, "state": {}}
         if saved["key"] != self._key:
             name = next((name for name, value in self._key.items() if saved["key"].get(name) != value), "resume")
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` must be {saved['key'].get(name)!r} as in the stopped run in {self.path}, got {self._key.get(name)!r}. "
                 "Repeat the command of that run, or pass --overwrite to start again."
             )
@@ -221,7 +222,7 @@ class WorkFolder(contextlib.AbstractContextManager):
         for name, size in self._sizes.items():
             if not (self.path / name).exists() or (self.path / name).stat().st_size < size:
                 # The machine stopped before its disk had everything.
-                raise ValueError(
+                raise MetaphraseError(
                     f"{self.path / name} must have at least {size} bytes. Pass --overwrite to start again."
                 )
         for path in self.path.iterdir():

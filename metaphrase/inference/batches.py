@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import progress_bar
 from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.generation_options import (
@@ -76,10 +77,10 @@ class Engine(Protocol):
     generation_config: GenerationConfig
 
     def make_generate(self, options: Mapping[str, Any], return_scores: bool) -> GenerateBatch:
-        """Return the function for the batches of one call. `ValueError` for an option that the engine does not support."""
+        """Return the function for the batches of one call. `MetaphraseError` for an option that the engine does not support."""
 
 
-class TooLongError(ValueError):
+class TooLongError(MetaphraseError):
     """A source, or a target that was given, has more tokens than its model has positions, or than fit into memory.
 
     The number counts from 1; in a file it is that of the line.
@@ -173,7 +174,7 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     use_floats(options)
     for name in ("decoder_input_ids", "prefix_allowed_tokens_fn"):
         if options.get(name) is not None:
-            raise ValueError(f"`{name}` has rows of a batch, which are no texts. Call `model.generate()` with it.")
+            raise MetaphraseError(f"`{name}` has rows of a batch, which are no texts. Call `model.generate()` with it.")
     check_options(options)
     return options
 
@@ -213,7 +214,7 @@ def generate_hypotheses(
         For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
 
     Raises:
-        ValueError: If arguments contradict each other, or as `generate()` does.
+        MetaphraseError: If arguments contradict each other, or as `generate()` does.
     """
     if options is None:
         options = read_options(generation_kwargs)
@@ -319,7 +320,7 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     num_rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     # A tokenizer may have more entries than its model. On a GPU, torch's error would name no id.
     if num_rows is not None and width and (largest := max(map(max, ids))) >= num_rows:
-        raise ValueError(f"Token ids must be rows of the model's embedding, below {num_rows}, got {largest}.")
+        raise MetaphraseError(f"Token ids must be rows of the model's embedding, below {num_rows}, got {largest}.")
     return {
         "input_ids": torch.tensor(ids, device=model.device),
         "attention_mask": torch.tensor(mask, device=model.device),

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOKENS_PER_BATCH,
@@ -78,7 +79,7 @@ class Chunk(NamedTuple):
 def read_chunks(lines: Iterable[str], size: int, first_chunk: int = 0) -> Iterator[Chunk]:
     """Yield chunks of `size` lines. The last one may be shorter."""
     if size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {size}.")
+        raise MetaphraseError(f"`chunk_size` must be at least 1, got {size}.")
     iterator = iter(lines)
     for number in itertools.count(first_chunk):
         if not (texts := list(itertools.islice(iterator, size))):
@@ -157,7 +158,7 @@ class Plan:
         return_scores: bool = False,
         split_sentences: bool | str = False,
     ) -> "Plan":
-        """Read the options of a call, arguments of `generate()`. Raises `ValueError` if they do not fit."""
+        """Read the options of a call, arguments of `generate()`. Raises `MetaphraseError` if they do not fit."""
         options = {name: value for name, value in options.items() if value is not None or name not in _OWN_OPTIONS}
         ends_loops = bool(options.pop("end_loops", False))
         options = read_options(complete_sampling(options))
@@ -242,12 +243,12 @@ class Generator(TextStream):
                 permits for the sources of a batch. Other searches select from all tokens.
 
         Raises:
-            ValueError: If a size is below 1, `max_source_length` has no room for a token of the text, or the models cannot
+            MetaphraseError: If a size is below 1, `max_source_length` has no room for a token of the text, or the models cannot
                 form an ensemble.
         """
         for name, value in (("batch_size", batch_size), ("max_tokens_per_batch", max_tokens_per_batch)):
             if value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+                raise MetaphraseError(f"`{name}` must be at least 1, got {value}.")
         self.model = model
         self.tokenizers = tokenizers
         self.source_prefix = source_prefix
@@ -300,15 +301,17 @@ class Generator(TextStream):
             use_vmap: True to use the vocabulary map of the model, `vmap.txt`.
 
         Raises:
-            ValueError: If a language or the engine is unknown, the engine cannot run the model, or the models cannot form an
+            MetaphraseError: If a language or the engine is unknown, the engine cannot run the model, or the models cannot form an
                 ensemble.
         """
         if engine not in ENGINES:
-            raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
+            raise MetaphraseError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
         names = [name_or_path] if isinstance(name_or_path, str | os.PathLike) else list(name_or_path)
         names = [model for name in names for model in members_of(name) or [name]]
         if len(names) != 1 and (engine == "ctranslate2" or use_vmap or not names):
-            raise ValueError(f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}.")
+            raise MetaphraseError(
+                f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}."
+            )
         if engine == "auto" and len(names) == 1:
             engine = "ctranslate2" if is_exported(names[0]) else "auto"
         elif engine == "auto":
@@ -372,14 +375,16 @@ class Generator(TextStream):
             **generation_kwargs: As above; `num_return_sequences` must be 1.
 
         Raises:
-            ValueError: If `texts` is a single string or holds other objects than strings, a source has more tokens than the
+            MetaphraseError: If `texts` is a single string or holds other objects than strings, a source has more tokens than the
                 model has positions, `num_return_sequences` is not 1, or the assistant does not fit; or as `decode` and
                 `encode_phrase` do.
         """
         # Overrides the model's own setting.
         plan = Plan.of(self, {"num_return_sequences": 1} | generation_kwargs, split_sentences=split_sentences)
         if (count := plan.num_targets) != 1:
-            raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
+            raise MetaphraseError(
+                f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`."
+            )
         candidates = self.generate_planned(plan, list(checked_texts(texts)), show_progress)
         return [scored[0].text for scored in candidates]
 
@@ -401,7 +406,7 @@ class Generator(TextStream):
             **generation_kwargs: As for `generate()`.
 
         Raises:
-            ValueError: As `generate()`, except for `num_return_sequences`.
+            MetaphraseError: As `generate()`, except for `num_return_sequences`.
         """
         plan = Plan.of(self, generation_kwargs, return_scores, split_sentences)
         return self.generate_planned(plan, list(checked_texts(texts)), show_progress)
@@ -462,7 +467,7 @@ class Generator(TextStream):
             **generation_kwargs: As for `generate_n_best()`.
 
         Raises:
-            ValueError: If `chunk_size` is below 1, or as `generate_n_best()` does.
+            MetaphraseError: If `chunk_size` is below 1, or as `generate_n_best()` does.
         """
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         # A bad option is an error before the first line is read.
@@ -486,7 +491,7 @@ class Generator(TextStream):
         if risk is None:
             return Plan.of(self, generation_kwargs, return_scores, split_sentences), {}
         if split_sentences:
-            raise ValueError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
+            raise MetaphraseError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
         return None, {**risk, **generation_kwargs}
 
     def generate_chunk(
@@ -592,7 +597,7 @@ class Generator(TextStream):
             One `ForcedScore` for each pair, in order.
 
         Raises:
-            ValueError: If the numbers of sources and targets differ, a side has more tokens than the model has positions, or
+            MetaphraseError: If the numbers of sources and targets differ, a side has more tokens than the model has positions, or
                 this is an ensemble.
         """
         return needed_plugin("score", "score")(self, sources, targets, show_progress)
@@ -614,28 +619,28 @@ class Generator(TextStream):
 
 
 def check_single(generator: "Generator", name: str) -> None:
-    """Raise `ValueError` if a generator is an ensemble or has another engine than torch."""
+    """Raise `MetaphraseError` if a generator is an ensemble or has another engine than torch."""
     if not generator.is_single:
         actual = f"an ensemble of {1 + len(generator.members)}" if generator.members else type(generator.model).__name__
-        raise ValueError(f"`{name}` must be a single torch model here, got {actual}.")
+        raise MetaphraseError(f"`{name}` must be a single torch model here, got {actual}.")
 
 
 def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> None:
-    """Raise `ValueError` if `max_source_length` has no room for a token of the text beside special tokens and prefix."""
+    """Raise `MetaphraseError` if `max_source_length` has no room for a token of the text beside special tokens and prefix."""
     # White space at the end of the prefix may be part of the next token.
     [ids] = tokenizers.encode_sources([prefix.rstrip()])
     if length <= len(ids):
-        raise ValueError(
+        raise MetaphraseError(
             f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
         )
 
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """Return the type of weights that `dtype` names: auto, a type of floating point or int8. `ValueError` for another one."""
+    """Return the type of weights that `dtype` names: auto, a type of floating point or int8. `MetaphraseError` for others."""
     weight_type = "auto" if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
     is_float = isinstance(weight_type, torch.dtype) and weight_type.is_floating_point
     if dtype != "auto" and not is_float and weight_type != torch.int8:
-        raise ValueError(
+        raise MetaphraseError(
             f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(dtype)!r}."
         )
     return weight_type

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import ScoredText
 from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization import iterate_lines
@@ -29,7 +30,7 @@ def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS)
         return
     for line in decode_lines(sys.stdin.buffer, "standard input", max_line_characters):
         if line.problem:
-            raise ValueError(line.problem)
+            raise MetaphraseError(line.problem)
         yield line.content
 
 
@@ -39,25 +40,25 @@ def check_files(
     """Check the files of a command before any work. The inputs and the output have the names of their options.
 
     Raises:
-        ValueError: If the output is an input by another name, a file of a model, compressed, or cannot be resumed (a pipe, a
+        MetaphraseError: If the output is an input by another name, a file of a model, compressed, or cannot be resumed (a pipe, a
             device or a folder).
         OSError: If an input cannot be read.
     """
     if output is not None and os.fspath(output).endswith(".gz"):
-        raise ValueError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")
+        raise MetaphraseError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")
     # A link may have another name than its file.
     file = None if output is None else Path(os.path.realpath(output))
     if file and _MODEL_FILE.fullmatch(file.name) and file.is_file() and file.with_name("config.json").is_file():
-        raise ValueError(f"`{name}` must be no file of a model, got {os.fspath(output)!r}.")
+        raise MetaphraseError(f"`{name}` must be no file of a model, got {os.fspath(output)!r}.")
     if resume and output is not None and os.path.exists(output) and not os.path.isfile(output):
-        raise ValueError(f"`{name}` must be a regular file with `resume`, got {os.fspath(output)!r}.")
+        raise MetaphraseError(f"`{name}` must be a regular file with `resume`, got {os.fspath(output)!r}.")
     for option, path in inputs.items():
         if path is None or Path(path).is_fifo():  # Opening and closing a pipe would stop its writer.
             continue
         with open(path, "rb"):
             pass
         if output is not None and os.path.isfile(output) and os.path.samefile(path, output):
-            raise ValueError(f"`{name}` must be another file than `{option}`, got {os.fspath(output)!r} for both.")
+            raise MetaphraseError(f"`{name}` must be another file than `{option}`, got {os.fspath(output)!r} for both.")
 
 
 def num_lines(path: str | None) -> int | None:
@@ -129,14 +130,14 @@ class OutputFile(contextlib.AbstractContextManager):
         self._resources.close()
 
     def write(self, lines: str) -> None:
-        """Write the lines of the next source. Raises `ValueError` if a resumed file holds other lines for this source."""
+        """Write the lines of the next source. Raises `MetaphraseError` if a resumed file holds other lines for this source."""
         # Only a line feed ends a line.
         for expected in io.StringIO(lines, newline="\n"):
             if not self._old_lines:
                 break
             line = self._old_lines.popleft()
             if not _is_beginning(line, expected.encode("utf-8"), self._with_scores):
-                raise ValueError(
+                raise MetaphraseError(
                     "`output` must hold the lines of this command to be resumed, but in "
                     f"{self.path} source {self.next_source} has "
                     f"{line.decode('utf-8', errors='replace').rstrip()!r} instead of {expected.rstrip()!r}. Use the model, "
@@ -149,9 +150,9 @@ class OutputFile(contextlib.AbstractContextManager):
         self.next_source += 1
 
     def finish(self) -> None:
-        """Empty an old file if nothing was written. Raises `ValueError` if a resumed file holds targets of more sources."""
+        """Empty an old file if nothing was written. Raises `MetaphraseError` if a resumed file holds targets of more sources."""
         if self._old_lines:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`output` must not hold targets of more sources than the input has, got {self.num_done} in {self.path}. "
                 "Leave out --resume to start again."
             )

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling.operators import soft_cap
 
 # In rows of fewer than 16 entries, a CPU's softmax takes ten times as long per entry.
@@ -48,7 +49,7 @@ class PackedSequences:
             return
         values = lengths.tolist()
         if sum(values) != num_tokens or min(values) < 1:
-            raise ValueError(
+            raise MetaphraseError(
                 f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, got {values}."
             )
         self.longest = max(values)
@@ -100,7 +101,7 @@ class Packing:
         window: tuple[int, int] | None = None,
     ):
         if len(queries) != len(keys):
-            raise ValueError(
+            raise MetaphraseError(
                 f"A packed batch must have as many sources as targets, got {len(keys)} sources and {len(queries)} targets."
             )
         self.queries, self.keys, self.is_causal, self.kernel, self.window = queries, keys, is_causal, kernel, window

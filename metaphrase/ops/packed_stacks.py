@@ -4,6 +4,7 @@ import torch
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling.compat import CACHE_NAME
 from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
 from metaphrase.modeling.layers import (
@@ -136,7 +137,7 @@ def decode(
 ) -> torch.Tensor:
     """Decode targets as `MetaphraseDecoder.decode` does, and packed rows. For the lengths see `encode`."""
     if (target_lengths is None) != (source_lengths is None):
-        raise ValueError("`source_lengths` and `target_lengths` must be given together, got one of them.")
+        raise MetaphraseError("`source_lengths` and `target_lengths` must be given together, got one of them.")
     if target_lengths is None:
         masks = attention_mask, encoder_attention_mask
         return _plain_decode(decoder, embeddings, encoder_hidden_states, *masks, position_ids, **kwargs)
@@ -166,7 +167,7 @@ def _packed_sequences(
 ) -> PackedSequences:
     names = [f"`{name}`" for name, value in excluded.items() if value is not None]
     if names or embeddings.shape[0] != 1:
-        raise ValueError(
+        raise MetaphraseError(
             "Packed sequences must stand in one row, without padding, positions and cache, "
             f"got {embeddings.shape[0]} rows{' and '.join(['', *names])}."
         )
@@ -204,7 +205,7 @@ def choose_kernel(stack: Stack, states: torch.Tensor, is_plain: bool) -> str:
         return "reference"
     if name not in ("eager", "sdpa", "flex_attention") and "flash" not in name:
         # A user's own kernel may compute something else.
-        raise ValueError(
+        raise MetaphraseError(
             f"`attn_implementation` must be a kernel of torch or transformers for packed rows, got {name!r}."
         )
     has_dropout = stack.training and config.attention_dropout > 0

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from metaphrase.errors import MetaphraseError
+
 
 def _limit(default: float, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -24,4 +26,4 @@ class Limits:
         for item in fields(self):
             value = getattr(self, item.name)
             if not 1 <= value < float("inf"):
-                raise ValueError(f"`{item.name}` must be a finite number of at least 1, got {value}.")
+                raise MetaphraseError(f"`{item.name}` must be a finite number of at least 1, got {value}.")

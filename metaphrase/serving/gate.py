@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from metaphrase.errors import MetaphraseError, is_mistake
 from metaphrase.serving.batcher import CancelledRequest
 from metaphrase.serving.models import UnknownModelError
 from metaphrase.serving.service import OverloadError, Service
@@ -120,7 +121,7 @@ def stream_response(path: str, events: AsyncIterator[dict[str, Any]], end: str =
             async for event in events:
                 yield f"data: {json.dumps(event)}\n\n"
         except Exception as error:
-            message = str(error) if isinstance(error, ValueError | OverloadError) else FAILURE
+            message = str(error) if isinstance(error, MetaphraseError | OverloadError) else FAILURE
             yield f"data: {json.dumps(find_api(path).body(500, message))}\n\n"
         yield end
 
@@ -140,8 +141,10 @@ def handle_errors(app: FastAPI) -> None:
                 status, headers = api.overload, {"Retry-After": "1"}
             case UnknownModelError():
                 status = api.unknown_model
-            case ValueError():
+            case ValueError() if is_mistake(error):
                 status = 400
+            case ValueError():
+                raise error
             case _:
                 status = CLIENT_CLOSED
         return error_response(path, status, message, headers)

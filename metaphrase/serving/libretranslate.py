@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
 from metaphrase.serving.models import base_code, identify_languages, name_of, read_body, read_upload, schema_of
 from metaphrase.serving.service import Query, Service
@@ -65,7 +66,7 @@ def make_router(service: Service) -> APIRouter:
         """Return the language of sources, or None if it is to be identified."""
         for code in (source, target):
             if base_code(code) not in codes and (code, code) != ("auto", source):
-                raise ValueError(f"{code} is not supported")
+                raise MetaphraseError(f"{code} is not supported")
         return None if source == "auto" else source
 
     @router.post("/translate", openapi_extra=schema_of(Texts, *_KINDS))
@@ -141,7 +142,7 @@ async def translate_content(
     """Return the translation of a file with this name and content. Documents may need much memory: `reading` admits one."""
     suffix = Path(name).suffix.lower()
     if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
-        raise ValueError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
+        raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
     if suffix in _FORMATS:
         query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
         result, _ = await service.translate(request, query)
@@ -159,14 +160,14 @@ async def translate_content(
 
 
 def open_file(path: Path, name: str, most_bytes: int) -> Any:
-    """Read a file of a client; `ValueError` if the file is too large or damaged, or a package for it is missing."""
+    """Read a file of a client; `MetaphraseError` if the file is too large or damaged, or a package for it is missing."""
     try:
         return read_file(path, most_bytes)
     except ImportError as error:
-        raise ValueError(f"This server reads no {path.suffix} files.") from error
+        raise MetaphraseError(f"This server reads no {path.suffix} files.") from error
     except ValueError as error:
         # The client does not know the path.
-        raise ValueError(str(error).replace(str(path), name)) from None
+        raise MetaphraseError(str(error).replace(str(path), name)) from None
 
 
 def list_confidences(confidences: dict[str, float]) -> list[dict[str, Any]]:

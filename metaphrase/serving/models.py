@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import UploadFile
 from transformers import PreTrainedTokenizerBase
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, Ticket
 from metaphrase.storage.folders import members_of, read_fields
@@ -34,7 +35,7 @@ _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
 _NUM_LABELS = 176
 
 
-class UnknownModelError(ValueError):
+class UnknownModelError(MetaphraseError):
     """No model has the name, or translates between the languages."""
 
 
@@ -47,7 +48,7 @@ class ServedModel:
         """Take the attributes, and the `languages` of a model for one pair of source and target language."""
         if task not in TASKS:
             # A recipe may have any task.
-            raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
+            raise MetaphraseError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
         self.name, self.task, self.generator, self.batcher = name, task, generator, batcher
         self._codes: dict[str, str] = {}
         if languages is None and has_languages(generator.tokenizers.source):
@@ -181,7 +182,7 @@ _MAX_FORM_FIELDS = 100
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
     """Return the fields of a JSON or form body. A form may repeat the fields `lists`.
 
-    Raises `ValueError` if the body cannot be read, or a field is missing or wrong.
+    Raises `MetaphraseError` if the body cannot be read, or a field is missing or wrong.
     """
     body = await request.body()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -194,9 +195,9 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
         else:
             content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ValueError("The body must be JSON or a form, got neither.") from error
+        raise MetaphraseError("The body must be JSON or a form, got neither.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"The body must be an object with fields, got {type(content).__name__}.")
+        raise MetaphraseError(f"The body must be an object with fields, got {type(content).__name__}.")
     return check_fields(content, fields)
 
 
@@ -205,22 +206,22 @@ async def read_upload(request: Request, fields: type[Fields]) -> tuple[Fields, s
 
     Raises:
         HTTPException: If the form is damaged or has more than one file.
-        ValueError: If there is no file, or a field is missing or wrong.
+        MetaphraseError: If there is no file, or a field is missing or wrong.
     """
     async with request.form(max_files=1, max_fields=_MAX_FORM_FIELDS) as form:
         file = form.get("file")
         # RFC 7578 forbids `filename*`, so that a part with nothing else is no file.
         if not isinstance(file, UploadFile) or not file.filename:
-            raise ValueError("The body must be multipart/form-data with a `file` that has a `filename`, got none.")
+            raise MetaphraseError("The body must be multipart/form-data with a `file` that has a `filename`, got none.")
         return check_fields(form, fields), file.filename, await file.read()
 
 
 def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:
-    """Return checked fields. Raises `ValueError` if a field is missing or wrong."""
+    """Return checked fields. Raises `MetaphraseError` if a field is missing or wrong."""
     try:
         return fields.model_validate(dict(content))
     except ValidationError as error:
-        raise ValueError(explain_error(error)) from None
+        raise MetaphraseError(explain_error(error)) from None
 
 
 def schema_of(fields: type[BaseModel], *kinds: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import anyio
 from fastapi import Request
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Generator
 from metaphrase.serving import Limits
 from metaphrase.serving.batcher import Batcher, Ticket
@@ -80,7 +81,7 @@ class Service:
         self.models = {model.name: model for model in models}
         if len(self.models) < len(models):
             names = ", ".join(model.name for model in models)
-            raise ValueError(f"Each model must have a name of its own, got {names}. Write NAME=FOLDER.")
+            raise MetaphraseError(f"Each model must have a name of its own, got {names}. Write NAME=FOLDER.")
         self.batcher = batcher
         self.limits = limits or Limits()
         self.glossaries = dict(glossaries or {})
@@ -238,17 +239,17 @@ class Service:
 
 
 def check_query(query: Query, limits: Limits) -> None:
-    """Check a request before it waits. Raises `ValueError` if a text or an option is beyond a limit."""
+    """Check a request before it waits. Raises `MetaphraseError` if a text or an option is beyond a limit."""
     num_texts, num_characters = 1 if query.is_file else len(query.texts), sum(map(len, query.texts))
     for name, count, most in (
         ("texts", num_texts, limits.max_texts),
         ("characters", num_characters, limits.max_text_characters),
     ):
         if count > most:
-            raise ValueError(f"A request must have at most {most} {name}, got {count}.")
+            raise MetaphraseError(f"A request must have at most {most} {name}, got {count}.")
     for name, value in query.options.items():
         if name not in CLIENT_OPTIONS or not isinstance(value, int | float):
-            raise ValueError(
+            raise MetaphraseError(
                 f"An option must be one of {', '.join(CLIENT_OPTIONS)} with a number, true or false, got {name!r}: {value!r}."
             )
     check_options(query.options)
@@ -257,9 +258,9 @@ def check_query(query: Query, limits: Limits) -> None:
     largest |= dict.fromkeys(("num_beams", "num_return_sequences"), limits.max_beams)
     for name, most in largest.items():
         if query.options.get(name, 0) > most:
-            raise ValueError(f"`{name}` must be at most {most}, got {query.options[name]}.")
+            raise MetaphraseError(f"`{name}` must be at most {most}, got {query.options[name]}.")
     if not isinstance(query.num_targets, int) or not 1 <= query.num_targets <= limits.max_beams:
-        raise ValueError(f"The number of targets must be from 1 to {limits.max_beams}, got {query.num_targets!r}.")
+        raise MetaphraseError(f"The number of targets must be from 1 to {limits.max_beams}, got {query.num_targets!r}.")
 
 
 def open_model(model: ServedModel, query: Query, ticket: Ticket) -> tuple[Generator, dict[str, Any], str | bool]:
@@ -278,7 +279,9 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
     if isinstance(model, Pivot):
         if query.terms:
             names = f"{model.first.name} and {model.second.name}"
-            raise ValueError(f"A glossary needs one model for both languages, got {names}. Leave the glossary out.")
+            raise MetaphraseError(
+                f"A glossary needs one model for both languages, got {names}. Leave the glossary out."
+            )
         first = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
         texts = [row[0] for row in first.targets]
         last = answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
@@ -287,7 +290,7 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
     needs_decoder = query.text_format != "text" or bool(query.terms)
     if query.num_targets > 1:
         if needs_decoder:
-            raise ValueError("Alternatives must be left out with markup and terms, got both.")
+            raise MetaphraseError("Alternatives must be left out with markup and terms, got both.")
         if not options.get("do_sample"):
             # Each target needs a beam.
             beams = options.get("num_beams") or generator.model.generation_config.num_beams or 1
@@ -324,7 +327,7 @@ class TargetStream:
         """Check a request."""
         check_query(query, service.limits)
         if len(query.texts) != 1 or query.num_targets != 1:
-            raise ValueError("A stream must have one text and one target.")
+            raise MetaphraseError("A stream must have one text and one target.")
         self.is_finished, self.query, self._service, self._model = True, query, service, model
 
     async def start(self) -> AsyncIterator[str]:

@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from metaphrase.analysis.alignment import aligned_layer, cross_attentions, word_weights
+from metaphrase.errors import MetaphraseError
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.models import ServedModel, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, answer, check_query, open_model
@@ -128,7 +129,7 @@ def _attend(model: ServedModel, body: PairFields, ticket: Ticket) -> dict[str, A
     encode_sources, encode_targets = generator.tokenizers.encode_sources, generator.tokenizers.encode_targets
     longest = max(len(ids) for ids in (*encode_sources([body.source]), *encode_targets([body.target])))
     if longest > _MAX_ATTENTION_TOKENS:
-        raise ValueError(f"A text must have at most {_MAX_ATTENTION_TOKENS} tokens for attention, got {longest}.")
+        raise MetaphraseError(f"A text must have at most {_MAX_ATTENTION_TOKENS} tokens for attention, got {longest}.")
     [attention] = cross_attentions(generator, [body.source], [body.target], layer=aligned_layer(generator.model))
     weights = word_weights(attention).astype(float).round(4).tolist()
     return {"source_words": attention.source_words, "target_words": attention.target_words, "weights": weights}

@@ -11,6 +11,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from metaphrase.errors import MetaphraseError
+
 logger = logging.getLogger(__name__)
 
 _CARD_NAME = "README.md"
@@ -100,16 +102,16 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
     resolved = output.resolve()
     for source in map(Path.resolve, sources):
         if resolved.is_relative_to(source) or source.is_relative_to(resolved):
-            raise ValueError(f"`output` must lie apart from what is {action}, got {output} and {source}.")
+            raise MetaphraseError(f"`output` must lie apart from what is {action}, got {output} and {source}.")
     if not output.exists():
         return
     if not overwrite:
-        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
+        raise MetaphraseError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
     written = (read_fields(output / mark) or {}).get("files") or ()
     # Other subcommands write a card and scores beside a model.
     unknown = _files_in(output) - {_CARD_NAME, "metrics.json", mark, *written}
     if unknown or not (output / mark).is_file():
-        raise ValueError(
+        raise MetaphraseError(
             f"`output` must hold only the files that {mark} lists to be overwritten, got {output} with "
             f"{', '.join(sorted(unknown)[:3])}. Move the other files, or choose another folder."
         )
@@ -120,7 +122,9 @@ def check_writable(folder: Path, name: str) -> None:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         kind = "read-only" if existing.is_dir() else "a file"
-        raise ValueError(f"`{name}` must be in a folder that can be written to, got {folder}: {existing} is {kind}.")
+        raise MetaphraseError(
+            f"`{name}` must be in a folder that can be written to, got {folder}: {existing} is {kind}."
+        )
 
 
 def _files_in(folder: Path) -> set[str]:
@@ -135,7 +139,7 @@ def refuse_outer_links(folder: Path, paths: Iterable[Path], field: str) -> None:
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in paths:
         if not any(path.resolve().is_relative_to(root) for root in roots):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{field}` must hold no link to a file outside of it, got {path} -> {path.resolve()}. "
                 "Replace the link by a copy."
             )
@@ -151,29 +155,31 @@ def members_of(name_or_path: str | os.PathLike) -> list[Path]:
     path = Path(name_or_path, ENSEMBLE_NAME)
     names = (read_fields(path) or {"models": []}).get("models")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"`models` in {str(path)!r} must be a list of folders, got {names!r}.")
+        raise MetaphraseError(f"`models` in {str(path)!r} must be a list of folders, got {names!r}.")
     return [path.parent / name for name in names]
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """Return the fields of a file. Raise a `ValueError` if the file is damaged or does not hold fields."""
+    """Return the fields of a file. Raise a `MetaphraseError` if the file is damaged or does not hold fields."""
     try:
         content = parse(read_text(path))
     except (ValueError, RecursionError) as error:
         # A YAML error has several lines.
         text = " ".join(str(error).split())
-        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
+        raise MetaphraseError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
+        raise MetaphraseError(
+            f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}."
+        )
     return content
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file. Raise a `ValueError` if it is not UTF-8."""
+    """Return the text of a file. Raise a `MetaphraseError` if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"`{path.name}` must be UTF-8, got an error in {str(path)!r}: {error}.") from error
+        raise MetaphraseError(f"`{path.name}` must be UTF-8, got an error in {str(path)!r}: {error}.") from error
 
 
 def write_provenance(path: Path, source: str | os.PathLike | None = None, **fields: Any) -> None:
@@ -212,7 +218,7 @@ class WriteLock(contextlib.AbstractContextManager):
         try:
             lock.acquire()
         except Timeout:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` must be written by one run at a time, got {path}, which another one is writing."
             ) from None
         except OSError as error:

@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+from metaphrase.errors import MetaphraseError
+
 
 class GenerationOption(NamedTuple):
     """A number from `low` to `high`, a truth value, or with the type `str` one of true, false and never."""
@@ -73,12 +75,12 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
             # Numbers stand for truth values in many programs.
             if not isinstance(value, bool | numbers.Real) and not (option.type is str and value == "never"):
                 words = "true, false or never" if option.type is str else "true or false"
-                raise ValueError(f"`{name}`{where} must be {words}, got {value!r}.")
+                raise MetaphraseError(f"`{name}`{where} must be {words}, got {value!r}.")
             continue
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or not option.low <= value <= option.high or (option.type is int and value != int(value)):
             kind = "a whole number" if option.type is int else "a number"
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}`{where} must be {kind} from {option.low:.10g} to {option.high:.10g}, got {value!r}."
             )
 

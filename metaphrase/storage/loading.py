@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import read_fields
 from metaphrase.storage.generation_options import check_options, use_floats
@@ -45,7 +46,7 @@ def check_model_folder(folder: str | os.PathLike) -> None:
     except Exception as error:
         # These classes raise all kinds of errors for values of another type, some with several lines.
         text = " ".join(str(error).split())
-        raise ValueError(f"{str(file)!r} must hold usable fields: {type(error).__name__}: {text}") from error
+        raise MetaphraseError(f"{str(file)!r} must hold usable fields: {type(error).__name__}: {text}") from error
     if config is not None:
         _check_ids(path, {name: getattr(config, name, None) for name in _IDS}, config)
         _check_ids(generation_path, generation, config)
@@ -59,13 +60,13 @@ def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig
         ids = settings.get(name)
         for index in ids if isinstance(ids, list) else [ids] if ids is not None else []:
             if not isinstance(index, int) or not 0 <= index < size:
-                raise ValueError(
+                raise MetaphraseError(
                     f"`{name}` in {str(path)!r} must be an id of the vocabulary, from 0 to {size - 1}, got {ids!r}."
                 )
 
 
 def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    """Load a model by `AutoModelForSeq2SeqLM.from_pretrained`. Raise a `ValueError` for damaged, missing or infinite weights.
+    """Load a model by `AutoModelForSeq2SeqLM.from_pretrained`. `MetaphraseError` for damaged, missing or infinite weights.
 
     transformers only warns, and fills missing weights at random. Models of other families still load with that
     warning, since their classes may rebuild weights. The caller has checked the folder with `check_model_folder`.
@@ -83,14 +84,16 @@ def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool,
             name_or_path, trust_remote_code=trust_remote_code, **options
         )
     except SafetensorError as error:
-        raise ValueError(f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}.") from error
+        raise MetaphraseError(
+            f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}."
+        ) from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, shape, expected = mismatched[0]
-        raise ValueError(
+        raise MetaphraseError(
             f"The weight `{name}` of {os.fspath(name_or_path)} must have the shape {tuple(expected)}, got {tuple(shape)}."
         )
     if model.config.model_type == MetaphraseConfig.model_type and (missing := sorted(info["missing_keys"])):
-        raise ValueError(
+        raise MetaphraseError(
             f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}, where these are missing: {listed(missing)}."
         )
     for weight_name, weight in model.state_dict().items():
@@ -146,11 +149,11 @@ def default_device() -> str | torch.device:
 
 
 def check_device(name: str | torch.device) -> None:
-    """Raise `ValueError` for a device that torch cannot use here."""
+    """Raise `MetaphraseError` for a device that torch cannot use here."""
     try:
         # The device `meta` holds no numbers.
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # CUDA's message may have many lines.
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
+        raise MetaphraseError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error

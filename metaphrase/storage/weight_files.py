@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import read_fields, write_json
 
 ADAPTER_NAME = "adapter_config.json"
@@ -52,7 +53,7 @@ def weight_names(folder: Path, single: str = SAFE_WEIGHTS_NAME, index: str = SAF
     # transformers would open a pickle, or a file of another folder.
     suffix = Path(single).suffix
     if not names or any(Path(name).name != name or Path(name).suffix != suffix for name in names):
-        raise ValueError(f"{path} must name {suffix} files beside it, got {listed(names) or 'none'}.")
+        raise MetaphraseError(f"{path} must name {suffix} files beside it, got {listed(names) or 'none'}.")
     return names
 
 
@@ -75,7 +76,7 @@ def is_finite(weight: torch.Tensor) -> bool:
 
 def check_finite(weight: torch.Tensor, name: str, folder: str | os.PathLike) -> None:
     if not is_finite(weight):
-        raise ValueError(
+        raise MetaphraseError(
             f"The weight `{name}` of {os.fspath(folder)} must hold finite numbers, got NaN or infinity. "
             "Take an earlier checkpoint."
         )
@@ -90,16 +91,16 @@ class WeightFiles:
     def __init__(self, folder: Path, files: contextlib.ExitStack):
         self.folder = folder
         if (folder / ADAPTER_NAME).is_file():
-            raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
+            raise MetaphraseError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
         self.paths = [folder / name for name in weight_names(folder)]
         if not self.paths:
-            raise ValueError(
+            raise MetaphraseError(
                 f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. {_HINT}"
             )
         try:
             opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
         except SafetensorError as error:
-            raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
+            raise MetaphraseError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
         file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         self.load = lambda name: file_of[name].get_tensor(name)
         slices = {name: file_of[name].get_slice(name) for name in sorted(file_of)}

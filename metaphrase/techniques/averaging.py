@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, refuse_outer_links, write_provenance
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
 from metaphrase.tokenization import TokenizerPair
@@ -119,11 +120,13 @@ def select_checkpoints(
         or_fewer: Take all checkpoints if there are fewer.
 
     Raises:
-        ValueError: If not exactly one of `last` and `best` is given, or there are too few checkpoints or scores.
+        MetaphraseError: If not exactly one of `last` and `best` is given, or there are too few checkpoints or scores.
     """
     field, number = ("last", last) if best is None else ("best", best)
     if (last is None) == (best is None) or number < 1:
-        raise ValueError(f"Exactly one of `last` and `best` must be given, and be at least 1, got {last} and {best}.")
+        raise MetaphraseError(
+            f"Exactly one of `last` and `best` must be given, and be at least 1, got {last} and {best}."
+        )
     run_dir = Path(run_dir)
     by_step = {step_of(path): path for path in checkpoints_in(run_dir)}
     scores = dict.fromkeys(by_step, 0.0)
@@ -137,7 +140,7 @@ def select_checkpoints(
         }
     if len(scores) < number and not (or_fewer and scores):
         what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
-        raise ValueError(
+        raise MetaphraseError(
             f"`{field}` must be at most the number of {what}, {len(scores)} in {run_dir}, got {number}. "
             "A run keeps as many checkpoints as `save_total_limit` says."
         )
@@ -154,13 +157,13 @@ def average_checkpoints(
     there or from its run. The folder gets its name when it is complete.
 
     Raises:
-        ValueError: If the folders do not hold the same model, or `output` exists and is no average that `overwrite` permits to
-            replace.
+        MetaphraseError: If the folders do not hold the same model, or `output` exists and is no average that `overwrite` permits
+            to replace.
     """
     folders, output = [Path(folder) for folder in folders], Path(output)
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):
         names = ", ".join(map(str, folders)) or "none"
-        raise ValueError(f"`folders` must be at least two, and different, got {names}.")
+        raise MetaphraseError(f"`folders` must be at least two, and different, got {names}.")
     check = partial(check_output, output, folders, overwrite, PROVENANCE_NAME, "averaged")
     check()
     with contextlib.ExitStack() as files:
@@ -187,12 +190,12 @@ def _check_equal(checkpoint: WeightFiles, last: WeightFiles) -> None:
         for name in sorted(first.keys() | second.keys()):
             values = first.get(name, "nothing"), second.get(name, "nothing")
             if name not in _UNIMPORTANT and values[0] != values[1]:
-                raise ValueError(f"`{name}` {what} must be the same {where}, got {values[0]} and {values[1]}.")
+                raise MetaphraseError(f"`{name}` {what} must be the same {where}, got {values[0]} and {values[1]}.")
     if all((folder / "tokenizer_config.json").is_file() for folder in folders):
         first, second = map(TokenizerPair.from_pretrained, folders)
         for side in ("source", "target"):
             if getattr(first, side).get_vocab() != getattr(second, side).get_vocab():
-                raise ValueError(f"The {side} vocabulary must be the same {where}: their tokens differ.")
+                raise MetaphraseError(f"The {side} vocabulary must be the same {where}: their tokens differ.")
 
 
 def _copy_rest(checkpoint: WeightFiles, output: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from metaphrase.data.pairs import SPLITS, TASK_COLUMN
 from metaphrase.data.token_budget import TokenBudgetSampler, form_round
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.hints import did_you_mean, explain_error
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.corpora import TRAINING_LIMITS, PairCorpus
@@ -53,7 +54,7 @@ class _PartedCorpus(PairCorpus):
             try:
                 results[name] = function(part)
             except ValueError as error:
-                raise ValueError(f"{self.kind} {name!r}: {error}") from error
+                raise MetaphraseError(f"{self.kind} {name!r}: {error}") from error
         return results
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
@@ -206,19 +207,21 @@ def parse_stages(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, S
     """Check the field `stages` of a recipe and return its stages.
 
     Raises:
-        ValueError: If a stage has another form, or the data sets are not those of `names`.
+        MetaphraseError: If a stage has another form, or the data sets are not those of `names`.
     """
     try:
         stages = _Stages(stages=fields).stages
     except ValidationError as error:
-        raise ValueError(explain_error(error)) from None
+        raise MetaphraseError(explain_error(error)) from None
     for stage, parsed in stages.items():
         for field, shares, known in (("shares", parsed.shares, names), ("until", parsed.until, [*parsed.shares])):
             for name in (name for name in shares if name not in known):
                 what = "`datasets`" if field == "shares" else "a data set of its `shares`"
-                raise ValueError(f"`stages.{stage}.{field}` must name {what}, got {name!r}.{did_you_mean(name, known)}")
+                raise MetaphraseError(
+                    f"`stages.{stage}.{field}` must name {what}, got {name!r}.{did_you_mean(name, known)}"
+                )
     if unused := [name for name in names if not any(name in stage.shares for stage in stages.values())]:
-        raise ValueError(f"`datasets` must each have a share in `stages`, got none for {', '.join(unused)}.")
+        raise MetaphraseError(f"`datasets` must each have a share in `stages`, got none for {', '.join(unused)}.")
     return stages
 
 

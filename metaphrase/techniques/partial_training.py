@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
+from metaphrase.errors import MetaphraseError
+
 logger = logging.getLogger(__name__)
 
 # Patterns name parts of a model: `encoder`, `decoder.layers.0`, `encoder.layers.0-3` (the first four), `*.cross_attn`, `lm_head`,
@@ -62,7 +64,7 @@ def check_parts(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
         patterns: Parts to freeze, in order; `!` before one takes it out again: `["encoder", "!embeddings"]`.
 
     Raises:
-        ValueError: If a pattern matches nothing, or nothing is left to train.
+        MetaphraseError: If a pattern matches nothing, or nothing is left to train.
     """
     names, frozen = _names_of_parameters(model), set()
     for pattern in patterns:
@@ -70,13 +72,13 @@ def check_parts(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
             matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
             if not matching:
                 parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
-                raise ValueError(
+                raise MetaphraseError(
                     f"`freeze` must name parts of the model, got {pattern.removeprefix('!')!r}, and there is no {glob!r}. "
                     f"At the top there are {', '.join(parts)}."
                 )
             frozen = frozen - matching if pattern.startswith("!") else frozen | matching
     if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
-        raise ValueError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
+        raise MetaphraseError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
     return frozen
 
 
@@ -152,4 +154,6 @@ def _check_targets(model: nn.Module, target_modules: Sequence[str]) -> None:
     for target in target_modules:
         modules = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not modules or not all(isinstance(module, nn.Linear) and aliases[module.weight] == 1 for module in modules):
-            raise ValueError(f"`lora_target_modules` must name linear layers without tied weights, got {target!r}.")
+            raise MetaphraseError(
+                f"`lora_target_modules` must name linear layers without tied weights, got {target!r}."
+            )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Document
 from metaphrase.texts.markup import Atom, Element, MarkedText, Tag
 
@@ -205,15 +206,17 @@ class Terms:
             glossary: Target term by source term. A source term in lower case is found in any case.
 
         Raises:
-            ValueError: If an expression is wrong or a term is blank.
+            MetaphraseError: If an expression is wrong or a term is blank.
         """
         try:
             self._patterns = [re.compile(PATTERNS.get(pattern, pattern)) for pattern in keep]
         except re.error as error:
-            raise ValueError(f"`keep` must have names of {', '.join(PATTERNS)}, or expressions: {error}.") from error
+            raise MetaphraseError(
+                f"`keep` must have names of {', '.join(PATTERNS)}, or expressions: {error}."
+            ) from error
         self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
         if wrong := [entry for entry in self._terms.items() if not all(entry)]:
-            raise ValueError(f"`glossary` must have a source and a target in each entry, got {wrong[0]}.")
+            raise MetaphraseError(f"`glossary` must have a source and a target in each entry, got {wrong[0]}.")
         self._folded = {source: target for source, target in self._terms.items() if source == source.lower()}
         # A longer term wins.
         terms = "|".join(re.escape(source) for source in sorted(self._terms, key=len, reverse=True))
@@ -237,10 +240,10 @@ class Terms:
 
 
 def read_glossary(path: str | Path) -> dict[str, str]:
-    """Read a file with a source term, a tab and a target term on each line; `ValueError` for another number of columns."""
+    """Read a file with a source term, a tab and a target term on each line; `MetaphraseError` for another number of columns."""
     rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     if wrong := [row for row in rows if len(row) != 2]:
-        raise ValueError(
+        raise MetaphraseError(
             f"`glossary` must have lines of a source term, a tab and a target term, got {wrong[0]} in {path}."
         )
     return dict(rows)

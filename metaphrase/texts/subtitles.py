@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from metaphrase.errors import MetaphraseError
+
 # Libraries for subtitles write a file anew. They lose the settings and comments of WebVTT, and further sections of ASS.
 # A part of a line that stands once in a pattern cannot be tried in many ways, which would take hours for hostile lines.
 _CUE = re.compile(r"^(?=[^\n]*-->)([^\n]*)()\n((?:(?![^\n]*-->)(?=[^\n]*\S)[^\n]*(?:\n|\Z))*)", re.MULTILINE)
@@ -60,13 +62,15 @@ class Subtitles:
 
     @classmethod
     def read(cls, path: Path) -> "Subtitles":
-        """Read a file. Raises `ValueError` if the file is not UTF-8, or UTF-16 with a mark."""
+        """Read a file. Raises `MetaphraseError` if the file is not UTF-8, or UTF-16 with a mark."""
         data, suffix = path.read_bytes(), path.suffix.lower()
         encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
         try:
             content = data.decode(encoding)
         except UnicodeDecodeError as error:
-            raise ValueError(f"A file of subtitles must be UTF-8, got {path}: {error}. Convert it first.") from error
+            raise MetaphraseError(
+                f"A file of subtitles must be UTF-8, got {path}: {error}. Convert it first."
+            ) from error
         newline = "\r\n" if "\r\n" in content else "\n"
         subtitles = cls(content.replace("\r\n", "\n"), newline, suffix == ".vtt", suffix in (".ass", ".ssa"))
         for event in subtitles._read_events():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from metaphrase.analysis.alignment import AttentionMap, aligned_layer, cross_attentions, membership
 from metaphrase.decoding.fast_generation import is_metaphrase
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Generator, ScoredText, TextStream, read_chunks
 from metaphrase.inference.line_files import OutputFile, read_lines
 from metaphrase.storage.folders import file_in_one_step
@@ -36,11 +37,11 @@ def read_file(path: Path, most_bytes: int | None = None) -> "Subtitles | WordFil
 
     Raises:
         ImportError: If a package for the format is missing.
-        ValueError: If the suffix is unknown, or the file is damaged or without text.
+        MetaphraseError: If the suffix is unknown, or the file is damaged or without text.
     """
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
-        raise ValueError(f"A file must end in one of {', '.join(FILE_SUFFIXES)}, got {str(path)!r}.")
+        raise MetaphraseError(f"A file must end in one of {', '.join(FILE_SUFFIXES)}, got {str(path)!r}.")
     if suffix == ".docx":
         from metaphrase.texts.word_files import WordFile
 
@@ -48,7 +49,7 @@ def read_file(path: Path, most_bytes: int | None = None) -> "Subtitles | WordFil
     else:
         file = Subtitles.read(path)
     if not file.texts:
-        raise ValueError(f"A file must hold text to decode, got none in {str(path)!r}.")
+        raise MetaphraseError(f"A file must hold text to decode, got none in {str(path)!r}.")
     return file
 
 
@@ -81,7 +82,7 @@ class TextDecoder:
             has_lines: True if a line break in markup ends a line, as in plain text, and is no space.
         """
         if text_format not in FORMATS:
-            raise ValueError(f"`text_format` must be one of {', '.join(FORMATS)}, got {text_format!r}.")
+            raise MetaphraseError(f"`text_format` must be one of {', '.join(FORMATS)}, got {text_format!r}.")
         self.generator = generator
         self.text_format = text_format
         self.split_sentences = split_sentences
@@ -233,11 +234,11 @@ class PivotGenerator(TextStream):
 
 
 def load_pivot(arguments: argparse.Namespace, loading: dict[str, Any]) -> PivotGenerator:
-    """Load the models of `--pivot`. Raises `ValueError` if other options do not fit."""
+    """Load the models of `--pivot`. Raises `MetaphraseError` if other options do not fit."""
     names = ("ensemble", "assistant_model", "glossary", "source_lang", "target_lang", "source_prefix")
     refused = {name: getattr(arguments, name) for name in names} | {"num_processes": arguments.num_processes > 1}
     if names := [name for name, value in refused.items() if value]:
-        raise ValueError(
+        raise MetaphraseError(
             f"`{names[0]}` must be left out with `pivot`, which has two models for a pair of languages each."
         )
     return PivotGenerator(*(Generator.from_pretrained([n], **loading) for n in (arguments.model, arguments.pivot)))
@@ -257,13 +258,13 @@ def generate_whole_texts(
     refused["num_return_sequences"] = options.get("num_return_sequences", 1) > 1
     refused |= {"num_processes": arguments.num_processes > 1, "engine": arguments.engine == "ctranslate2"}
     if names := [name for name, value in refused.items() if value]:
-        raise ValueError(f"--format, --file, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
+        raise MetaphraseError(f"--format, --file, --keep and --glossary need one torch model. Leave out `{names[0]}`.")
     if arguments.file is not None:
         suffix, output = Path(arguments.file).suffix, arguments.output
         if arguments.input is not None or arguments.format != "text":
-            raise ValueError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
+            raise MetaphraseError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
         if output is None or Path(output).suffix.lower() != suffix.lower():
-            raise ValueError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
+            raise MetaphraseError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     file = None if arguments.file is None else read_file(Path(arguments.file))
     is_page = arguments.format != "text"

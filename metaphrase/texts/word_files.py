@@ -22,6 +22,8 @@ from docx.oxml import OxmlElement
 from docx.oxml.ns import qn
 from lxml import etree
 
+from metaphrase.errors import MetaphraseError
+
 MOST_BYTES = 256 * 2**20
 _HAS_TEXT = re.compile(r"[^\W_]")
 # Characters that XML cannot hold.
@@ -47,7 +49,7 @@ class WordFile:
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES):
-        """Read a file. Raises `ValueError` if this is no Word document, or unpacks to more than `most_bytes`."""
+        """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`."""
         # By default the library does not parse notes.
         PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
         try:
@@ -58,10 +60,10 @@ class WordFile:
             raise
         except Exception as error:
             # The library raises errors of many kinds for damaged files.
-            raise ValueError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
+            raise MetaphraseError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
         if self._document is None:
             most, size = most_bytes >> 20, size >> 20
-            raise ValueError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
+            raise MetaphraseError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import ProgressLines
 from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe
@@ -36,12 +37,14 @@ def parse_seconds(text: str) -> float:
     """Return the seconds of a duration such as `90s`, `20m`, `1.5h` or `2d`.
 
     Raises:
-        ValueError: If it is something else, or 0.
+        MetaphraseError: If it is something else, or 0.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds:
-        raise ValueError(f"`time_budget` must be a number above 0 with one of s, m, h or d, such as 20m, got {text!r}.")
+        raise MetaphraseError(
+            f"`time_budget` must be a number above 0 with one of s, m, h or d, such as 20m, got {text!r}."
+        )
     return seconds
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from metaphrase.errors import MetaphraseError
+
 logger = logging.getLogger(__name__)
 
 # `MetaphraseTrainer` adds this file to those of transformers. Its `files` holds the size of each file.
@@ -75,7 +77,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def check_whole(checkpoint: str | Path) -> None:
     """Refuse to resume from a checkpoint that is not whole."""
     if problems := what_is_missing(checkpoint):
-        raise ValueError(
+        raise MetaphraseError(
             f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}. Restore the file; or "
             "start a new run in another folder, from these weights by `model_name_or_path`."
         )
@@ -86,7 +88,7 @@ def check_last(checkpoint: str | Path, run_dir: str | Path) -> None:
     checkpoint, run_dir = Path(checkpoint).resolve(), Path(run_dir).resolve()
     last = last_whole_checkpoint(run_dir)
     if checkpoint.parent == run_dir and last is not None and step_of(checkpoint) < step_of(Path(last)):
-        raise ValueError(
+        raise MetaphraseError(
             f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}, "
             "which would belong to another course of the run. Move later checkpoints away first."
         )
@@ -169,7 +171,7 @@ def read_progress(checkpoint: str | Path, settings: dict[str, Any], layout: dict
         layout: Values that decide which pairs the first N batches of an epoch hold. A warning names those that differ.
 
     Raises:
-        ValueError: If a setting differs.
+        MetaphraseError: If a setting differs.
     """
     path = Path(checkpoint) / PROGRESS_NAME
     if not path.is_file():
@@ -179,7 +181,7 @@ def read_progress(checkpoint: str | Path, settings: dict[str, Any], layout: dict
     for name, present in settings.items():
         before = progress.get(name)
         if None not in (before, present) and before != present:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` must stay as before when a run is resumed, got {present}, before {before}. Restore it, or start a new "
                 "run from the weights by `model_name_or_path`. With `ignore_data_skip: true`, the data may differ."
             )

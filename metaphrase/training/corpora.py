@@ -21,6 +21,7 @@ from metaphrase.data.pairs import (
     split_pairs,
 )
 from metaphrase.data.token_budget import PairStream, TokenBudgetStream
+from metaphrase.errors import MetaphraseError
 from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe
@@ -55,7 +56,7 @@ class PairCorpus:
         """Check that there is training data; `load` reads it. Default length limits above `longest` are lowered.
 
         Raises:
-            ValueError: If the recipe names no training pairs, or gives limits above `longest`.
+            MetaphraseError: If the recipe names no training pairs, or gives limits above `longest`.
         """
         self.arguments, self.longest = arguments, longest
         # A decoded sequence has a start token, which labels lack, and its last token is never read.
@@ -65,7 +66,7 @@ class PairCorpus:
             if limit is not None and (value := getattr(recipe, name) or 0) > limit:
                 if recipe.is_set(name):
                     positions = longest[name != TRAINING_LIMITS[0]]
-                    raise ValueError(
+                    raise MetaphraseError(
                         f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {positions}, got {value}."
                     )
                 logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
@@ -79,12 +80,12 @@ class PairCorpus:
     def _check(self) -> None:
         recipe = self.recipe
         if recipe.pairs_options("train") is None:
-            raise ValueError(
+            raise MetaphraseError(
                 "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
                 "or `dataset_name`, got none of them."
             )
         if recipe.streaming and sum(self.limits) > recipe.max_tokens_per_batch:
-            raise ValueError(
+            raise MetaphraseError(
                 "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
                 "streamed, since a pair of these lengths may come at any time, got "
                 f"{recipe.max_tokens_per_batch}, {self.limits[0]} and {self.limits[1]}."
@@ -120,7 +121,7 @@ class PairCorpus:
         """Return the token ids of all splits. Empty and long pairs are left out in training only, never in scoring.
 
         Raises:
-            ValueError: If a pair is refused, or a scored pair is too long for the model and `too_long` is not truncate.
+            MetaphraseError: If a pair is refused, or a scored pair is too long for the model and `too_long` is not truncate.
         """
         encoded = self._encode_splits(tokenizers)
         # A stream augments its pairs itself.
@@ -169,7 +170,7 @@ class PairCorpus:
         logger.info("%s%s: %s", self.label, split, report)
         if not is_train and recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
             most = " and ".join(map(str, dict.fromkeys(self.longest)))
-            raise ValueError(
+            raise MetaphraseError(
                 f"The {split} pairs must be within the {most} tokens of `max_position_embeddings`, since all are scored, "
                 f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
                 "`too_long: truncate` to let the model read the beginning of them; references are not truncated."

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.storage.weight_files import weight_names
 
@@ -174,7 +175,7 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
     """Load the weights of a folder into a model, sharded or not. All processes must call this.
 
     Raises:
-        ValueError: If the folder lacks a weight of the model.
+        MetaphraseError: If the folder lacks a weight of the model.
     """
     # Not every file: exponential averages have the same names.
     state = {name: weight for file in weight_names(folder) for name, weight in load_file(folder / file).items()}
@@ -183,7 +184,9 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
     weights = model.state_dict(keep_vars=True)
     # Marian computes its positions and does not save them.
     if missing := weights.keys() - state.keys() - set(model._keys_to_ignore_on_save or ()):
-        raise ValueError(f"{folder} must hold all weights of the model, got none for {', '.join(sorted(missing))}.")
+        raise MetaphraseError(
+            f"{folder} must hold all weights of the model, got none for {', '.join(sorted(missing))}."
+        )
     if not _is_partitioned(model):
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
         return

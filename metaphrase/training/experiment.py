@@ -20,6 +20,7 @@ from transformers.utils import is_peft_available
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluate_generator
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
@@ -83,7 +84,7 @@ class Experiment:
             data: The data, if they were prepared by a recipe with the same data, tokenizers and limits. Then it was checked.
 
         Raises:
-            ValueError: If the recipe names no training pairs or an unknown score, or its folder holds another run or model.
+            MetaphraseError: If the recipe names no training pairs or an unknown score, or its folder holds another run or model.
         """
         is_on_cpu = recipe.use_cpu or not torch.accelerator.is_available()
         if is_on_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
@@ -95,7 +96,7 @@ class Experiment:
         if recipe.time_budget is not None:
             self.deadline = (time.time() if started is None else started) + parse_seconds(recipe.time_budget)
             if self.arguments.world_size > 1:
-                raise ValueError(
+                raise MetaphraseError(
                     "`time_budget` must be left out with several processes, whose clocks differ. Give `max_steps`."
                 )
         if data is None:
@@ -140,15 +141,15 @@ class Experiment:
         """Train, save and score the model, and return the content of `metrics.json`.
 
         Raises:
-            ValueError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or another
-                run writes to the folder.
+            MetaphraseError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or
+                another run writes to the folder.
         """
         lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
         with lock, without_weight_bars():
             # A dry run skips these checks.
             if (count := self.arguments.n_gpu) > 1:
                 # `torch.nn.DataParallel` would cut packed rows, and the two passes of R-Drop, in pieces.
-                raise ValueError(
+                raise MetaphraseError(
                     f"Each GPU must have a process of its own, got one process with {count} GPUs. Start one for each by "
                     f"`torchrun --nproc_per_node {count} scripts/train.py ...` or `accelerate launch scripts/train.py ...`, "
                     "or train on one: `CUDA_VISIBLE_DEVICES=0`."

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import has_bar
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.plugins import needed_plugin
@@ -158,7 +159,7 @@ def fit_vocabulary(
         return
     if not hasattr(model, "resize_decoder_token_embeddings"):
         name = "target_tokenizer_name_or_path" if recipe.target_tokenizer_name_or_path else "tokenizer_name_or_path"
-        raise ValueError(f"`{name}` must have at most the {rows} target entries of the model, got {target}.")
+        raise MetaphraseError(f"`{name}` must have at most the {rows} target entries of the model, got {target}.")
     _announce_growth(recipe, "embedding of targets", target, rows)
     # The method of other families has no options.
     options = {} if with_weights else {"mean_resizing": False}
@@ -168,7 +169,7 @@ def fit_vocabulary(
 def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
     logger.warning("The %s grows from %d to %d rows, to hold the tokenizer.", what, rows, entries)
     if recipe.lora_rank is not None:
-        raise ValueError(
+        raise MetaphraseError(
             "`lora_rank` must come with a tokenizer that the model's embedding holds, because an adapter trains no "
             f"new rows, got {entries} entries and {rows} rows."
         )
@@ -181,7 +182,9 @@ def check_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair) -> None
         ids = getattr(model.config, name, None)
         # Often only one of model and tokenizer has a bos token.
         if None not in (ids, fields[name]) and fields[name] not in (ids if isinstance(ids, list) else [ids]):
-            raise ValueError(f"`tokenizer_name_or_path` must have the `{name}` {ids} of the model, got {fields[name]}.")
+            raise MetaphraseError(
+                f"`tokenizer_name_or_path` must have the `{name}` {ids} of the model, got {fields[name]}."
+            )
 
 
 # Settings of one way to decode, each with its neutral value.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpoints import RECIPE_NAME, check_whole, checkpoints_in, last_whole_checkpoint
@@ -73,7 +74,7 @@ def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe of a resumed run with the fields that it leaves open as the run in the folder had them.
 
     Raises:
-        ValueError: If a field that was given contradicts one of the run.
+        MetaphraseError: If a field that was given contradicts one of the run.
     """
     resume = recipe.resume_from_checkpoint
     path = (folder if resume is True else Path(resume or "").resolve().parent) / RECIPE_NAME
@@ -101,7 +102,7 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     `resume_from_checkpoint` of the recipe is a checkpoint, or true for the last one in the folder.
 
     Raises:
-        ValueError: If the run would replace content of the folder, the checkpoint is not whole, or the recipe differs from
+        MetaphraseError: If the run would replace content of the folder, the checkpoint is not whole, or the recipe differs from
             that of the checkpoint.
     """
     resume = recipe.resume_from_checkpoint
@@ -135,7 +136,7 @@ def _refuse_content(recipe: Recipe, folder: Path) -> None:
     is_own_tokenizer = Path(recipe.tokenizer_name_or_path or "/").resolve() == folder.resolve()
     for name in names:
         if (folder / name).exists() and not (name == "tokenizer.json" and is_own_tokenizer):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`output_dir` must not hold a model, a checkpoint or a file that the run would replace, got {folder} with "
                 f"{name}. Pass another folder by --output_dir, or --resume to go on with the run that wrote it."
             )
@@ -152,7 +153,7 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
         # The data read so far had no fault.
         is_more_lenient = name.rpartition(".")[2] in _FAULTS and (old, new) == ("error", "skip")
         if old != new and not is_more_lenient:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` must stay as it was when a run is resumed, got {new!r}, and {old!r} in {path}. "
                 "To change it, start a new run in another folder by --output_dir."
             )

@@ -43,6 +43,7 @@ from metaphrase.data.token_budget import (
     announce_epoch,
     check_beside_budget,
 )
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.storage.folders import set_modes_of_weights
@@ -99,7 +100,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
     """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
 
     Raises:
-        ValueError: Naming the field.
+        MetaphraseError: Naming the field.
     """
     if arguments.optim_target_modules or any(name in arguments.optim for name in _READ_THE_MODEL):
         return
@@ -112,7 +113,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
         get_scheduler(arguments.lr_scheduler_type, optimizer, 0, 10, scheduler_specific_kwargs=kwargs)
     except (ValueError, TypeError) as error:
         name, value = getattr(arguments, owner).value, getattr(arguments, field)
-        raise ValueError(f"`{field}` must be options of `{owner}` {name}, got {value!r}: {error}") from error
+        raise MetaphraseError(f"`{field}` must be options of `{owner}` {name}, got {value!r}: {error}") from error
 
 
 class MetaphraseTrainer(Seq2SeqTrainer):
@@ -200,7 +201,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # The parent's smoother would hide the labels from the model.
         self.label_smoother = None
         if self.compute_loss_func is not None:
-            raise ValueError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
+            raise MetaphraseError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
         if self.r_drop_alpha:
             # The passes may differ by other noise than the model's dropout.
             check_r_drop(self.model, other_dropout=1.0)
@@ -214,7 +215,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         if not saves_whole_weights(self.accelerator.state):
-            raise ValueError(
+            raise MetaphraseError(
                 "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
                 "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
             )
@@ -271,7 +272,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             check_beside_budget(self.args, self.max_tokens_per_batch)
             is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
             if self.packs_pairs and not is_plain:
-                raise ValueError(
+                raise MetaphraseError(
                     "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed "
                     f"rows, got a {type(self.data_collator).__name__}, which packing does not call. Set the model's "
                     "`supports_packing` to false."
@@ -445,7 +446,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         arguments, rate, saved = self.args, self.args.learning_rate, checkpoints_in(self._get_output_dir(None))
         other = ", or `bf16` in place of `fp16`" if arguments.fp16 else ""
         checkpoint = f" {saved[-1]} holds the last weights that were saved, which are finite." if saved else ""
-        raise ValueError(
+        raise MetaphraseError(
             f"{problem} of {self.state.max_steps}. Start a new run with a lower `learning_rate`, got {rate:g}, "
             f"more `warmup_steps`, got {arguments.warmup_steps:g}, or a `max_grad_norm` of 1{other}.{checkpoint}"
         )
@@ -458,7 +459,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if checkpoint is True:
             checkpoint = checkpoints.last_whole_checkpoint(run)
             if checkpoint is None:
-                raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
+                raise MetaphraseError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
         elif checkpoint is not None:
             checkpoints.check_whole(checkpoint)
             checkpoints.check_last(checkpoint, run)
@@ -691,7 +692,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # Saving
 
     def init_hf_repo(self, token=None, private=None):
-        raise ValueError("`push_to_hub` must be left out: `metaphrase push` uploads a finished run.")
+        raise MetaphraseError("`push_to_hub` must be left out: `metaphrase push` uploads a finished run.")
 
     # transformers 5.24.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
     def _get_output_dir(self, trial):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration, sequence_loss
 from metaphrase.modeling.loss import num_items
 from metaphrase.plugins import plugin
@@ -82,12 +83,12 @@ def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
     """Check that R-Drop can train a model. `other_dropout` is that of an adapter beside the model.
 
     Raises:
-        ValueError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
+        MetaphraseError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
     """
     if not smooths_labels(model):
-        raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
+        raise MetaphraseError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
     if not other_dropout and not any(getattr(model.config, name) for name in _DROPOUTS):
-        raise ValueError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
+        raise MetaphraseError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
 
 
 def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from metaphrase.errors import MetaphraseError
 from metaphrase.plugins import plugin
 from metaphrase.scripts.parsers import options
 from metaphrase.scripts.parsers.options import LOADING_OPTIONS
@@ -40,7 +41,7 @@ SUBCOMMANDS = dict(_find_subcommands())
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are `ValueError`, and whose `--help` fits a screen.
+    """Parser whose errors are `MetaphraseError`, and whose `--help` fits a screen.
 
     Groups of options that do not fit are named by `--help` and explained by `--help_all`.
     """
@@ -48,9 +49,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         match = re.fullmatch(r"argument ([\w/-]+): (.*)", message, re.DOTALL)
         if match is None:
-            raise ValueError(message)
+            raise MetaphraseError(message)
         name, text = match[1].split("/")[-1].lstrip("-"), match[2]
-        raise ValueError(f"`{name}` {text}." if text.startswith("must ") else f"`{name}`: {text}.")
+        raise MetaphraseError(f"`{name}` {text}." if text.startswith("must ") else f"`{name}`: {text}.")
 
     def format_help(self, is_full: bool = False) -> str:
         text = self._explain(self._action_groups)
@@ -106,7 +107,7 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         SystemExit: After the help.
-        ValueError: If an option is unknown or has a wrong value, or an output would be lost.
+        MetaphraseError: If an option is unknown or has a wrong value, or an output would be lost.
     """
     parser = make_parser(subcommand)
     names = {name.replace("_", "-"): name for name in parser._option_string_actions}
@@ -125,7 +126,7 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
             target = own_words if name in names.values() else fields
             if target is fields and subcommand not in RECIPE_SUBCOMMANDS:
                 hint = did_you_mean(name, names.values()) or f" See `{parser.prog} --help`."
-                raise ValueError(f"unknown option {name}.{hint}")
+                raise MetaphraseError(f"unknown option {name}.{hint}")
         target.append(word)
     arguments = parser.parse_args(own_words)
     arguments.fields = fields
@@ -133,7 +134,7 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
         path = arguments.output
         # The input as output has an error of its own.
         if path not in (None, arguments.input) and Path(path).is_file() and Path(path).stat().st_size:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or "
                 "--resume to go on with a stopped run."
             )
@@ -164,8 +165,8 @@ def given_options(arguments: argparse.Namespace, names: Iterable[str]) -> dict[s
 
 
 def check_dependents(arguments: argparse.Namespace, **needs: str) -> None:
-    """Raise `ValueError` for an option without the one that it needs: `name="needed"`."""
+    """Raise `MetaphraseError` for an option without the one that it needs: `name="needed"`."""
     for name, needed in needs.items():
         value = getattr(arguments, name)
         if value not in (None, False) and getattr(arguments, needed) is None:
-            raise ValueError(f"`{needed}` must be given with `{name}`, got None and {value!r}.")
+            raise MetaphraseError(f"`{needed}` must be given with `{name}`, got None and {value!r}.")

@@ -27,6 +27,7 @@ from metaphrase.conversion.families.family import (
     encoder_windows,
     rename,
 )
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.modeling.positions import sinusoids
@@ -113,7 +114,9 @@ class Bart(Family):
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         if getattr(theirs, "use_prompt", False):
-            raise ValueError("`use_prompt` must be false for mvp, got true: prompts are vectors that Metaphrase lacks.")
+            raise MetaphraseError(
+                "`use_prompt` must be false for mvp, got true: prompts are vectors that Metaphrase lacks."
+            )
         offset = self._position_offset(theirs)
         fields: dict[str, Any] = {"position_offset": offset}
         fields["initializer_range"] = _DEFAULT_INITIALIZER_RANGE if theirs.init_std is None else theirs.init_std
@@ -197,7 +200,7 @@ class LED(Bart):
         windows = theirs.attention_window
         window, *rest = {*windows} if isinstance(windows, list) else (windows,)
         if rest:
-            raise ValueError(f"`attention_window` of a led must be the same in all layers, got {windows}.")
+            raise MetaphraseError(f"`attention_window` of a led must be the same in all layers, got {windows}.")
         logger.warning("The projections of global attention are left behind: Metaphrase has windows alone.")
         return super().read_extra_fields(theirs, weights) | {
             "decoder_max_position_embeddings": theirs.max_decoder_position_embeddings,

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 from metaphrase.storage.weight_files import Kind, WeightFiles
@@ -173,7 +174,7 @@ class Family(abc.ABC):
             if getattr(ours, field) not in values
         ]
         if obstacles:
-            raise ValueError(f"The model is no {self.name}: " + "; ".join(obstacles) + ".")
+            raise MetaphraseError(f"The model is no {self.name}: " + "; ".join(obstacles) + ".")
         fields = {name: getattr(ours, field) for field, name in self.field_names.items()}
         fields |= {name: getattr(ours, name) for name in SPECIAL_IDS}
         if ours.decoder_start_token_id is None:
@@ -191,7 +192,7 @@ class Family(abc.ABC):
     def offset_behind_padding(self, start: int | None, padding: int | None) -> int:
         """Return the row of the first position in a table that begins with rows for padding, as fairseq's."""
         if start is not None and start == padding:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in {self.name}, "
                 f"got {start} for both."
             )

@@ -16,6 +16,7 @@ from metaphrase.conversion.families.family import (
     encoder_windows,
     rename,
 )
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 
 _T5_FIELDS = {
@@ -126,7 +127,7 @@ class LongT5(T5):
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         if theirs.encoder_attention_type != "local":
-            raise ValueError(
+            raise MetaphraseError(
                 f"`encoder_attention_type` of a longt5 must be local, got {theirs.encoder_attention_type!r}: Metaphrase has no "
                 "global tokens."
             )

@@ -24,6 +24,7 @@ from metaphrase.conversion.families.family import (
     Family,
     Weights,
 )
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
 
@@ -59,7 +60,7 @@ class TwoStacks(Family):
         for name in (*self.shared.values(), *names):
             values = getattr(encoder, name, None), getattr(decoder, name, None)
             if values[0] != values[1]:
-                raise ValueError(
+                raise MetaphraseError(
                     f"`{name}` must be the same in both stacks of a model of the family {self.name}, got {values[0]} and "
                     f"{values[1]}."
                 )
@@ -153,7 +154,7 @@ class EncoderDecoder(TwoStacks):
             return EncoderDecoder(kind)
         kinds = [config[stack].get("model_type") for stack in STACKS]
         if kinds[0] != kinds[1] or kinds[0] not in _KINDS:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`model_type` of both stacks of an encoder-decoder must be the same, one of {', '.join(_KINDS)}, "
                 f"got {kinds[0]} and {kinds[1]}."
             )
@@ -168,12 +169,14 @@ class EncoderDecoder(TwoStacks):
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
         if theirs.pad_token_id not in (None, encoder.pad_token_id):
-            raise ValueError(
+            raise MetaphraseError(
                 f"`pad_token_id` must be the same inside and outside of the stacks, got {encoder.pad_token_id} and "
                 f"{theirs.pad_token_id}."
             )
         if self.kind == "roberta" and encoder.hidden_act != "gelu":
-            raise ValueError(f"`hidden_act` of a roberta must be gelu, as in its head, got {encoder.hidden_act!r}.")
+            raise MetaphraseError(
+                f"`hidden_act` of a roberta must be gelu, as in its head, got {encoder.hidden_act!r}."
+            )
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
         ids = {name: getattr(decoder, name) for name in SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
         return ids | {
@@ -350,7 +353,7 @@ class T5Gemma2(T5Gemma):
     def read_rotation(self, parameters: dict) -> dict[str, Any]:
         full, sliding = parameters["full_attention"], parameters["sliding_attention"]
         if sliding["rope_type"] != "default":
-            raise ValueError(f"`rope_type` of sliding layers must be default, got {sliding['rope_type']!r}.")
+            raise MetaphraseError(f"`rope_type` of sliding layers must be default, got {sliding['rope_type']!r}.")
         return {"rope_parameters": full, "sliding_rope_theta": sliding["rope_theta"]}
 
     def write_rotation(self, ours: MetaphraseConfig) -> dict:

@@ -53,7 +53,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         overwrite: True to replace an `output` that this package wrote.
 
     Raises:
-        ValueError: If ONNX cannot express the model, weights are missing, or an argument is invalid.
+        MetaphraseError: If ONNX cannot express the model, weights are missing, or an argument is invalid.
         OSError: If the model does not exist.
         RuntimeError: If onnxruntime's result differs.
     """

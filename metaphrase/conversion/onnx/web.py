@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from metaphrase.conversion.checkpoints import export_folder
 from metaphrase.conversion.onnx.export import GRAPH_NAMES, check_graphs, find_obstacles, write_graphs
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.generation_options import length_limits
 from metaphrase.tokenization import TokenizerPair
@@ -61,14 +62,14 @@ def export_web(
         overwrite: True to replace an `output` that this package wrote.
 
     Raises:
-        ValueError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
+        MetaphraseError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
         OSError: If the model does not exist.
         RuntimeError: If onnxruntime's result differs.
     """
     library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
     for path in library_files:
         if not path.is_file():
-            raise ValueError(
+            raise MetaphraseError(
                 f"`library` must be a `node_modules` with `@huggingface/transformers` 4, got {os.fspath(library)!r} without "
                 f"{path.relative_to(library).as_posix()}. Run `npm install --ignore-scripts @huggingface/transformers`."
             )

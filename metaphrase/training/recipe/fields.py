@@ -20,6 +20,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.pairs import AUGMENTATIONS, SPLITS
 from metaphrase.data.token_budget import check_beside_budget
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.plugins import needed_plugin
@@ -261,7 +262,7 @@ def group_of(name: str, where: str = "a recipe") -> str:
     """Return the group of a field, `training` for the fields of transformers. `where` is its place, for the error."""
     if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
         hint = did_you_mean(name, [*OWN_FIELDS, *TRAINING_FIELDS]) or " Fields of the network go below `model`."
-        raise ValueError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")
+        raise MetaphraseError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")
     return OWN_FIELDS[name].json_schema_extra["group"] if name in OWN_FIELDS else "training"
 
 
@@ -344,7 +345,7 @@ Rule = tuple[Any, str, str]
 
 
 def check_recipe(recipe: Any) -> None:
-    """Refuse a recipe that contradicts itself by a `ValueError` with the fields, and warn of fields without effect."""
+    """Refuse a recipe that contradicts itself by a `MetaphraseError` with the fields, and warn of fields without effect."""
     check_conflicts(recipe)
     _check(recipe, _rules(recipe))
     if recipe.stages:
@@ -365,7 +366,7 @@ def _check(recipe: Any, rules: Iterable[Rule]) -> None:
             value = functools.reduce(
                 lambda value, key: value[key], path.split(".")[1:], getattr(recipe, path.split(".")[0])
             )
-            raise ValueError(f"`{path}` must {rule}, got {value!r}.")
+            raise MetaphraseError(f"`{path}` must {rule}, got {value!r}.")
 
 
 def _rules(recipe: Any) -> Iterator[Rule]:
@@ -452,7 +453,7 @@ def check_conflicts(recipe: Any, names: Collection[str] | None = None) -> None:
             # `null` unsets a value of another recipe.
             is_named = names is None or first in names or other in names
             if is_named and recipe.is_set(other) and getattr(recipe, other) is not None:
-                raise ValueError(
+                raise MetaphraseError(
                     f"`{first}` and `{other}` must not both be given, because {reason}, "
                     f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
                 )

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from transformers import PreTrainedModel, SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.data.token_budget import check_beside_budget
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.storage.hints import explain_error
@@ -59,7 +60,7 @@ class Recipe(AllFields):
         reasons: Comments of a saved recipe, each above the field that it belongs to.
 
     Raises:
-        ValueError: If a value has a wrong type or is out of range, or two fields contradict each other.
+        MetaphraseError: If a value has a wrong type or is out of range, or two fields contradict each other.
     """
 
     set_names: tuple[str, ...] = ()
@@ -70,14 +71,14 @@ class Recipe(AllFields):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ValueError(explain_error(error)) from None
+            raise MetaphraseError(explain_error(error)) from None
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_truth_values(cls, values: dict[str, Any]) -> dict[str, Any]:
         for name in (name for name, value in values.items() if isinstance(value, bool)):
             if (kinds := kinds_of(cls.model_fields[name].annotation)) & {int, float} and bool not in kinds:
-                raise ValueError(f"`{name}` must be a number, got {values[name]}.")
+                raise MetaphraseError(f"`{name}` must be a number, got {values[name]}.")
         return values
 
     @model_validator(mode="after")
@@ -100,7 +101,7 @@ class Recipe(AllFields):
         """Make a recipe from flat keys and values. `where` is their origin, for errors.
 
         Raises:
-            ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
+            MetaphraseError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
         """
         for name in mapping:
             group_of(name, where)  # refuses a name that is no field
@@ -172,14 +173,14 @@ class Recipe(AllFields):
         """Build the training arguments; `overrides` replace values of the recipe.
 
         Raises:
-            ValueError: If there is no `output_dir`, or transformers refuses a value.
+            MetaphraseError: If there is no `output_dir`, or transformers refuses a value.
         """
         values = {name: copy.deepcopy(getattr(self, name)) for name in self.set_names if name in TRAINING_FIELDS}
         # Stages are one epoch, with readings of their own.
         once = {"num_train_epochs": 1} if self.stages else {}
         arguments = {**TRAINING_DEFAULTS, **once, **values, **overrides}
         if not arguments.get("output_dir"):
-            raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
+            raise MetaphraseError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
         if arguments.get("run_name") is None:
             # Trackers would name runs at random, and a resumed run anew.
             arguments["run_name"] = Path(arguments["output_dir"]).name
@@ -194,7 +195,7 @@ class Recipe(AllFields):
             training_arguments = Seq2SeqTrainingArguments(**arguments)
         except TypeError as error:
             # A mapping, such as that of accelerate, has an unknown key.
-            raise ValueError(f"Fields of transformers must be valid: {error}.") from error
+            raise MetaphraseError(f"Fields of transformers must be valid: {error}.") from error
         if training_arguments.lr_scheduler_type in METRIC_SCHEDULES and training_arguments.greater_is_better:
             # These schedules minimize by default.
             options = training_arguments.lr_scheduler_kwargs or {}
@@ -271,12 +272,12 @@ for _name, (_pattern, _letters) in _SCALARS.items():
 
 
 def load_yaml(text: str, where: str) -> Any:
-    """Parse one YAML document, or raise a `ValueError`: if it is no YAML, or has a key twice or one that is not a text."""
+    """Parse one YAML document, or raise a `MetaphraseError`: if it is no YAML, or has a key twice or one that is not a text."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
         # PyYAML does not catch the errors of `!!bool abc` and the like.
-        raise ValueError(f"{where} must be valid YAML: {' '.join(str(error).split())}") from error
+        raise MetaphraseError(f"{where} must be valid YAML: {' '.join(str(error).split())}") from error
 
 
 def dump_yaml(mapping: dict[str, Any]) -> str:
@@ -294,7 +295,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
             of transformers' arguments only where it may be none. The last of equal options holds.
 
     Raises:
-        ValueError: If the file is not a YAML mapping with each key once, a field is unknown or of a wrong type, or the
+        MetaphraseError: If the file is not a YAML mapping with each key once, a field is unknown or of a wrong type, or the
             fields contradict each other.
         FileNotFoundError: If there is no such file.
     """
@@ -309,7 +310,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         for key in keys[:-1]:
             mapping = mapping.setdefault(key, {}) if isinstance(mapping, dict) else None
         if not isinstance(mapping, dict):
-            raise ValueError(f"`{name}` must be a mapping to have keys, got --{option} on the command line.")
+            raise MetaphraseError(f"`{name}` must be a mapping to have keys, got --{option} on the command line.")
         parsed = [load_yaml(word, f"`{option}`") for word in words] or [True]
         mapping[keys[-1]] = parsed[0] if len(parsed) == 1 else parsed
     return Recipe.from_mapping(values, str(path))
@@ -323,7 +324,7 @@ def saved_recipe(path: str | Path) -> Recipe:
 def _read_fields(path: Path) -> dict[str, Any]:
     mapping = load_yaml(read_text(path).removeprefix("\ufeff"), str(path))
     if not isinstance(mapping, dict | None):
-        raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
+        raise MetaphraseError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
     return mapping or {}
 
 
@@ -332,7 +333,7 @@ def _value_of_words(name: str, words: Sequence[str]) -> Any:
     kinds = {getattr(kind, "__origin__", kind) for kind in kinds_of(Recipe.model_fields[name].annotation)}
     if len(words) > 1:
         if not kinds & {list, dict}:
-            raise ValueError(
+            raise MetaphraseError(
                 f"`{name}` must have one value, got {' '.join(words)}. A recipe or file stands before all options."
             )
         return list(words) if str in kinds else " ".join(words)
@@ -353,7 +354,7 @@ def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif options:
             options[-1][1].append(word)
         else:
-            raise ValueError(f"The command line must name a field with --field before a value, got {word!r}.")
+            raise MetaphraseError(f"The command line must name a field with --field before a value, got {word!r}.")
     return [
         (name[3:], ["false"])
         if name.startswith("no_") and not values and name[3:] in Recipe.model_fields

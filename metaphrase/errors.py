@@ -1,0 +1,31 @@
+"""The exception of a user's mistake, and how to tell a mistake from a bug."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+# Of damaged weights, and of a field of the wrong type in a configuration.
+_ERRORS_OF_LIBRARIES = {"SafetensorError", "StrictDataclassError"}
+
+
+class MetaphraseError(ValueError):
+    """A user's mistake. The message says what is wrong, what was given and how to mend it."""
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Return True if a user needs only the message of an error, and False for a bug, whose traceback helps.
+
+    A ValueError is a mistake if a library or the network raises it, because they check what a user gives. If it starts
+    in other code of this package and is no `MetaphraseError`, it is a bug.
+    """
+    # EOFError: a truncated .gz file.
+    if isinstance(error, MetaphraseError | OSError | ImportError | EOFError | UnicodeDecodeError):
+        return True
+    if _ERRORS_OF_LIBRARIES & {kind.__name__ for kind in type(error).__mro__}:
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not isinstance(error, ValueError) or trace is None:
+        return False
+    file = Path(trace.tb_frame.f_code.co_filename)
+    return not file.is_relative_to(_PACKAGE) or file.parent == _PACKAGE / "modeling"
