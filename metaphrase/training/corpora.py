@@ -1,5 +1,6 @@
 """Corpora: training, validation and test data of a recipe, from files to data sets of token ids."""
 
+import copy
 import logging
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -101,6 +102,12 @@ class PairCorpus:
             else:
                 self.reports[split] = DataReport()
                 self.splits[split] = load_pairs(**options, report=self.reports[split])
+
+    def with_recipe(self, recipe: Recipe) -> "PairCorpus":
+        """Return a corpus with the texts that were read and other choices."""
+        other = copy.copy(self)
+        other.recipe, other.splits, other.reports = recipe, dict(self.splits), dict(self.reports)
+        return other
 
     def load(self) -> None:
         """Read all splits, unless they are read, and take validation and test pairs out of training."""
