@@ -159,10 +159,9 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
         experiment, choices = Experiment(recipe, is_dry_run, started), []
     is_main_process = experiment.arguments.process_index == 0
     if choices and is_main_process:
-        options = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
         width = shutil.get_terminal_size((120, 24)).columns
-        lines = [textwrap.fill(choice, width, break_long_words=False, **options) for choice in choices]
-        logger.info("Chosen, to be saved in recipe.yaml:\n%s", "\n".join(lines))
+        lines = textwrap.TextWrapper(width, "  ", "      ", break_on_hyphens=False, break_long_words=False)
+        logger.info("Chosen, to be saved in recipe.yaml:\n%s", "\n".join(map(lines.fill, choices)))
     if is_dry_run:
         estimate = needed_plugin("estimate", "dry_run")(experiment)
         if is_main_process:

@@ -113,9 +113,9 @@ class PairCorpus:
         """Read all splits, unless they are read, and take validation and test pairs out of training."""
         if not self.splits:
             self.read()
-        held_out = {"validation": self.recipe.num_validation, "test": self.recipe.num_test}
-        if any(number and split not in self.splits for split, number in held_out.items()):
-            self.splits.update(split_pairs(self.splits["train"], *held_out.values(), self.seed))
+        num_validation, num_test = self.recipe.num_validation, self.recipe.num_test
+        if (num_validation and "validation" not in self.splits) or (num_test and "test" not in self.splits):
+            self.splits.update(split_pairs(self.splits["train"], num_validation, num_test, self.seed))
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the sources, without prefix, and the targets of training."""

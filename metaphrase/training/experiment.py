@@ -10,6 +10,7 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -175,7 +176,7 @@ class Experiment:
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
             trainer.add_callback(beginning)
-        listening = contextlib.nullcontext()
+        listening: contextlib.AbstractContextManager = contextlib.nullcontext()
         # Several processes would each end after another update. Workers end at once.
         if arguments.world_size == 1 and not arguments.dataloader_num_workers:
             trainer.add_callback(self.interrupt)
@@ -197,7 +198,7 @@ class Experiment:
         trainer.accelerator.wait_for_everyone()
         return result
 
-    def _choose_decoding(self, generator: Generator, sample: ValidationSample) -> None:
+    def _choose_decoding(self, generator: Generator, sample: Callable) -> None:
         """Set the search that the recipe leaves open, and save it with the model and in the recipe."""
         choose = needed_plugin("choose_decoding", "choose_decoding")
         texts = self.corpus.splits[self.corpus.scored_split()]
