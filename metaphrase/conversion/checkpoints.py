@@ -146,6 +146,13 @@ def our_skeleton(folder: Path, weights: WeightFiles) -> PreTrainedModel:
     return model
 
 
+def save_config(output: Path, model: PreTrainedModel) -> None:
+    """Write configuration and code of our model."""
+    model.config.architectures = [type(model).__name__]
+    custom_object_save(model, output, config=model.config)
+    model.config.save_pretrained(output)
+
+
 def write_ours(
     output: Path,
     model: PreTrainedModel,
@@ -154,9 +161,7 @@ def write_ours(
     max_shard_size: int | str,
 ) -> None:
     """Write configuration, code, generation settings and planned weights of our model, whose own weights are not read."""
-    model.config.architectures = [type(model).__name__]
-    custom_object_save(model, output, config=model.config)
-    model.config.save_pretrained(output)
+    save_config(output, model)
     generation.save_pretrained(output)
     write_files(output, planned, max_shard_size)
 

@@ -24,7 +24,7 @@ from metaphrase.conversion.families.family import (
     HEAD_BIAS,
     Counterpart,
     Family,
-    Weights,
+    name_as_with_a_head,
 )
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.errors import MetaphraseError
@@ -36,7 +36,6 @@ from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 # Pipelines read these fields of every family's configuration.
 _TASK_FIELDS = ("prefix", "task_specific_params")
 # transformers does not list these unless sentencepiece is installed.
@@ -108,59 +107,21 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
         )
     family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
-        write = _write_theirs if model_type == checkpoints.OURS else _write_ours
-        write(family, folder, checkpoints.open_weights(folder, files), output, max_shard_size)
-    _copy_tokenizers(folder, config, output)
-
-
-def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_size: int | str) -> None:
-    theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
-    generation = _read_generation_config(folder)
-    if getattr(theirs, "decoder_start_token_id", None) is None:
-        theirs.decoder_start_token_id = generation.decoder_start_token_id
-    weights = Weights(files, family.prefix)
-    config = family.read_config(theirs, weights)
-    _copy_task_fields(theirs, config)
-    model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
-    planned = plan_ours(family, model, weights)
-    checkpoints.write_ours(output, model, planned, generation, max_shard_size)
-
-
-def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Path, max_shard_size: int | str) -> None:
-    # Options in the way are named before weights are checked.
-    config = MetaphraseConfig.from_pretrained(folder)
-    fields = family.write_config(config)
-    theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
-    model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
-    theirs.architectures = [model_class.__name__]
-    _copy_task_fields(config, theirs)
-    model = checkpoints.our_skeleton(folder, weights)
-    planned = plan_theirs(family, model, checkpoints.skeleton(model_class, theirs), weights)
-    theirs.save_pretrained(output)
-    # transformers' T5 always writes true here, and older versions believe it.
-    written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
-    write_json(output / CONFIG_NAME, written, sort_keys=True)
-    _read_generation_config(folder).save_pretrained(output)
-    checkpoints.write_files(output, planned, max_shard_size)
-
-
-def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
-
-
-def _read_generation_config(folder: Path) -> GenerationConfig:
-    """Read the generation config, which older checkpoints keep in the model's config."""
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
-
-
-def _copy_tokenizers(folder: Path, config: dict, output: Path) -> None:
-    for name in ("", TARGET_SUBFOLDER):
-        checkpoints.copy_files(folder, output, checkpoints.TOKENIZER_FILES, name)
-    settings = output / _TOKENIZER_CONFIG
+        weights = checkpoints.open_weights(folder, files)
+        # Older checkpoints keep the generation settings in the model's config.
+        is_old = not (folder / GENERATION_CONFIG_NAME).is_file()
+        names = {"config_file_name": CONFIG_NAME, "_from_model_config": True} if is_old else {}
+        generation = GenerationConfig.from_pretrained(folder, **names)
+        if model_type == checkpoints.OURS:
+            planned = _write_their_config(family, folder, weights, output)
+        else:
+            planned = _write_our_config(family, folder, weights, output, generation.decoder_start_token_id)
+        generation.save_pretrained(output)
+        checkpoints.write_files(output, planned, max_shard_size)
+    for subfolder in ("", TARGET_SUBFOLDER):
+        checkpoints.copy_files(folder, output, checkpoints.TOKENIZER_FILES, subfolder)
+    settings = output / "tokenizer_config.json"
     content = read_json(settings) if settings.is_file() else {}
-    model_type = config["model_type"]
     if model_type == "encoder-decoder":
         model_type = config["encoder"]["model_type"]
     named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
@@ -171,42 +132,73 @@ def _copy_tokenizers(folder: Path, config: dict, output: Path) -> None:
         write_json(settings, content | {"tokenizer_class": tokenizer_class})
 
 
-def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
-    """Return the tokenizer class that transformers would choose for a folder, which may name a class itself."""
-    family_class = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
-    return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class
-
-
-def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
-    """Plan our weights, with the shapes of the skeleton `ours`, from a family's checkpoint."""
-    config, our_shapes = ours.config, checkpoints.shapes(ours)
+def _write_our_config(
+    family: Family, folder: Path, weights: WeightFiles, output: Path, start: int | None
+) -> dict[str, PlannedTensor]:
+    """Write our configuration of a family's checkpoint, and return the planned weights. `start` is that of older checkpoints."""
+    theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
+    if getattr(theirs, "decoder_start_token_id", None) is None:
+        theirs.decoder_start_token_id = start
+    name_as_with_a_head(weights, family.prefix)
+    config = family.read_config(theirs, weights)
+    _copy_task_fields(theirs, config)
+    ours = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
+    checkpoints.save_config(output, ours)
+    our_shapes = checkpoints.shapes(ours)
     counterparts = {
         name: Counterpart(family.embedding_name(name, weights))
         if name in family.embedding_names
         else family.counterpart(name, config)
         for name in checkpoints.stored_names(ours)
     }
-    checkpoints.check_names([theirs.name for theirs in counterparts.values()], weights)
-    known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
-    known.update(*family.embedding_names.values())
+    known = {counterpart.name for counterpart in counterparts.values()}
+    checkpoints.check_names(sorted(known), weights.kinds)
+    known = known.union(family.ignorable_weights(config), *family.embedding_names.values())
     if left_over := [
         name
-        for name in weights.names
+        for name in weights.kinds
         if family.original_name(name) not in known and not name.startswith(family.ignored_prefixes)
     ]:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
-    for name, theirs in counterparts.items():
-        kind = weights.kind(theirs.name)
+    for name, counterpart in counterparts.items():
+        kind = weights.kinds[counterpart.name]
         if not kind.is_floating_point:
-            raise MetaphraseError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
-        checkpoints.check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
-        planned[name] = PlannedTensor(kind.nbytes, lambda theirs=theirs: theirs.to_ours(weights.read(theirs.name)))
+            raise MetaphraseError(f"The weight `{counterpart.name}` must be of floating point, got {kind.dtype}.")
+        checkpoints.check_shape(counterpart.name, kind.shape, counterpart.their_shape(our_shapes[name]))
+        planned[name] = PlannedTensor(kind.nbytes, lambda item=counterpart: item.to_ours(weights.read(item.name)))
     return planned
 
 
-def plan_theirs(
+def _write_their_config(family: Family, folder: Path, weights: WeightFiles, output: Path) -> dict[str, PlannedTensor]:
+    """Write a family's configuration of our checkpoint, and return the planned weights."""
+    # Options in the way are named before weights are checked.
+    config = MetaphraseConfig.from_pretrained(folder)
+    fields = family.write_config(config)
+    theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
+    model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
+    theirs.architectures = [model_class.__name__]
+    _copy_task_fields(config, theirs)
+    theirs.save_pretrained(output)
+    # transformers' T5 always writes true here, and older versions believe it.
+    written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    write_json(output / CONFIG_NAME, written, sort_keys=True)
+    model = checkpoints.our_skeleton(folder, weights)
+    return _plan_theirs(family, model, checkpoints.skeleton(model_class, theirs), weights)
+
+
+def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
+    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
+
+
+def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
+    """Return the tokenizer class that transformers would choose for a folder, which may name a class itself."""
+    family_class = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
+    return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class
+
+
+def _plan_theirs(
     family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
 ) -> dict[str, PlannedTensor]:
     """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""

@@ -22,11 +22,11 @@ from metaphrase.conversion.families.family import (
     RELATIVE_FIELDS,
     SPECIAL_IDS,
     Family,
-    Weights,
 )
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
+from metaphrase.storage.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -163,10 +163,10 @@ class EncoderDecoder(TwoStacks):
     def _position_offset(self, start: int | None, padding: int | None) -> int:
         return self.offset_behind_padding(start, padding) if self.kind == "roberta" else 0
 
-    def _read_ties(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, bool]:
+    def _read_ties(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, bool]:
         return super()._read_ties(theirs.decoder, weights)
 
-    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
         if theirs.pad_token_id not in (None, encoder.pad_token_id):
             raise MetaphraseError(
@@ -259,7 +259,7 @@ class T5Gemma(TwoStacks):
         """Return our windows of both stacks for theirs."""
         return [window, window], window
 
-    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         names = ("query_pre_attn_scalar", "sliding_window", "rope_parameters")
         encoder, decoder = self.read_stacks(theirs, names)
         encoder_window, decoder_window = self.windows(encoder.sliding_window or 0)
@@ -346,7 +346,7 @@ class T5Gemma2(T5Gemma):
     def windows(self, window: int) -> tuple[list[int], int]:
         return [(window + 1) // 2 - 1, window // 2], window
 
-    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         logger.warning("The vision tower is left behind: Metaphrase reads text alone.")
         return super().read_extra_fields(theirs, weights)
 
