@@ -63,9 +63,7 @@ def export_argos(
         exported = export_ctranslate2(folder, Path(temporary, "model"), quantization=quantization)
         config = read_json(exported / "config.json")
         if config["decoder_start_token"] is None:
-            raise MetaphraseError(
-                "Argos Translate cannot express a start of targets that varies. Export another model."
-            )
+            raise MetaphraseError("Argos Translate cannot express a start of targets that varies.")
         # Argos Translate encodes without an end of sequence.
         contents = {
             "metadata.json": json_text(metadata),

@@ -98,7 +98,11 @@ def trim_vocabulary(
         new_ids = {index: new for new, index in enumerate(ids)}
         config = _map_ids(config, new_ids.get) | {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
         model = checkpoints.skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
-        planned = {name: _plan(name, weights, ids) for name in checkpoints.stored_names(model)}
+        planned = {}
+        for name in checkpoints.stored_names(model):
+            kind, rows = weights.kinds[name], ids if name in _ROWS else slice(None)
+            nbytes = kind.nbytes // kind.shape[0] * len(ids) if name in _ROWS else kind.nbytes
+            planned[name] = PlannedTensor(nbytes, lambda name=name, rows=rows: weights.read(name)[rows])
         generation = GenerationConfig.from_dict(_map_ids(generation, new_ids.get))
         checkpoints.write_ours(partial, model, planned, generation, max_shard_size)
         tokenizers.save_pretrained(partial)
@@ -193,10 +197,3 @@ def _trim_state(state: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, 
         for name in {"cls", "sep"} & step.keys():
             step[name][1] = new_ids[step[name][1]]
     return state
-
-
-def _plan(name: str, weights: WeightFiles, ids: list[int]) -> PlannedTensor:
-    kind = weights.kinds[name]
-    if name not in _ROWS:
-        return PlannedTensor(kind.nbytes, lambda: weights.read(name))
-    return PlannedTensor(kind.nbytes // kind.shape[0] * len(ids), lambda: weights.read(name)[ids])

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.decoding.prepacked_weights import WeightRecord
 from metaphrase.decoding.quantization import quantization_of, quantize
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import Engine, longest_target
 from metaphrase.inference.generator import torch_dtype
 from metaphrase.modeling import MetaphraseForConditionalGeneration
@@ -144,74 +145,62 @@ class EngineChoice:
         Partners, of an ensemble or for drafts, decode with the model.
         """
         self._num_sentences += len(sources)
-        if self._dtype == "float32":
+        is_exact = self._dtype == "float32"
+        if is_exact:
             # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.
             batch_size = min(batch_size, len(sources))
-        reason = "CTranslate2 takes one model at a time" if has_partners else self._obstacle
-        if reason is None and self._dtype == "float32" and self._num_sentences < MIN_SENTENCES:
-            reason = f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
+        engine, text = model, "CTranslate2 (faster for this model and search)"
         try:
-            reason = reason or self._reason_for_torch(model, options, sources, batch_size, return_scores)
-        except ImportError as error:
-            reason = self._obstacle = str(error)
-        if reason is None:
+            if reason := "CTranslate2 takes one model at a time" if has_partners else self._obstacle:
+                raise MetaphraseError(reason)
+            if is_exact and self._num_sentences < MIN_SENTENCES:
+                raise MetaphraseError(f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2")
+            # Needs an extra.
+            from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
+            from metaphrase.engines.ctranslate2_engine import translate_exactly
+
+            search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
+            num_beams = search.options["beam_size"]
+            if not is_faster(self._num_weights, self._dtype, num_beams, batch_size):
+                weights = f"{self._num_weights:,} weights in {self._dtype}"
+                raise MetaphraseError(f"faster for {weights} with `num_beams` {num_beams}")
+            if search.start is None or self._start not in (None, search.start):
+                raise MetaphraseError("CTranslate2 does not support another `decoder_start_token_id`")
+            longest = max(*map(len, sources), search.options["max_decoding_length"] + 1)
+            is_sinusoidal = model.config.position_embedding_type == "sinusoidal"
+            limit = max(longest_target(model), SINUSOIDAL_POSITIONS) if is_sinusoidal else longest_target(model)
+            if limit is not None and longest > limit:
+                text = f"the positions of CTranslate2 end at {limit}, and the longest text may have {longest}"
+                raise MetaphraseError(text)
+            if is_exact and return_scores:
+                raise MetaphraseError("scores of CTranslate2 differ in the last digits")
             with self._lock:
-                reason = self._obstacle = self._load(model)
-        # A reason may hold values of the call, such as long lists of ids.
-        text = (
-            f"torch ({textwrap.shorten(reason, 200)})" if reason else "CTranslate2 (faster for this model and search)"
-        )
+                self._obstacle = self._load(model)
+            if self._obstacle is not None:
+                raise MetaphraseError(self._obstacle)
+            engine = self._engine
+        except (ImportError, ValueError) as error:
+            # A reason may hold values of the call, such as long lists of ids.
+            text = f"torch ({textwrap.shorten(str(error).removesuffix('.'), 200)})"
         if text not in self._logged:
             self._logged.add(text)
             logger.info("Engine: %s", text)
-        return model if reason else self._engine
-
-    def _reason_for_torch(
-        self,
-        model: PreTrainedModel,
-        options: Mapping[str, Any],
-        sources: Sequence[Sequence[int]],
-        batch_size: int,
-        return_scores: bool,
-    ) -> str | None:
-        # Needs an extra.
-        from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
-        from metaphrase.engines.ctranslate2_engine import translate_exactly
-
-        try:
-            search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
-        except ValueError as error:
-            return str(error).removesuffix(".")
-        num_beams = search.options["beam_size"]
-        if not is_faster(self._num_weights, self._dtype, num_beams, batch_size):
-            return f"faster for {self._num_weights:,} weights in {self._dtype} with `num_beams` {num_beams}"
-        if search.start is None or self._start not in (None, search.start):
-            return "CTranslate2 does not support another `decoder_start_token_id`"
-        limit, longest = longest_target(model), max(*map(len, sources), search.options["max_decoding_length"] + 1)
-        if model.config.position_embedding_type == "sinusoidal":
-            limit = max(limit, SINUSOIDAL_POSITIONS)
-        if limit is not None and longest > limit:
-            return f"the positions of CTranslate2 end at {limit}, and the longest text may have {longest}"
-        if self._dtype == "float32" and return_scores:
-            return "scores of CTranslate2 differ in the last digits"
-        return None
+        return engine
 
     def _write_files(self, model: PreTrainedModel) -> str | None:
         """Write the copy's files. Return the reason if that is not possible."""
-        try:
-            from metaphrase.conversion.ctranslate2 import find_obstacles, save_weights  # Needs an extra.
-        except ImportError as error:
-            return str(error)
-        if obstacles := find_obstacles(model.config):
-            return f"CTranslate2 cannot express {'; '.join(obstacles)}"
         num_bytes, free = 4 * self._num_weights, free_main_memory()
         if num_bytes > _MEMORY_SHARE * free:
             return f"a copy needs {num_bytes / 2**20:.0f} MiB of memory, and {free / 2**20:.0f} MiB are free"
         try:
+            from metaphrase.conversion.ctranslate2 import find_obstacles, save_weights  # Needs an extra.
+
+            if obstacles := find_obstacles(model.config):
+                return f"CTranslate2 cannot express {'; '.join(obstacles)}"
             self._files = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
             save_weights(model, self._tokenizers, Path(self._files.name), self._map and self._map.path)
-        except (ValueError, OSError) as error:
-            return f"no copy for CTranslate2: {error}"
+        except (ImportError, ValueError, OSError) as error:
+            return str(error)
         return None
 
     def _load(self, model: PreTrainedModel) -> str | None:
@@ -226,7 +215,7 @@ class EngineChoice:
                     self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
             except (ValueError, OSError) as error:
                 # A system may empty its folder for temporary files before the first call.
-                return f"no copy for CTranslate2: {error}"
+                return str(error)
             self._engine.use_vmap = self._map is not None
             self._record = WeightRecord(model, [weight for weight in model.parameters() if not weight.is_inference()])
         if not self._record.is_current(model):
