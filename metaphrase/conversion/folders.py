@@ -180,12 +180,14 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
     theirs.architectures = [model_class.__name__]
     _copy_task_fields(config, theirs)
+    ours = checkpoints.our_skeleton(folder, weights)
+    # LED's class completes the configuration.
+    their_skeleton = checkpoints.skeleton(model_class, theirs)
     theirs.save_pretrained(output)
     # transformers' T5 always writes true here, and older versions believe it.
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
     write_json(output / CONFIG_NAME, written, sort_keys=True)
-    model = checkpoints.our_skeleton(folder, weights)
-    return _plan_theirs(family, model, checkpoints.skeleton(model_class, theirs), weights)
+    return _plan_theirs(family, ours, their_skeleton, weights)
 
 
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:

@@ -144,10 +144,8 @@ class LongT5(T5):
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         if theirs.encoder_attention_type != "local":
-            raise MetaphraseError(
-                f"`encoder_attention_type` of a longt5 must be local, got {theirs.encoder_attention_type!r}: Metaphrase has no "
-                "global tokens."
-            )
+            kind = theirs.encoder_attention_type
+            raise MetaphraseError(f"`encoder_attention_type` must be local, without global tokens, got {kind!r}.")
         return super().read_extra_fields(theirs, weights) | encoder_windows(theirs.num_layers, theirs.local_radius)
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
@@ -237,9 +235,7 @@ class Bart(Family):
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         if getattr(theirs, "use_prompt", False):
-            raise MetaphraseError(
-                "`use_prompt` must be false for mvp, got true: prompts are vectors that Metaphrase lacks."
-            )
+            raise MetaphraseError("`use_prompt` must be false for mvp, got true: Metaphrase has no prompts.")
         offset = self._position_offset(theirs)
         fields: dict[str, Any] = {"position_offset": offset, "initializer_range": theirs.init_std}
         if self.has_logits_bias and LOGITS_BIAS in weights.kinds:

@@ -58,11 +58,10 @@ class TwoStacks(Family):
         """Return the configurations of both stacks, in which these fields and the shared ones must be the same."""
         encoder, decoder = (attrgetter(path)(theirs) for path in self.stacks.values())
         for name in (*self.shared.values(), *names):
-            values = getattr(encoder, name, None), getattr(decoder, name, None)
-            if values[0] != values[1]:
+            one, other = getattr(encoder, name, None), getattr(decoder, name, None)
+            if one != other:
                 raise MetaphraseError(
-                    f"`{name}` must be the same in both stacks of a model of the family {self.name}, got {values[0]} and "
-                    f"{values[1]}."
+                    f"`{name}` must be the same in both stacks of a {self.name}, got {one} and {other}."
                 )
         return encoder, decoder
 
@@ -154,10 +153,8 @@ class EncoderDecoder(TwoStacks):
             return EncoderDecoder(kind)
         kinds = [config[stack].get("model_type") for stack in STACKS]
         if kinds[0] != kinds[1] or kinds[0] not in _KINDS:
-            raise MetaphraseError(
-                f"`model_type` of both stacks of an encoder-decoder must be the same, one of {', '.join(_KINDS)}, "
-                f"got {kinds[0]} and {kinds[1]}."
-            )
+            expected = f"`model_type` of both stacks of an encoder-decoder must be the same, one of {', '.join(_KINDS)}"
+            raise MetaphraseError(f"{expected}, got {kinds[0]} and {kinds[1]}.")
         return EncoderDecoder(kinds[0])
 
     def _position_offset(self, start: int | None, padding: int | None) -> int:
@@ -169,14 +166,10 @@ class EncoderDecoder(TwoStacks):
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
         if theirs.pad_token_id not in (None, encoder.pad_token_id):
-            raise MetaphraseError(
-                f"`pad_token_id` must be the same inside and outside of the stacks, got {encoder.pad_token_id} and "
-                f"{theirs.pad_token_id}."
-            )
+            ids = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
+            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {ids}.")
         if self.kind == "roberta" and encoder.hidden_act != "gelu":
-            raise MetaphraseError(
-                f"`hidden_act` of a roberta must be gelu, as in its head, got {encoder.hidden_act!r}."
-            )
+            raise MetaphraseError(f"`hidden_act` of a roberta must be gelu, as its head, got {encoder.hidden_act!r}.")
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
         ids = {name: getattr(decoder, name) for name in SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
         return ids | {
@@ -244,10 +237,8 @@ class T5Gemma(TwoStacks):
 
     def __init__(self, name: str, **fixed: Any):
         fields = {"hidden_size": f"{self.stacks['encoder']}.hidden_size", "dropout": "dropout_rate"}
-        fields |= {
-            "final_logit_softcapping": "decoder.final_logit_softcapping",
-            "attention_dropout": "attention_dropout",
-        }
+        fields["final_logit_softcapping"] = "decoder.final_logit_softcapping"
+        fields["attention_dropout"] = "attention_dropout"
         super().__init__(name, fields, _GEMMA_FIXED | fixed)
         self.embedding_names = {
             ENCODER_EMBEDDING: (ENCODER_EMBEDDING, ENCODER_EMBEDDING),
@@ -368,9 +359,8 @@ class T5Gemma2(T5Gemma):
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         tower = {f"encoder.vision_config.{name}": value for name, value in TOWER.items()}
         # No token stands for the end of an image.
-        return (
-            super().write_extra_fields(ours) | tower | {"encoder.mm_tokens_per_image": 1, "encoder.eoi_token_index": -1}
-        )
+        tower |= {"encoder.mm_tokens_per_image": 1, "encoder.eoi_token_index": -1}
+        return super().write_extra_fields(ours) | tower
 
     def file_name(self, name: str) -> str:
         return name.replace(".text_model.", ".")
