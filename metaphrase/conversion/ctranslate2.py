@@ -44,11 +44,9 @@ def export_ctranslate2(
     Args:
         source: Folder or Hub id of a Metaphrase model.
         quantization: Type of the weights, one of CTranslate2's, such as int8. None keeps the checkpoint's type.
-        overwrite: True to replace an `output` that this package wrote.
 
     Raises:
         MetaphraseError: If CTranslate2 cannot express the model, weights are missing, or an argument is invalid.
-        OSError: If the model does not exist.
     """
 
     def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:

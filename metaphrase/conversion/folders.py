@@ -1,6 +1,7 @@
 """Conversion of a checkpoint folder, one tensor at a time."""
 
 import contextlib
+import functools
 import logging
 import os
 from pathlib import Path
@@ -63,13 +64,10 @@ def convert(
             .bin, with its vocabularies beside it, or the folder of these files.
         to: `model_type` of the family to write, or marian-npz for a file of Marian. None or metaphrase for a checkpoint of
             another family.
-        revision: Branch, tag or commit on the Hub.
-        overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Raises:
         MetaphraseError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
-        OSError: If the checkpoint cannot be read.
     """
     marian_file = find_model_file(source)
     folder = checkpoints.find_folder(source, revision) if marian_file is None else marian_file.parent
@@ -88,9 +86,8 @@ def convert(
         else:
             _convert_family(folder, config, to, partial, max_shard_size)
         checkpoints.copy_files(folder, partial, (*checkpoints.LICENCES, "*.spm"))
-        write_provenance(
-            partial / checkpoints.PROVENANCE_NAME, source, **{"from": model_type, "to": to or checkpoints.OURS}
-        )
+        provenance = {"from": model_type, "to": to or checkpoints.OURS}
+        write_provenance(partial / checkpoints.PROVENANCE_NAME, source, **provenance)
     return Path(output)
 
 
@@ -101,10 +98,8 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
     if name not in FAMILIES:
         raise MetaphraseError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
     if config.get("quantization_config"):
-        raise MetaphraseError(
-            f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
-            "transformers, and call `dequantize` and `save_pretrained`."
-        )
+        text = "load it with transformers, and call `dequantize` and `save_pretrained`"
+        raise MetaphraseError(f"A checkpoint must hold plain weights, got `quantization_config` in {folder}: {text}.")
     family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
         weights = checkpoints.open_weights(folder, files)
@@ -153,12 +148,9 @@ def _write_our_config(
     }
     known = {counterpart.name for counterpart in counterparts.values()}
     checkpoints.check_names(sorted(known), weights.kinds)
-    known = known.union(family.ignorable_weights(config), *family.embedding_names.values())
-    if left_over := [
-        name
-        for name in weights.kinds
-        if family.original_name(name) not in known and not name.startswith(family.ignored_prefixes)
-    ]:
+    known = known.union(*family.embedding_names.values())
+    names = [name for name in weights.kinds if not name.startswith(family.ignored_prefixes)]
+    if left_over := [name for name in names if family.original_name(name) not in known]:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
@@ -204,31 +196,30 @@ def _plan_theirs(
     family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
 ) -> dict[str, PlannedTensor]:
     """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""
-    config, stored = ours.config, checkpoints.stored_names(ours)
+    config, embeddings = ours.config, family.embedding_names
     our_shapes = checkpoints.shapes(ours)
     their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(theirs).items()}
-    # Their name to our stored name and the counterpart. The second name of an embedding is the shared weight.
-    sources = {}
-    for our_name, (_, shared, *_) in family.embedding_names.items():
-        sources[shared] = HEAD_BIAS if our_name == HEAD_BIAS else ENCODER_EMBEDDING, Counterpart(shared)
+    # Their name to our stored name. The second name of an embedding is the shared weight.
+    sources = {shared: ENCODER_EMBEDDING for _, shared, *_ in embeddings.values()}
     decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
     stored_as = {DECODER_EMBEDDING: decoder, HEAD: decoder if config.tie_word_embeddings else HEAD}
-    for our_name, (first, *_) in family.embedding_names.items():
-        sources[first] = stored_as.get(our_name, our_name), Counterpart(first)
-    counterparts = {name: family.counterpart(name, config) for name in stored if name not in family.embedding_names}
-    sources |= {counterpart.name: (name, counterpart) for name, counterpart in counterparts.items()}
+    sources |= dict.fromkeys(embeddings.get(HEAD_BIAS, ()), HEAD_BIAS)
+    sources |= {theirs: stored_as.get(name, name) for name, (theirs, *_) in embeddings.items()}
+    names = [name for name in checkpoints.stored_names(ours) if name not in embeddings]
+    counterparts = [family.counterpart(name, config) for name in names]
+    sources |= {counterpart.name: name for name, counterpart in zip(names, counterparts, strict=True)}
+    by_name = {counterpart.name: counterpart for counterpart in counterparts}
     # The last ones are tied or recomputed by default, but not in this model.
-    heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
-    needed = [*map(family.file_name, checkpoints.stored_names(theirs)), *(item.name for item in counterparts.values())]
+    heads = [] if config.tie_word_embeddings else [embeddings[HEAD][0]]
     planned = {}
-    for name in dict.fromkeys(needed + heads):
-        if (source := sources.get(family.original_name(name))) is not None:
-            our_name, counterpart = source
+    for name in dict.fromkeys([*map(family.file_name, checkpoints.stored_names(theirs)), *by_name, *heads]):
+        original = family.original_name(name)
+        if (our_name := sources.get(original)) is not None:
+            counterpart = by_name.get(original, Counterpart(original))
             nbytes = weights.kinds[our_name].nbytes
             nbytes += counterpart.unused_rows * nbytes // our_shapes[our_name][0]
-            planned[name] = PlannedTensor(
-                nbytes, lambda name=our_name, theirs=counterpart: theirs.to_theirs(weights.read(name))
-            )
+            make = functools.partial(lambda name, theirs: theirs.to_theirs(weights.read(name)), our_name, counterpart)
+            planned[name] = PlannedTensor(nbytes, make)
         else:
             tensor = family.make_weight(name, their_shapes[name], config)
             tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)

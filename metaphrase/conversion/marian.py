@@ -77,9 +77,7 @@ def read_model_file(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     weights = {name: array for name, array in arrays.items() if not name.endswith("_QuantMultA")}
     for name, weight in weights.items():
         if weight.dtype != np.float32 or not np.isfinite(weight).all():
-            raise MetaphraseError(
-                f"The weight `{name}` of {path} must hold finite numbers in float32, got {weight.dtype}."
-            )
+            raise MetaphraseError(f"`{name}` of {path} must hold finite numbers in float32, got {weight.dtype}.")
     return options, weights
 
 
@@ -134,32 +132,24 @@ def _read_bin(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _find_vocabularies(folder: Path) -> list[Path]:
-    """Return the file of a joint vocabulary, or those of source and target."""
+def read_vocabularies(folder: Path) -> TokenizerPair:
+    """Return the tokenizers of a model by the file of a joint vocabulary, or those of both sides. Padding follows the pieces."""
     paths = sorted(folder.glob("*.spm"))
-    if len(paths) == 1:
-        return paths
-    sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
-    if len(paths) != 2 or [len(side) for side in sides] != [1, 1]:
-        raise MetaphraseError(
-            "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm, "
-            f"got {', '.join(path.name for path in paths) or 'none'} in {folder}."
-        )
-    return [*sides[0], *sides[1]]
-
-
-def read_vocabularies(paths: list[Path]) -> TokenizerPair:
-    """Return the tokenizers of a model, whose padding follows the pieces."""
+    if len(paths) > 1:
+        sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
+        paths = [path for side in sides for path in side] if [len(side) for side in sides] == [1, 1] else []
+    if not 1 <= len(paths) <= 2:
+        names = ", ".join(path.name for path in folder.glob("*.spm")) or "none"
+        text = "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm"
+        raise MetaphraseError(f"{text}, got {names} in {folder}.")
     tokenizers = []
     for path in paths:
         with _naming_damaged_file(path, "a unigram model of SentencePiece"):
             tokenizers.append(_make_tokenizer(path.read_bytes()))
     source, target = tokenizers[0], tokenizers[-1]
-    sides = [(len(side), side.eos_token_id, side.unk_token_id) for side in (source, target)]
-    if sides[0] != sides[1]:
-        raise MetaphraseError(
-            f"Both vocabularies must have one size and the same special ids, got {sides[0]} and {sides[1]}."
-        )
+    one, other = ((len(side), side.eos_token_id, side.unk_token_id) for side in (source, target))
+    if one != other:
+        raise MetaphraseError(f"Both vocabularies must have one size and the same special ids, got {one} and {other}.")
     return TokenizerPair(source, target)
 
 
@@ -177,9 +167,7 @@ def _make_tokenizer(content: bytes) -> PreTrainedTokenizerFast:
     marks_spaces = not trainer.get(_SPACE_IS_SUFFIX) and normalizer.get(_ESCAPE, 1)
     has_different_pieces = len({*names}) == len(names) and kinds.count(_UNKNOWN) == 1
     if not is_unigram or not marks_spaces or not has_different_pieces or "</s>" not in names or _PADDING in names:
-        raise MetaphraseError(
-            f"spaces that are not marked in front of words, or pieces without </s>, with {_PADDING}, or that are not unique"
-        )
+        raise MetaphraseError(f"unmarked spaces, or pieces that are not unique, lack </s> or <unk>, or hold {_PADDING}")
     has_bytes, unknown = bool(trainer.get(_BYTE_FALLBACK)), kinds.index(_UNKNOWN)
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=has_bytes))
     steps = [normalizers.Precompiled(normalizer[_CHARSMAP])] if normalizer.get(_CHARSMAP) else []
@@ -255,18 +243,9 @@ def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap
 # The name of this format, in the place of a family of transformers.
 MARIAN_FILE = "marian-npz"
 # Our fields, which hold for all of Marian's Transformers.
-_FIXED_FIELDS = {
-    "position_embedding_type": "sinusoidal",
-    "sinusoidal_layout": "fairseq",
-    "norm_type": "layernorm",
-    "norm_eps": 1e-6,
-    "gated_mlp": False,
-    "attention_bias": True,
-    "mlp_bias": True,
-    "logits_bias": True,
-    "train_padding_embedding": False,
-    "bos_token_id": None,
-}
+_FIXED_FIELDS = {"position_embedding_type": "sinusoidal", "sinusoidal_layout": "fairseq", "norm_type": "layernorm"}
+_FIXED_FIELDS |= {"norm_eps": 1e-6, "gated_mlp": False, "attention_bias": True, "mlp_bias": True, "logits_bias": True}
+_FIXED_FIELDS |= {"train_padding_embedding": False, "bos_token_id": None}
 _FREE_FIELDS = Family.free | {"dropout", "attention_dropout", "activation_dropout", "max_position_embeddings"}
 _SIZES = {"hidden_size": "dim-emb", "encoder_layers": "enc-depth", "decoder_layers": "dec-depth"}
 _SIZES |= {"encoder_attention_heads": "transformer-heads", "encoder_ffn_dim": "transformer-dim-ffn"}
@@ -307,7 +286,6 @@ _PARTS_OF_SUBLAYERS |= {"input_proj": "", "forget_proj": "f"}
 # Marian starts the decoder with zeros. Ours starts with padding, whose row follows those of Marian and holds zeros. Its bias
 # keeps it out of every target.
 _PADDING_BIAS = -1e4
-_MATRIX = "_proj.weight"
 _WITH_PADDING = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 
 
@@ -426,20 +404,15 @@ def _marian_name(name: str, config: MetaphraseConfig, decoder_layers: Sequence[i
     return f"{layer}_{part}{prefix}_{norm}{'_pre' if is_pre_norm else ''}"
 
 
-def _marian_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    if name in _WITH_PADDING:
-        return shape[0] - 1, shape[1]
-    return (1, shape[0] - (name == HEAD_BIAS)) if len(shape) == 1 else (shape[1], shape[0])
-
-
-def _to_ours(name: str, weight: np.ndarray) -> torch.Tensor:
-    """Return our weight `name` from that of Marian."""
+def _to_ours(name: str, weight: np.ndarray, theirs: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return our weight `name`, which must have a shape, from the weight `theirs` of Marian."""
     if name in _WITH_PADDING:
         ours = np.concatenate((weight, np.zeros_like(weight[:1])))
     elif name == HEAD_BIAS:
         ours = np.append(weight[0], np.float32(_PADDING_BIAS))
     else:
-        ours = weight.T if name.endswith(_MATRIX) else weight[0]
+        ours = weight.T if len(shape) > 1 else weight[0]
+    checkpoints.check_shape(theirs, ours.shape, shape)
     return torch.from_numpy(np.array(ours, dtype=np.float32))
 
 
@@ -447,9 +420,7 @@ def _to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
     """Return Marian's weight from our weight `name`."""
     ours = weight.float().numpy()
     if name in (ENCODER_EMBEDDING, DECODER_EMBEDDING) and ours[-1].any():
-        raise MetaphraseError(
-            f"The last row of `{name}`, that of padding, must hold zeros, as Marian starts the decoder."
-        )
+        raise MetaphraseError(f"The last row of `{name}`, that of padding, must hold zeros: so Marian starts.")
     if name in _WITH_PADDING:
         return ours[:-1]
     return ours[None, : -1 if name == HEAD_BIAS else None] if ours.ndim == 1 else np.ascontiguousarray(ours.T)
@@ -457,7 +428,7 @@ def _to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
 
 def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
     """Write our checkpoint of a model file of Marian, with the vocabularies and the shortlist beside it."""
-    tokenizers = read_vocabularies(_find_vocabularies(file.parent))
+    tokenizers = read_vocabularies(file.parent)
     options, weights = read_model_file(file)
     config = _read_config(options, tokenizers.target.pad_token_id, tokenizers.target.eos_token_id)
     decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
@@ -469,8 +440,9 @@ def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
     checkpoints.check_names(names.values(), weights, {*names.values()})
     planned = {}
     for name, theirs in names.items():
-        checkpoints.check_shape(theirs, weights[theirs].shape, _marian_shape(name, our_shapes[name]))
-        planned[name] = PlannedTensor(weights[theirs].nbytes, functools.partial(_to_ours, name, weights[theirs]))
+        weight = weights[theirs]
+        make = functools.partial(_to_ours, name, weight, theirs, our_shapes[name])
+        planned[name] = PlannedTensor(weight.nbytes, make)
     # Marian writes no unknown token, and has the limit of 512 tokens in models of OPUS-MT.
     ids = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
     generation = GenerationConfig(**ids, max_length=512, suppress_tokens=[tokenizers.target.unk_token_id])

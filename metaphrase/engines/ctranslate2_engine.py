@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from metaphrase.conversion.ctranslate2 import ctranslate2
+from metaphrase.conversion.ctranslate2 import ctranslate2, export_ctranslate2
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import GenerateBatch, Hypothesis
 from metaphrase.storage.folders import read_json
@@ -228,15 +228,12 @@ class CTranslate2Engine:
 
         The dtype is a type of torch or a compute type of CTranslate2; `auto` keeps the type of the weights.
         """
+        copy = None
+        if not is_exported(name_or_path):
+            copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+            name_or_path = export_ctranslate2(name_or_path, Path(copy.name) / "model")
         compute_type = "default" if dtype == "auto" else str(dtype).removeprefix("torch.")
-        if is_exported(name_or_path):
-            return cls(name_or_path, device=device, compute_type=compute_type)
-        from metaphrase.conversion.ctranslate2 import export_ctranslate2
-
-        copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
-        engine = cls(
-            export_ctranslate2(name_or_path, Path(copy.name) / "model"), device=device, compute_type=compute_type
-        )
+        engine = cls(name_or_path, device=device, compute_type=compute_type)
         engine._copy = copy
         return engine
 

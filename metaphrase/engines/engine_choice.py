@@ -30,14 +30,10 @@ logger = logging.getLogger(__name__)
 # Most weights of a model that CTranslate2 decodes faster than torch, by type, search and batch: `benchmarks/engines.py` on one
 # core of Zen 4.
 _MAX_WEIGHTS = {
-    ("float32", "greedy", "alone"): 10e6,
-    ("float32", "greedy", "batch"): 15e6,
-    ("float32", "beam", "alone"): 15e6,
-    ("float32", "beam", "batch"): 20e6,
-    ("int8", "greedy", "alone"): 40e6,
-    ("int8", "greedy", "batch"): math.inf,
-    ("int8", "beam", "alone"): math.inf,
-    ("int8", "beam", "batch"): math.inf,
+    ("float32", "greedy"): {"alone": 10e6, "batch": 15e6},
+    ("float32", "beam"): {"alone": 15e6, "batch": 20e6},
+    ("int8", "greedy"): {"alone": 40e6, "batch": math.inf},
+    ("int8", "beam"): {"alone": math.inf, "batch": math.inf},
 }
 # Loading the copy takes longer than it saves with fewer sentences.
 MIN_SENTENCES = 64
@@ -56,8 +52,8 @@ def free_main_memory() -> int:
 
 def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> bool:
     """Return True if CTranslate2 decodes faster than torch by the table of measured speeds."""
-    key = dtype, "beam" if num_beams > 1 else "greedy", "batch" if batch_size > 1 else "alone"
-    return num_weights <= _MAX_WEIGHTS[key]
+    limits = _MAX_WEIGHTS[dtype, "beam" if num_beams > 1 else "greedy"]
+    return num_weights <= limits["batch" if batch_size > 1 else "alone"]
 
 
 def load_engine(
@@ -70,10 +66,7 @@ def load_engine(
     dtype: str | torch.dtype,
     **loading,
 ) -> tuple[PreTrainedModel | Engine, "EngineChoice | None"]:
-    """Load a model for `Generator.from_pretrained` in CTranslate2, in int8, or with a copy for CTranslate2.
-
-    Returns the model, and for the engine `auto` the choice of each call.
-    """
+    """Load a model in CTranslate2, in int8, or for the engine `auto` with the choice of each call, which is returned, too."""
     if engine == "ctranslate2":
         from metaphrase.engines.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
 
@@ -92,8 +85,7 @@ def load_engine(
 class EngineChoice:
     """A torch model, its copy in CTranslate2, and the choice between the two for each call.
 
-    In float32 both write the same tokens. The first call that the copy makes faster makes and loads it. From then on the weights
-    are in memory twice.
+    In float32 both write the same tokens. The first call that the copy makes faster makes and loads it, and takes as much memory.
     """
 
     def __init__(

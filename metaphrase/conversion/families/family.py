@@ -85,7 +85,8 @@ class Family:
         free: Our fields that do not change what a trained model computes.
         module_names: Regular expressions in our names of weights, and the family's names, which are replaced one after the
             other.
-        ignored_prefixes: Prefixes of weights that nothing reads, or that are of no text or of whole sequences.
+        ignored_prefixes: Prefixes of weights that nothing reads, that are of no text or of whole sequences, or that follow from
+            our configuration if they have no counterpart.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
             next. Also for the bias of the output projection, if the family has two names for it.
@@ -206,13 +207,9 @@ class Family:
         """Return the weight of theirs that one of theirs is a copy of, or its name."""
         return name
 
-    def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
-        """Return their weights that follow from our configuration."""
-        return set()
-
-    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
-        """Make a weight of theirs that has no counterpart of ours, or return None for any other weight."""
-        return None
+    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor:
+        """Make a weight of theirs that has no counterpart of ours."""
+        return torch.zeros(shape)
 
 
 def rename(name: str, module_names: Mapping[str, str]) -> str:

@@ -40,25 +40,17 @@ _T5_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "head_dim": "d_kv",
-    "encoder_layers": "num_layers",
-    "decoder_layers": "num_decoder_layers",
-    "encoder_attention_heads": "num_heads",
-    "encoder_ffn_dim": "d_ff",
-    "relative_attention_num_buckets": "relative_attention_num_buckets",
-    "relative_attention_max_distance": "relative_attention_max_distance",
     "norm_eps": "layer_norm_epsilon",
-    "dropout": "dropout_rate",
 }
-_T5_FIXED = {
-    "position_embedding_type": "relative",
-    "relative_attention_shared": True,
-    "norm_type": "rmsnorm",
-    "norm_position": "pre",
-    "final_norm": True,
-    "attention_scale": 1.0,
-    "share_embeddings": True,
-    "train_padding_embedding": True,
-}
+_T5_FIELDS |= {"encoder_layers": "num_layers", "decoder_layers": "num_decoder_layers"}
+_T5_FIELDS |= dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), "num_heads")
+_T5_FIELDS |= dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), "d_ff")
+_T5_FIELDS |= {f"relative_attention_{name}": f"relative_attention_{name}" for name in ("num_buckets", "max_distance")}
+# The last is written, and the others are free.
+_T5_FIELDS |= dict.fromkeys(("attention_dropout", "activation_dropout", "dropout"), "dropout_rate")
+_T5_FIXED = {"position_embedding_type": "relative", "relative_attention_shared": True, "norm_type": "rmsnorm"}
+_T5_FIXED |= {"norm_position": "pre", "final_norm": True, "attention_scale": 1.0, "share_embeddings": True}
+_T5_FIXED |= {"train_padding_embedding": True}
 _T5_NAMES = {
     r"^model\.encoder\.embed_tokens": "shared",
     r"^model\.": "",
@@ -99,13 +91,9 @@ class T5(Family):
         if len(self.scalings) == 2:
             is_scaled = getattr(theirs, "scale_decoder_outputs", theirs.tie_word_embeddings)
         return {
-            "decoder_attention_heads": theirs.num_heads,
-            "decoder_ffn_dim": theirs.d_ff,
             "gated_mlp": theirs.is_gated_act,
             "activation_function": theirs.dense_act_fn,
             "logits_scale": theirs.d_model**-0.5 if is_scaled else 1.0,
-            "attention_dropout": theirs.dropout_rate,
-            "activation_dropout": theirs.dropout_rate,
         }
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
@@ -158,21 +146,12 @@ class LongT5(T5):
 
 _FSMT_HEAD = "model.decoder.output_projection.weight"
 _TABLES = tuple(f"model.{stack}.embed_positions.weight" for stack in STACKS)
-_BART_FIELDS = {"vocab_size": "vocab_size", "hidden_size": "d_model"} | {
-    name: name
-    for name in (
-        *("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"),
-        *("encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings", "activation_function", "scale_embedding"),
-        *("dropout", "attention_dropout", "activation_dropout"),
-    )
-}
-_BART_FIXED = {
-    "norm_type": "layernorm",
-    "norm_position": "post",
-    "norm_eps": 1e-5,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
+_SAME = ["vocab_size", "max_position_embeddings", "activation_function", "scale_embedding"]
+_SAME += ["dropout", "attention_dropout", "activation_dropout"]
+_SAME += [f"{stack}_{size}" for stack in STACKS for size in ("layers", "attention_heads", "ffn_dim")]
+_BART_FIELDS = {"hidden_size": "d_model", **dict(zip(_SAME, _SAME, strict=True))}
+_BART_FIXED = {"norm_type": "layernorm", "norm_position": "post", "norm_eps": 1e-5}
+_BART_FIXED |= {"attention_bias": True, "mlp_bias": True}
 _BART_NAMES = {
     r"\.mlp\.": ".",
     "up_proj": "fc1",
@@ -200,7 +179,8 @@ class Bart(Family):
     free = Family.free | RELATIVE_FIELDS
     variable_fields = frozenset(("logits_bias",))
     module_names = _BART_NAMES
-    ignored_prefixes = ("model.encoder.version", "model.decoder.version")
+    # A class that computes its sinusoids does not read those of a checkpoint.
+    ignored_prefixes = ("model.encoder.version", "model.decoder.version", LOGITS_BIAS, *_TABLES)
 
     def __init__(
         self,
@@ -214,9 +194,6 @@ class Bart(Family):
     ):
         positions = {"embedding_norm": layout is None} | ({} if layout else {"position_embedding_type": "learned"})
         super().__init__(name, _BART_FIELDS | (field_names or {}), _BART_FIXED | positions | (fixed or {}))
-        if not reads_table:
-            # A class that computes its sinusoids does not read those of a checkpoint.
-            self.ignored_prefixes += tuple(f"{table}s" for table in _TABLES)
         self.layout, self.offset, self.reads_table = layout, offset, reads_table
         # Most classes have a constant bias on the logits.
         self.has_logits_bias = "logits_bias" not in self.fixed
@@ -279,15 +256,9 @@ class Bart(Family):
             return Counterpart(rename(name, self.module_names), unused_rows=unused_rows)
         return super().counterpart(name, config)
 
-    def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
-        bias = {LOGITS_BIAS} if self.has_logits_bias and not config.logits_bias else set()
-        return bias | (set(_TABLES) if config.position_embedding_type == "sinusoidal" else set())
-
-    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
-        if name == LOGITS_BIAS:
-            return torch.zeros(shape)
+    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor:
         if name not in _TABLES:
-            return None
+            return super().make_weight(name, shape, config)
         table = sinusoids(torch.arange(shape[0]), shape[1], self.layout)
         if config.position_offset:
             # fairseq's row for padding.

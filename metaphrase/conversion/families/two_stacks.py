@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from metaphrase.conversion.families.family import (
@@ -77,9 +76,6 @@ class TwoStacks(Family):
             fields |= {f"{path}.{name}": value for name, value in self.write_stack(ours, stack).items()}
         return fields
 
-    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
-        return torch.zeros(shape) if name.startswith(self.ignored_prefixes) else None
-
 
 # Where the decoder and the head of each kind are, and the names of the dense layer and of the norm in the head.
 _KINDS = {
@@ -122,13 +118,9 @@ class EncoderDecoder(TwoStacks):
     ignored_prefixes = ("encoder.pooler.",)
 
     def __init__(self, kind: str = "bert"):
-        fixed = {
-            "position_embedding_type": "learned",
-            "norm_type": "layernorm",
-            "norm_position": "post",
-            "share_embeddings": False,
-            **dict.fromkeys(("embedding_norm", "attention_bias", "mlp_bias", "logits_bias"), True),
-        }
+        fixed: dict[str, Any] = {"position_embedding_type": "learned", "norm_type": "layernorm"}
+        fixed |= {"norm_position": "post", "share_embeddings": False}
+        fixed |= dict.fromkeys(("embedding_norm", "attention_bias", "mlp_bias", "logits_bias"), True)
         super().__init__("encoder-decoder", {}, fixed)
         self.kind = kind
         decoder, head, dense, norm = _KINDS[kind]
@@ -193,18 +185,13 @@ class EncoderDecoder(TwoStacks):
     def write_stack(self, ours: MetaphraseConfig, stack: str) -> dict[str, Any]:
         rows = ours.stack_sizes(stack).max_position_embeddings + ours.position_offset
         values = super().write_stack(ours, stack) | {"model_type": self.kind, "max_position_embeddings": rows}
-        for field in ("initializer_range", "type_vocab_size"):
-            if getattr(ours, field) is not None:
-                values[field] = getattr(ours, field)
-        return values | dict.fromkeys(("is_decoder", "add_cross_attention"), stack == "decoder")
+        values |= dict.fromkeys(("is_decoder", "add_cross_attention"), stack == "decoder")
+        optional = {name: getattr(ours, name) for name in ("initializer_range", "type_vocab_size")}
+        return values | {name: value for name, value in optional.items() if value is not None}
 
 
-_GEMMA_FIXED = {
-    "position_embedding_type": "rotary",
-    "norm_type": "rmsnorm",
-    "norm_position": "both",
-    **dict.fromkeys(("norm_plus_one", "final_norm", "gated_mlp", "scale_embedding"), True),
-}
+_GEMMA_FIXED: dict[str, Any] = {"position_embedding_type": "rotary", "norm_type": "rmsnorm", "norm_position": "both"}
+_GEMMA_FIXED |= dict.fromkeys(("norm_plus_one", "final_norm", "gated_mlp", "scale_embedding"), True)
 _HEAD = "lm_head.out_proj.weight"
 
 
@@ -236,7 +223,9 @@ class T5Gemma(TwoStacks):
     }
 
     def __init__(self, name: str, **fixed: Any):
-        fields = {"hidden_size": f"{self.stacks['encoder']}.hidden_size", "dropout": "dropout_rate"}
+        fields = {"hidden_size": f"{self.stacks['encoder']}.hidden_size"}
+        # The last is written, and the other is free.
+        fields |= dict.fromkeys(("activation_dropout", "dropout"), "dropout_rate")
         fields["final_logit_softcapping"] = "decoder.final_logit_softcapping"
         fields["attention_dropout"] = "attention_dropout"
         super().__init__(name, fields, _GEMMA_FIXED | fixed)
@@ -263,7 +252,6 @@ class T5Gemma(TwoStacks):
             "encoder_window": encoder_window if SLIDING in encoder.layer_types else None,
             "decoder_window": decoder_window if SLIDING in decoder.layer_types else None,
             "attention_scale": encoder.query_pre_attn_scalar**-0.5,
-            "activation_dropout": theirs.dropout_rate,
             "decoder_start_token_id": decoder.bos_token_id,
             "initializer_range": theirs.initializer_range,
             **self.read_rotation(encoder.rope_parameters),

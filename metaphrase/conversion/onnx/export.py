@@ -50,11 +50,9 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
 
     Args:
         source: Folder or Hub id of a Metaphrase model.
-        overwrite: True to replace an `output` that this package wrote.
 
     Raises:
         MetaphraseError: If ONNX cannot express the model, weights are missing, or an argument is invalid.
-        OSError: If the model does not exist.
         RuntimeError: If onnxruntime's result differs.
     """
 

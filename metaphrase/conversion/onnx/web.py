@@ -58,11 +58,9 @@ def export_web(
     Args:
         source: Folder or Hub id of a Metaphrase model.
         library: A `node_modules` that has `@huggingface/transformers`, of which the page gets a copy. None leaves the copy out.
-        overwrite: True to replace an `output` that this package wrote.
 
     Raises:
         MetaphraseError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
-        OSError: If the model does not exist.
         RuntimeError: If onnxruntime's result differs.
     """
     library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
