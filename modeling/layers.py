@@ -10,21 +10,17 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import takes_cache
-from .configuration_metaphrase import SSRU, MetaphraseConfig, StackSizes
+from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig, StackSizes
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm, soft_cap
 from .positions import RelativePositionBias, rotate
 
 # Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | None
-
-
-def repeat_key_value(states: torch.Tensor, groups: int) -> torch.Tensor:
-    """Repeat keys or values for each query head: `(batch, heads / groups, key, dim) -> (batch, heads, key, dim)`."""
-    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
 
 
 def eager_attention_forward(
@@ -48,7 +44,7 @@ def eager_attention_forward(
     Returns:
         Output `(batch, query, heads, head_dim)` and weights `(batch, heads, query, key)`.
     """
-    key, value = (repeat_key_value(states, module.num_key_value_groups) for states in (key, value))
+    key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
     # In float16, large products overflow, and so does the sum of a score and the lowest number.
     score_dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
     scores = soft_cap(torch.matmul(query.to(score_dtype), key.to(score_dtype).transpose(2, 3)) * scaling, softcap)
@@ -122,9 +118,8 @@ class MetaphraseAttention(nn.Module):
         self.options: dict[str, float | int] = {}
         if config.attn_logit_softcapping is not None:
             self.options["softcap"] = config.attn_logit_softcapping
-        window = None if self.is_cross else sizes.window_of(layer_idx)
-        if window is not None:
-            self.options["sliding_window"] = max(window) + 1
+        if not self.is_cross and sizes.layer_types[layer_idx] == SLIDING:
+            self.options["sliding_window"] = max(sizes.window) + 1
 
         width, bias = sizes.hidden_size, config.attention_bias
         query_size, key_size = (heads * self.head_dim for heads in (sizes.attention_heads, sizes.key_value_heads))
@@ -143,13 +138,10 @@ class MetaphraseAttention(nn.Module):
         if has_bias and not self.is_cross:
             self.relative_position_bias = RelativePositionBias(config, sizes.attention_heads, not is_causal)
 
-    def split_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
-        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
-
     def project_queries(self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None) -> torch.Tensor:
         """Return queries `(batch, heads, length, head_dim)`."""
-        query = self.split_heads(acceleration.linear(self.q_proj, states))
+        # (batch, length, heads * head_dim) -> (batch, heads, length, head_dim)
+        query = acceleration.linear(self.q_proj, states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.config.qk_norm:
             query = self.q_norm(query)
         return query if position_embeddings is None else rotate(query, *position_embeddings)
@@ -158,8 +150,8 @@ class MetaphraseAttention(nn.Module):
         self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of states, each `(batch, key_value_heads, length, head_dim)`."""
-        key = self.split_heads(acceleration.linear(self.k_proj, states))
-        value = self.split_heads(acceleration.linear(self.v_proj, states))
+        key = acceleration.linear(self.k_proj, states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        value = acceleration.linear(self.v_proj, states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.config.qk_norm:
             key = self.k_norm(key)
         return (key if position_embeddings is None else rotate(key, *position_embeddings)), value
@@ -196,14 +188,11 @@ class MetaphraseAttention(nn.Module):
         Returns:
             Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` or None, by the kernel.
         """
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        hidden_states = cast_for_autocast(hidden_states)
         dropout = self.attention_dropout if self.training else 0.0
         if packing is not None:
-            states = hidden_states, encoder_hidden_states
-            output, weights = acceleration.packed_attention(
-                self, *states, attention_mask, position_embeddings, packing, dropout
-            )
+            inputs = hidden_states, encoder_hidden_states, attention_mask, position_embeddings
+            output, weights = acceleration.packed_attention(self, *inputs, packing, dropout)
             return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
         query = self.project_queries(hidden_states, position_embeddings)
         if self.is_cross:
@@ -272,8 +261,7 @@ class MetaphraseSSRU(nn.Module):
                 f"The cache must be dynamic with `decoder_self_attention` ssru, got a {kinds.pop().__name__}. "
                 "Remove `cache_implementation`."
             )
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        hidden_states = cast_for_autocast(hidden_states)
         forget = torch.sigmoid(acceleration.linear(self.forget_proj, hidden_states).float())
         inputs = (1 - forget) * acceleration.linear(self.input_proj, hidden_states)
         length = longest = hidden_states.shape[1]
@@ -301,6 +289,8 @@ def scan(factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Ten
 
 
 class _Scan(torch.autograd.Function):
+    """The scan with a gradient that is a scan, too, from the last token to the first."""
+
     @staticmethod
     def forward(ctx, factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:
         states = _run_scan(factors, inputs, longest)
@@ -345,8 +335,7 @@ class MetaphraseMLP(nn.Module):
         self.activation_dropout = config.activation_dropout
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        hidden_states = cast_for_autocast(hidden_states)
         if self.is_gated:
             inner = acceleration.linear(self.up_proj, hidden_states)
             inner = clamp_float16(acceleration.linear(self.gate_proj, hidden_states, self.activation) * inner)
@@ -366,8 +355,7 @@ class MetaphraseHeadTransform(nn.Module):
         self.norm = make_norm(config, width)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        hidden_states = cast_for_autocast(hidden_states)
         return self.norm(acceleration.linear(self.dense, hidden_states, self.activation))
 
 

@@ -92,9 +92,23 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Initialize the parameters and buffers of a module, also after it was on the meta device."""
         super()._init_weights(module)
-        std = self.config.initializer_range
+        config = self.config
+        if config.initializer_range is not None:
+            std = config.initializer_range
+        # By its shape, so that states, scores and logits have a variance of about 1, as in T5.
+        elif isinstance(module, nn.Linear) and (self._is_resizing_head or module is getattr(self, "lm_head", None)):
+            std = module.in_features**-0.5 / config.logits_scale
+        elif isinstance(module, nn.Linear):
+            std = getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
+        elif getattr(module, "is_of_positions", False):
+            std = config.hidden_size**-0.5
+        elif isinstance(module, nn.Embedding) and config.tie_word_embeddings:
+            std = module.embedding_dim**-0.5 / config.logits_scale
+        elif isinstance(module, nn.Embedding):
+            std = module.embedding_dim**-0.5 if config.scale_embedding else 1.0
+
         if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, std=self._std_by_shape(module) if std is None else std)
+            init.normal_(module.weight, std=std)
         if isinstance(module, nn.Embedding):
             # `init` cannot see that a checkpoint filled the weight, since a row has no mark.
             if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
@@ -107,20 +121,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             init.copy_(module.original_inv_freq, frequencies)
         elif isinstance(module, AlibiPositionBias):
             init.copy_(module.slopes, alibi_slopes(module.heads))
-
-    def _std_by_shape(self, module: nn.Linear | nn.Embedding) -> float:
-        """Return the standard deviation for states, scores and logits with a variance of about 1, as in T5."""
-        config = self.config
-        if isinstance(module, nn.Linear):
-            if self._is_resizing_head or module is getattr(self, "lm_head", None):
-                return module.in_features**-0.5 / config.logits_scale
-            return getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
-        if getattr(module, "is_of_positions", False):
-            return config.hidden_size**-0.5
-        unit = module.embedding_dim**-0.5
-        if config.tie_word_embeddings:
-            return unit / config.logits_scale
-        return unit if config.scale_embedding else 1.0
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.
@@ -194,15 +194,13 @@ class Stack(MetaphrasePreTrainedModel):
         hidden_states = acceleration.dropout(hidden_states, p=self.config.dropout, training=self.training)
         if self.rotary_emb is None:
             return hidden_states, [None] * len(self.layers)
-        full = sliding = self._rotation(self.rotary_emb, hidden_states, position_ids)
-        if self.sliding_rotary_emb is not None:
-            sliding = self._rotation(self.sliding_rotary_emb, hidden_states, position_ids)
-        return hidden_states, [sliding if kind == SLIDING else full for kind in self.sizes.layer_types]
-
-    def _rotation(self, rotary_emb: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor):
-        # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
-        cosine, sine = rotary_emb(hidden_states, position_ids)
-        return cosine[:, None], sine[:, None]
+        rotations = {}
+        for kind in dict.fromkeys(self.sizes.layer_types):
+            has_own = kind == SLIDING and self.sliding_rotary_emb is not None
+            cosine, sine = (self.sliding_rotary_emb if has_own else self.rotary_emb)(hidden_states, position_ids)
+            # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
+            rotations[kind] = cosine[:, None], sine[:, None]
+        return hidden_states, [rotations[kind] for kind in self.sizes.layer_types]
 
     def layer_masks(
         self,
@@ -230,7 +228,7 @@ class Stack(MetaphrasePreTrainedModel):
 
     def windows(self, longest: int) -> list[tuple[int, int] | None]:
         """Return the window of each layer. A window that all of the `longest` tokens fit into is None."""
-        windows = [self.sizes.window_of(index) for index in range(len(self.layers))]
+        windows = [self.sizes.window if kind == SLIDING else None for kind in self.sizes.layer_types]
         # A graph that is traced is for all lengths.
         is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
         if self.sizes.window and not is_traced:
@@ -321,9 +319,8 @@ class MetaphraseDecoder(Stack):
                 targets, as in beam search.
             encoder_attention_mask: 1 for a token, 0 for padding, `(batch / copies, source)`.
         """
-        if self.training:
-            # Once for all layers.
-            encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
+        # Once for all layers.
+        encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
         embeddings = self._embed(input_ids, inputs_embeds)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
