@@ -57,12 +57,10 @@ class MetaphraseConfig(PreTrainedConfig):
     Args:
         vocab_size, decoder_vocab_size: Sizes of the source and target vocabulary. None for the second means `vocab_size`.
         hidden_size, decoder_hidden_size: Widths of the stacks. None for the decoder means `hidden_size`.
-        encoder_layers, decoder_layers: Layers of each stack.
-        encoder_attention_heads, decoder_attention_heads: Query heads of each stack.
+        encoder_layers, decoder_layers, encoder_attention_heads, decoder_attention_heads: Layers and query heads of a stack.
         encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
-        num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
-            number of query heads.
-        decoder_num_key_value_heads: Key and value heads of the decoder. None means `num_key_value_heads`.
+        num_key_value_heads, decoder_num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv
+            2305.13245). None means the number of query heads, and for the decoder `num_key_value_heads`.
         head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack.
         activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
         gated_mlp: Multiply the activated projection by a second linear projection (GLU, Shazeer 2020, arXiv 2002.05202).
@@ -316,9 +314,8 @@ class MetaphraseConfig(PreTrainedConfig):
 
         The logits have the target vocabulary, which transformers reads in beam search and for scores.
         """
-        is_of_logits = bool(decoder) == bool(encoder)
-        values = {"vocab_size": self.decoder_vocab_size} if is_of_logits or decoder else {}
-        if not is_of_logits:
+        values = {"vocab_size": self.decoder_vocab_size} if decoder or not encoder else {}
+        if bool(decoder) != bool(encoder):
             sizes = self.stack_sizes("decoder" if decoder else "encoder")
             values |= {"hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.layers}
             values |= {"num_attention_heads": sizes.attention_heads, "head_dim": sizes.head_dim}

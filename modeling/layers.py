@@ -14,7 +14,6 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .compat import takes_cache
 from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig, StackSizes
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm, soft_cap
 from .positions import RelativePositionBias, rotate
@@ -131,9 +130,8 @@ class MetaphraseAttention(nn.Module):
             self.q_proj.initial_gain = self.head_dim**-0.5 / config.attention_scale
         self.o_proj = nn.Linear(query_size, width, bias=bias)
         if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                MetaphraseRMSNorm(self.head_dim, config.norm_eps, config.norm_plus_one) for _ in range(2)
-            )
+            self.q_norm = MetaphraseRMSNorm(self.head_dim, config.norm_eps, config.norm_plus_one)
+            self.k_norm = MetaphraseRMSNorm(self.head_dim, config.norm_eps, config.norm_plus_one)
         has_bias = config.position_embedding_type == "relative" and not config.relative_attention_shared
         if has_bias and not self.is_cross:
             self.relative_position_bias = RelativePositionBias(config, sizes.attention_heads, not is_causal)
@@ -255,12 +253,12 @@ class MetaphraseSSRU(nn.Module):
             packing: The sequences of packed rows. Each sequence begins with an empty state.
         """
         cache = None if past_key_values is None else past_key_values.self_attention_cache
-        kinds = {type(layer) for layer in ([] if cache is None else cache.layers)} - {DynamicLayer}
-        if kinds:
-            raise ValueError(
-                f"The cache must be dynamic with `decoder_self_attention` ssru, got a {kinds.pop().__name__}. "
-                "Remove `cache_implementation`."
-            )
+        for layer in [] if cache is None else cache.layers:
+            if type(layer) is not DynamicLayer:
+                raise ValueError(
+                    f"The cache must be dynamic with `decoder_self_attention` ssru, got a {type(layer).__name__}. "
+                    "Remove `cache_implementation`."
+                )
         hidden_states = cast_for_autocast(hidden_states)
         forget = torch.sigmoid(acceleration.linear(self.forget_proj, hidden_states).float())
         inputs = (1 - forget) * acceleration.linear(self.input_proj, hidden_states)
@@ -421,7 +419,6 @@ class MetaphraseDecoderLayer(_ResidualLayer):
             sublayers["cross_attn"] = MetaphraseAttention(config, sizes, layer_idx, source_size=source_size)
         super().__init__(config, sizes, sublayers | {"mlp": MetaphraseMLP(config, sizes)})
 
-    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -430,8 +427,10 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        past_key_values = past_key_values if cache is None else cache
         source = encoder_hidden_states if self.self_attn.is_merged else None
         inputs = position_embeddings, attention_mask, past_key_values, source
         hidden_states = self.apply_sublayer("self_attn", hidden_states, *inputs, **kwargs)

@@ -12,7 +12,6 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .compat import CACHE_NAME, CACHE_NAMES, takes_cache
 from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig
 from .layers import (
     MetaphraseAttention,
@@ -32,6 +31,9 @@ from .positions import (
     positions_from_mask,
 )
 
+# transformers 5.24 renames the cache in outputs and generation loops. Forward methods take either name.
+CACHE_NAMES = ("past_key_values", "cache")
+CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPastAndCrossAttentions, "cache") else "past_key_values"
 # Tensor parallelism of the sublayers.
 _ATTENTION_PLAN = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _MLP_PLAN = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
@@ -218,15 +220,19 @@ class Stack(MetaphrasePreTrainedModel):
             mask = full_mask
             # Flash attention reads `sliding_window` of the layer.
             if window is not None and not is_flash:
-                distances = key_positions[:, None, :] - query_positions[:, :, None]
-                mask = apply_sliding_window(full_mask, distances, *window)
+                distances = (key_positions[:, None, :] - query_positions[:, :, None])[:, None]
+                is_near = (distances >= -window[0]) & (distances <= window[1])
+                if mask is None or mask.dtype == torch.bool:
+                    mask = is_near if mask is None else mask & is_near
+                else:
+                    mask = torch.where(is_near, mask, torch.finfo(mask.dtype).min)
             if bias is not None:
                 scores = bias(query_positions, key_positions).to(hidden_states.dtype)
                 mask = combine_bias(scores, mask, self.is_causal, query_offset)
             masks[bias, window] = mask
         return [masks[layer] for layer in layers]
 
-    def windows(self, longest: int) -> list[tuple[int, int] | None]:
+    def windows(self, longest: int) -> list[tuple[int, ...] | None]:
         """Return the window of each layer. A window that all of the `longest` tokens fit into is None."""
         windows = [self.sizes.window if kind == SLIDING else None for kind in self.sizes.layer_types]
         # A graph that is traced is for all lengths.
@@ -294,7 +300,6 @@ class MetaphraseDecoder(Stack):
     }
     _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, cross_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
 
-    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -307,6 +312,7 @@ class MetaphraseDecoder(Stack):
         inputs_embeds: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode all positions of the targets, or the positions after those in the cache.
@@ -322,6 +328,7 @@ class MetaphraseDecoder(Stack):
         # Once for all layers.
         encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
         embeddings = self._embed(input_ids, inputs_embeds)
+        past_key_values = past_key_values if cache is None else cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
@@ -406,18 +413,6 @@ def make_position_ids(
     if is_padding_mask(attention_mask):
         return positions_from_mask(attention_mask)[:, -query_positions.shape[1] :], length
     return query_positions, length
-
-
-def apply_sliding_window(
-    attention_mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int
-) -> torch.Tensor:
-    """Hide the keys outside of a window from a mask of `eager` or `sdpa`, by distances `(1 or batch, query, key)`."""
-    is_near = ((distances >= -left) & (distances <= right))[:, None]
-    if attention_mask is None:
-        return is_near
-    if attention_mask.dtype != torch.bool:
-        return torch.where(is_near, attention_mask, torch.finfo(attention_mask.dtype).min)
-    return attention_mask & is_near
 
 
 def indices(length: int, hidden_states: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:

@@ -6,11 +6,11 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.modeling.compat import CACHE_NAME
 from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
 from metaphrase.modeling.layers import MetaphraseAttention, PositionEmbeddings, combine_bias, eager_attention_forward
 from metaphrase.modeling.operators import acceleration
 from metaphrase.modeling.stacks import (
+    CACHE_NAME,
     MetaphraseDecoder,
     MetaphraseEncoder,
     MetaphrasePreTrainedModel,

@@ -97,19 +97,6 @@ def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the new tokens to None if only the length is given, and the other way round, to override the model's settings.
-
-    Without this, `generate()` prefers new tokens in any setting, and warns in each batch.
-    """
-    options = dict(options)
-    for names in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-        for name, counterpart in (names, names[::-1]):
-            if options.get(name) is not None:
-                options.setdefault(counterpart, None)
-    return options
-
-
 def use_floats(settings: MutableMapping[str, Any]) -> None:
     """Turn integers into floats where transformers refuses integers, such as a temperature of 2."""
     for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):

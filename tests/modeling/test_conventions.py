@@ -7,7 +7,7 @@ import torch
 from tiny_models import DESIGNS, random_batch, tiny_config, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
+from metaphrase.modeling.stacks import CACHE_NAME, CACHE_NAMES
 
 NEW_TOKENS = 4
 UNEVEN = {"decoder_attention_heads": 2, "decoder_layers": 3}

@@ -186,7 +186,6 @@ def test_padded_batches_compute_windows_in_blocks(kind, padding, monkeypatch):
     mask[1, hidden[padding]] = 0
     expected = encoder(inputs_embeds=states, attention_mask=mask, output_hidden_states=True).hidden_states
     encoder.set_attn_implementation("sdpa")
-    monkeypatch.setattr(stacks, "apply_sliding_window", refuse)
     for module in (stacks, packed_stacks):
         monkeypatch.setattr(module, "create_bidirectional_mask", refuse)
     handle = encoder.layers[0].register_forward_hook(lambda *_: None)
