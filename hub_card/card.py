@@ -204,9 +204,8 @@ def number(value: Any) -> str:
 def _language(language: str | None) -> str:
     if not language:
         return UNKNOWN
-    return plain(language) + (
-        "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
-    )
+    note = "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
+    return plain(language) + note
 
 
 def write_model_card(
