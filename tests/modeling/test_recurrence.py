@@ -2,24 +2,14 @@
 
 import pytest
 import torch
-from packed_rows import assert_close, gradients, packed, ragged_pairs
 from tiny_generator import SOURCES as TEXTS
 from tiny_generator import tiny_generator
-from tiny_models import random_sources, tiny_model
+from tiny_models import RECURRENT, SSRU, random_sources, tiny_model
 from transformers import GenerationMixin
 
 from metaphrase.conversion.onnx.export import find_obstacles
 from metaphrase.inference import Generator
 from metaphrase.modeling.layers import scan
-
-SSRU = {"decoder_self_attention": "ssru"}
-# Marian's students, and our design.
-DESIGNS = [
-    SSRU
-    | {"position_embedding_type": "sinusoidal", "norm_type": "layernorm", "norm_position": "post", "decoder_layers": 3},
-    SSRU | {"position_embedding_type": "rotary", "qk_norm": True, "num_key_value_heads": 2},
-    SSRU | {"position_embedding_type": "learned", "decoder_hidden_size": 24, "share_embeddings": False},
-]
 
 
 def recurrent_generator():
@@ -75,23 +65,8 @@ def test_the_layer_computes_the_formulas_of_the_paper():
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fields", DESIGNS, ids=["post", "pre", "learned"])
-def test_packed_rows_have_the_logits_and_gradients_of_padded_rows(fields):
-    model = tiny_model(initializer_range=0.2, **fields)
-    sources, targets = ragged_pairs(model.config)
-    pad = lambda rows, value: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)  # noqa: E731
-    inputs = {"input_ids": pad(sources, 0), "labels": pad(targets, -100)}
-    inputs["attention_mask"] = pad([torch.ones_like(row) for row in sources], 0)
-    expected, expected_gradients = gradients(model, inputs)
-    output, actual_gradients = gradients(model, packed(model.config))
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
-    assert_close(actual_gradients, expected_gradients)
-    logits = [model(input_ids=s[None], labels=t[None]).logits[0] for s, t in zip(sources, targets, strict=True)]
-    torch.testing.assert_close(output.logits[0], torch.cat(logits), rtol=1e-4, atol=1e-4)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("fields", DESIGNS, ids=["post", "pre", "learned"])
+@pytest.mark.parametrize("fields", RECURRENT.values(), ids=RECURRENT)
 def test_padding_on_the_left_and_a_cache_change_no_logits(fields):
     model = tiny_model(**fields)
     sources, targets = random_sources(model.config, batch=2), torch.randint(3, 30, (2, 9))
@@ -119,7 +94,7 @@ def test_padding_on_the_left_and_a_cache_change_no_logits(fields):
     ],
     ids=["greedy", "beams", "several targets", "prompt"],
 )
-@pytest.mark.parametrize("fields", DESIGNS, ids=["post", "pre", "learned"])
+@pytest.mark.parametrize("fields", RECURRENT.values(), ids=RECURRENT)
 def test_fast_searches_write_the_tokens_of_transformers(fields, options):
     model = tiny_model(**fields)
     # With many end tokens, rows end at different steps.
