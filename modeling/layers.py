@@ -271,23 +271,18 @@ class MetaphraseSSRU(nn.Module):
             forget, inputs = forget.masked_fill(is_padding, 1.0), inputs.masked_fill(is_padding, 0.0)
         if cache is not None and cache.get_seq_length(self.layer_idx):
             inputs[:, 0] += forget[:, 0] * cache.layers[self.layer_idx].keys[:, 0, -1]
-        states = scan(forget, inputs, longest)
+        states = inputs if longest == 1 else _Scan.apply(forget, inputs, longest)
         if cache is not None:
             cache.update(states[:, None], states[:, None, :, :0], self.layer_idx)
         return torch.relu(states).to(hidden_states.dtype), None
 
 
-def scan(factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:
-    """Return c_t = a_t c_{t-1} + b_t of factors a and inputs b along the second axis, `(batch, length, hidden)`.
+class _Scan(torch.autograd.Function):
+    """The states c_t = a_t c_{t-1} + b_t of factors a and inputs b along the second axis, `(batch, length, hidden)`.
 
     A sequence has at most `longest` tokens: a factor of 0 begins each other one. The number of operations grows with the
     logarithm of `longest` (Hillis and Steele 1986, https://doi.org/10.1145/7902.7903).
     """
-    return inputs if longest == 1 else _Scan.apply(factors, inputs, longest)
-
-
-class _Scan(torch.autograd.Function):
-    """The scan with a gradient that is a scan, too, from the last token to the first."""
 
     @staticmethod
     def forward(ctx, factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:

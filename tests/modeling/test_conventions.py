@@ -91,11 +91,6 @@ def test_a_cache_is_read_by_either_name(part, name):
     assert name in inspect.signature(called.forward).parameters
 
 
-def test_what_is_not_to_be_gathered_in_evaluation_and_not_to_be_moved_has_both_names():
-    model = tiny_model()
-    assert set(CACHE_NAMES) == set(model.config.keys_to_ignore_at_inference) == set(model._skip_keys_device_placement)
-
-
 @pytest.mark.parametrize("name", CACHE_NAMES)
 def test_layers_that_are_computed_again_do_not_fill_a_cache_twice(name):
     model = tiny_model(initializer_range=0.2).train()
