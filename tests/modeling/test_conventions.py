@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from tiny_models import DESIGNS, random_batch, tiny_config, tiny_model
+from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from metaphrase.modeling.stacks import CACHE_NAME, CACHE_NAMES
@@ -49,15 +49,6 @@ def test_caches_have_the_shape_of_the_configuration(design):
     assert torch.equal(output.sequences, dynamic.sequences)
     assert type(getattr(dynamic, CACHE_NAME)) is EncoderDecoderCache
     assert shapes_of(getattr(dynamic, CACHE_NAME).cross_attention_cache) == expected_shapes(model.config, 3, 7)
-
-
-def test_stacks_of_one_shape_share_the_configuration():
-    config = tiny_config(encoder_ffn_dim=40, decoder_ffn_dim=40)
-    assert config.get_text_config() is config.get_text_config(decoder=True) is config.get_text_config(encoder=True)
-    config = tiny_config(**UNEVEN)
-    encoder, decoder = config.get_text_config(encoder=True), config.get_text_config(decoder=True)
-    assert (encoder.num_hidden_layers, encoder.num_attention_heads) == (2, 4)
-    assert (decoder.num_hidden_layers, decoder.num_attention_heads) == (3, 2)
 
 
 # The cache by either name
