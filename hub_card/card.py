@@ -162,15 +162,6 @@ def with_interval(result: Mapping[str, Any]) -> str:
     return f"{result['score']:.2f}{interval}"
 
 
-def _score_rows(scores: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    for name, label, value, signature in score_values(scores):
-        direction = " (lower is better)" if name in LOWER_IS_BETTER else ""
-        # ROUGE has several values. The interval is that of ROUGE-L.
-        has_interval = name != "rouge" or label == "ROUGE-L"
-        shown = with_interval(scores[name]) if has_interval else f"{value:.2f}"
-        yield plain(label) + direction, shown, code(signature) if signature else UNKNOWN
-
-
 def plain(value: Any) -> str:
     """Return a value as one line of text, with the special characters of Markdown and HTML escaped."""
     text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -245,6 +236,13 @@ def write_model_card(
     # The first of several tasks.
     task = next(iter(recipe["tasks"].values())) if recipe.get("tasks") else recipe
     prefix = redact(str(task.get("source_prefix") or ""), has_paths=False)
+    score_rows = []
+    for name, label, score, signature in score_values(trained.scores):
+        direction = " (lower is better)" if name in LOWER_IS_BETTER else ""
+        # ROUGE has several values. The interval is that of ROUGE-L.
+        has_interval = name != "rouge" or label == "ROUGE-L"
+        shown = with_interval(trained.scores[name]) if has_interval else f"{score:.2f}"
+        score_rows.append((plain(label) + direction, shown, code(signature) if signature else UNKNOWN))
     data_rows = trained.recipe_rows(of_data=True)
     for name, value in ((metrics or {}).get("data") or {}).items():
         parts = value.items() if isinstance(value, dict) else [(None, value)]
@@ -269,7 +267,7 @@ def write_model_card(
         trust=", trust_remote_code=True" if config.get("auto_map") else "",
         # A JSON string is a Python string, too.
         source=json.dumps(f"{prefix}Your text here.", ensure_ascii=False),
-        scores=list(_score_rows(trained.scores)),
+        scores=score_rows,
         resamples=[result["bs"] for result in trained.scores.values() if "bs" in result],
         bleu=trained.scores.get("bleu", {}),
         task_scores=[
