@@ -35,8 +35,8 @@ HIDDEN_FIELD_ENDINGS = ("token_id", "transformers_version", "use_cache")
 # Fields whose texts are no paths, even if they look like one.
 TEXT_FIELDS = ("source_prefix", "joiner", "additional_special_tokens")
 # Fields that must never be published.
-SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret")
-SECRET_FIELDS += ("hf_token", "access_token", "auth_token", "access_key", "secret_key", "aws_secret_access_key")
+SECRET_FIELDS = ["token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret"]
+SECRET_FIELDS += ["hf_token", "access_token", "auth_token", "access_key", "secret_key", "aws_secret_access_key"]
 # Access tokens of well-known services, and the user part of an address.
 _SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|glpat-|xox[a-z]-|AKIA)[\w-]{16,}|(?<=://)[^/@\s]+@")
 FIGURE_NAME = "training_curve.png"
@@ -47,8 +47,8 @@ OWN_TAGS = ("metaphrase", "encoder-decoder")
 TASKS = ("translation", "summarization", "text2text-generation")
 # ISO 639 code with an optional script or region, or the Hub's special value.
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
-# Facts that the Hub's metadata have no field for. They stand under this key.
-_FACTS_KEY, _OTHER_FACTS = "metaphrase", ("summary", "task", "source_language", "target_language")
+# Facts that the Hub's metadata have no field for. They stand under the key `metaphrase`.
+_OTHER_FACTS = ("summary", "task", "source_language", "target_language")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TrainedFolder:
         scored_pairs: Description of these data in Markdown.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | os.PathLike):
         """Read a folder. Raise a `MetaphraseError` if one of its files is not valid."""
         self.path = Path(folder)
         if not self.path.is_dir():
@@ -92,7 +92,11 @@ class TrainedFolder:
             read_fields(self.path / f"{name}.json") for name in ("metrics", "trainer_state", "config")
         )
         self.recipe = read_recipe(self.path)
-        self.num_parameters = count_parameters(self.path)
+        self.num_parameters = None
+        if weight_names(self.path):
+            with contextlib.ExitStack() as files:
+                kinds = WeightFiles(self.path, files).kinds.values()
+                self.num_parameters = sum(math.prod(kind.shape) for kind in kinds)
         metrics = self.metrics or {}
         self.scores, data = metrics.get("scores") or {}, metrics.get("data") or {}
         for name, result in self.scores.items():
@@ -121,40 +125,25 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
     return read_fields(folder / RECIPE_NAME, lambda text: {} if (fields := load_yaml(text, "it")) is None else fields)
 
 
-def count_parameters(folder: Path) -> int | None:
-    """Return the number of weights in the files of a model, from their headers; None without such files."""
-    if not weight_names(folder):
-        return None
-    with contextlib.ExitStack() as files:
-        return sum(math.prod(kind.shape) for kind in WeightFiles(folder, files).kinds.values())
-
-
-def redact(value: Any) -> Any:
+def redact(value: Any, has_paths: bool = True) -> Any:
     """Return a value for others to see: without secrets, and with paths of this machine cut to their last part.
 
     Secrets are known by the name of their field or by their form, at any depth. `TEXT_FIELDS` keep what looks like a path.
     """
     if isinstance(value, list):
-        return [redact(item) for item in value]
+        return [redact(item, has_paths) for item in value]
     if isinstance(value, dict):
         shared = {name: item for name, item in value.items() if name not in SECRET_FIELDS}
-        return {name: _without_secrets(item) if name in TEXT_FIELDS else redact(item) for name, item in shared.items()}
-    return _without_machine_path(_without_secrets(value))
-
-
-def _without_secrets(value: Any) -> Any:
-    return _SECRET_TEXT.sub("", value) if isinstance(value, str) else value
-
-
-def _without_machine_path(value: Any) -> Any:
-    """Cut an absolute path, also as an address, or one below a home folder to its last part."""
-    if isinstance(value, str):
-        text = value.removeprefix("file://")
-        for kind in (PurePosixPath, PureWindowsPath):
-            path = kind(text)
-            is_below_home = text.startswith("~") and len(path.parts) > 1
-            if path.is_absolute() or is_below_home:
-                return path.name or value
+        return {name: redact(item, name not in TEXT_FIELDS) for name, item in shared.items()}
+    if not isinstance(value, str):
+        return value
+    value = _SECRET_TEXT.sub("", value)
+    text = value.removeprefix("file://")
+    for kind in (PurePosixPath, PureWindowsPath) if has_paths else ():
+        path = kind(text)
+        is_below_home = text.startswith("~") and len(path.parts) > 1
+        if path.is_absolute() or is_below_home:
+            return path.name or value
     return value
 
 
@@ -171,15 +160,6 @@ def with_interval(result: Mapping[str, Any]) -> str:
     mean, half = (result.get(f"confidence_{name}") for name in ("mean", "var"))
     interval = "" if mean is None else f" (95 % interval {mean - half:.2f} to {mean + half:.2f})"
     return f"{result['score']:.2f}{interval}"
-
-
-def _score_rows(scores: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    for name, label, value, signature in score_values(scores):
-        direction = " (lower is better)" if name in LOWER_IS_BETTER else ""
-        # ROUGE has several values. The interval is that of ROUGE-L.
-        has_interval = name != "rouge" or label == "ROUGE-L"
-        shown = with_interval(scores[name]) if has_interval else f"{value:.2f}"
-        yield plain(label) + direction, shown, code(signature) if signature else UNKNOWN
 
 
 def plain(value: Any) -> str:
@@ -215,9 +195,8 @@ def number(value: Any) -> str:
 def _language(language: str | None) -> str:
     if not language:
         return UNKNOWN
-    return plain(language) + (
-        "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
-    )
+    note = "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
+    return plain(language) + note
 
 
 def write_model_card(
@@ -256,7 +235,14 @@ def write_model_card(
     )
     # The first of several tasks.
     task = next(iter(recipe["tasks"].values())) if recipe.get("tasks") else recipe
-    prefix = _without_secrets(str(task.get("source_prefix") or ""))
+    prefix = redact(str(task.get("source_prefix") or ""), has_paths=False)
+    score_rows = []
+    for name, label, score, signature in score_values(trained.scores):
+        direction = " (lower is better)" if name in LOWER_IS_BETTER else ""
+        # ROUGE has several values. The interval is that of ROUGE-L.
+        has_interval = name != "rouge" or label == "ROUGE-L"
+        shown = with_interval(trained.scores[name]) if has_interval else f"{score:.2f}"
+        score_rows.append((plain(label) + direction, shown, code(signature) if signature else UNKNOWN))
     data_rows = trained.recipe_rows(of_data=True)
     for name, value in ((metrics or {}).get("data") or {}).items():
         parts = value.items() if isinstance(value, dict) else [(None, value)]
@@ -264,7 +250,10 @@ def write_model_card(
     card = ModelCard.from_template(
         _metadata(trained, stated, facts),
         template_path=str(Path(__file__).with_name("template.md")),
-        **{function.__name__: function for function in (plain, code, number, table)},
+        plain=plain,
+        code=code,
+        number=number,
+        table=table,
         language=_language,
         marker=MARKER,
         trained=trained,
@@ -278,7 +267,7 @@ def write_model_card(
         trust=", trust_remote_code=True" if config.get("auto_map") else "",
         # A JSON string is a Python string, too.
         source=json.dumps(f"{prefix}Your text here.", ensure_ascii=False),
-        scores=list(_score_rows(trained.scores)),
+        scores=score_rows,
         resamples=[result["bs"] for result in trained.scores.values() if "bs" in result],
         bleu=trained.scores.get("bleu", {}),
         task_scores=[
@@ -341,7 +330,7 @@ def read_facts(path: str | os.PathLike) -> Facts:
         ) from error
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]
     named = {"license": data.get("license"), "base_model": data.get("base_model"), "tags": tags}
-    return Facts(**named, datasets=data.get("datasets") or (), **data.get(_FACTS_KEY) or {})
+    return Facts(**named, datasets=data.get("datasets") or (), **data.get("metaphrase") or {})
 
 
 def _metadata(trained: TrainedFolder, stated: Facts, facts: Facts) -> ModelCardData:
@@ -374,7 +363,7 @@ def _metadata(trained: TrainedFolder, stated: Facts, facts: Facts) -> ModelCardD
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
         model_name=facts.title if results else None,
         eval_results=results or None,
-        **{_FACTS_KEY: other_facts or None},
+        metaphrase=other_facts or None,
     )
 
 
@@ -384,6 +373,6 @@ def _draw_curves(trained: TrainedFolder, title: str) -> bool:
     metric = recipe.get("metric_for_best_model")
     if metric is None and recipe.get("load_best_model_at_end"):
         metric = "loss"  # the default of transformers
-    options = {"label_smoothing": recipe.get("label_smoothing_factor") or 0.0}
-    options["metric"] = metric and str(metric).removeprefix("eval_")
-    return draw_training_curve(log, trained.path / FIGURE_NAME, title, **options) is not None
+    metric = metric and str(metric).removeprefix("eval_")
+    smoothing = recipe.get("label_smoothing_factor") or 0.0
+    return draw_training_curve(log, trained.path / FIGURE_NAME, title, smoothing, metric=metric) is not None

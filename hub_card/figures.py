@@ -83,7 +83,7 @@ def draw_training_curve(
     ratios = [3] * bool(losses) + [2] * bool(scores)
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    panels: Any = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     if losses:
         _draw_losses(panels[0], series, label_smoothing)
     if score is not None:
@@ -127,7 +127,7 @@ def draw_training_curve(
     return save_figure(figure, path)
 
 
-def _draw_losses(panel, series: Mapping[str, tuple[np.ndarray, np.ndarray]], label_smoothing: float) -> None:
+def _draw_losses(panel: Any, series: Mapping[str, tuple[np.ndarray, np.ndarray]], label_smoothing: float) -> None:
     # Smoothing raises the loss, so that the two curves do not compare.
     smoothed, plain = (f" (label smoothing {label_smoothing:g})", " (no smoothing)") if label_smoothing else ("", "")
     if "loss" in series:
@@ -135,7 +135,8 @@ def _draw_losses(panel, series: Mapping[str, tuple[np.ndarray, np.ndarray]], lab
         half, label = len(values) // 80, f"training{smoothed}"
         if half:
             panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
-            values = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
+            windows = (values[max(0, index - half) : index + half + 1] for index in range(len(values)))
+            values = np.array([window.mean() for window in windows])
             label = f"training, mean of {2 * half + 1} neighbouring logs{smoothed}"
         marker = "." if len(values) < 25 else None
         panel.plot(steps, values, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label=label)

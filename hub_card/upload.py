@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 # Files of fast tokenizers, then of vocabularies, of SentencePiece and single families, and of chat templates.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TOKENIZER_FILES += ("vocab.json", "vocab.txt", "merges.txt", "target_vocab.json", "vocab-src.json", "vocab-tgt.json")
-TOKENIZER_FILES += ("*.spm", "spiece.model", "spm.model", "tokenizer.model", "sentencepiece*.model")
-TOKENIZER_FILES += ("bpe.codes", "dict.txt", "prophetnet.tokenizer", "*.jinja")
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+TOKENIZER_FILES += ["vocab.json", "vocab.txt", "merges.txt", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"]
+TOKENIZER_FILES += ["*.spm", "spiece.model", "spm.model", "tokenizer.model", "sentencepiece*.model"]
+TOKENIZER_FILES += ["bpe.codes", "dict.txt", "prophetnet.tokenizer", "*.jinja"]
 SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "validation_predictions.txt", FIGURE_NAME)
 # The licence of a converted model must stay with it.
-MODEL_FILES = ("config.json", "generation_config.json", VOCABULARY_MAP_NAME, "LICENSE*", "NOTICE*")
-MODEL_FILES += (CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
+MODEL_FILES = ["config.json", "generation_config.json", VOCABULARY_MAP_NAME, "LICENSE*", "NOTICE*"]
+MODEL_FILES += [CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES]
 # Reason for leaving a file or folder out. The first pattern that fits decides.
 REASONS = {
     ".*": "hidden",
@@ -61,10 +61,10 @@ class Selection:
         """Pass each line of a listing to `show`."""
         total = 0
         for name, content in self.contents.items():
-            is_cut = isinstance(content, bytes)
-            size = len(content) if is_cut else content.stat().st_size
+            size = len(content) if isinstance(content, bytes) else content.stat().st_size
             total += size
-            show(f"  {size:>15,}  {name}" + " (without secrets and absolute paths)" * is_cut)
+            note = " (without secrets and absolute paths)" if isinstance(content, bytes) else ""
+            show(f"  {size:>15,}  {name}{note}")
         show(f"  {total:>15,}  bytes in {len(self.contents)} files")
         for name, reason in self.left_out.items():
             show(f"  {'left out':>15}  {name} ({reason})")
@@ -83,9 +83,11 @@ def select_files(folder: Path) -> Selection:
     """
     selection = Selection()
     if (names := web_files(folder)) is not None:
-        paths = {name: folder / name for name in names if not name.startswith("library/")}
-        refuse_outer_links(folder, list(paths.values()), "folder")
-        return Selection(paths, {"library/": "a copy of transformers.js"} if len(paths) < len(names) else {})
+        selection.contents |= {name: folder / name for name in names if not name.startswith("library/")}
+        refuse_outer_links(folder, [folder / name for name in selection.contents], "folder")
+        if len(selection.contents) < len(names):
+            selection.left_out["library/"] = "a copy of transformers.js"
+        return selection
     weights = weight_names(folder)
     index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
     names = [*weights, *index, *_code_files(folder)]

@@ -46,12 +46,8 @@ class StackSizes(NamedTuple):
     head_dim: int
     ffn_dim: int
     layer_types: tuple[str, ...]
-    window: tuple[int, int] | None
+    window: tuple[int, ...] | None
     max_position_embeddings: int
-
-    def window_of(self, layer: int) -> tuple[int, int] | None:
-        """Return the window of a layer, or None for full attention."""
-        return self.window if self.layer_types[layer] == SLIDING else None
 
 
 @strict
@@ -61,12 +57,10 @@ class MetaphraseConfig(PreTrainedConfig):
     Args:
         vocab_size, decoder_vocab_size: Sizes of the source and target vocabulary. None for the second means `vocab_size`.
         hidden_size, decoder_hidden_size: Widths of the stacks. None for the decoder means `hidden_size`.
-        encoder_layers, decoder_layers: Layers of each stack.
-        encoder_attention_heads, decoder_attention_heads: Query heads of each stack.
+        encoder_layers, decoder_layers, encoder_attention_heads, decoder_attention_heads: Layers and query heads of a stack.
         encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
-        num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
-            number of query heads.
-        decoder_num_key_value_heads: Key and value heads of the decoder. None means `num_key_value_heads`.
+        num_key_value_heads, decoder_num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv
+            2305.13245). None means the number of query heads, and for the decoder `num_key_value_heads`.
         head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack.
         activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
         gated_mlp: Multiply the activated projection by a second linear projection (GLU, Shazeer 2020, arXiv 2002.05202).
@@ -207,8 +201,6 @@ class MetaphraseConfig(PreTrainedConfig):
             self.decoder_vocab_size = self.vocab_size
         if self.final_norm is None:
             self.final_norm = self.norm_position != "post"
-        if self.rope_parameters is None and self.position_embedding_type == "rotary":
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
         # Saving a model would record only the class of that model.
         self.auto_map = dict(_AUTO_MAP)
         for name in ("auto_map", "custom_pipelines"):
@@ -255,6 +247,7 @@ class MetaphraseConfig(PreTrainedConfig):
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield the rules: a field, True if its value is valid, and what must hold."""
+        positions, is_ssru = self.position_embedding_type, self.decoder_self_attention == SSRU
         for field in _POSITIVE:
             value = getattr(self, field)
             yield field, value is None or value > 0, "must be above 0"
@@ -262,15 +255,30 @@ class MetaphraseConfig(PreTrainedConfig):
             yield field, 0 <= getattr(self, field) < 1, "must be a probability in [0, 1)"
         yield "activation_function", self.activation_function in ACT2FN, "must be a key of transformers' ACT2FN"
         for stack in STACKS:
-            yield from self._stack_rules(stack)
-        positions, has_one_width = self.position_embedding_type, self.decoder_hidden_size in (None, self.hidden_size)
+            sizes, window = self.stack_sizes(stack), getattr(self, f"{stack}_window")
+            heads, kinds = sizes.attention_heads, sizes.layer_types
+            name = "hidden_size" if sizes.hidden_size == self.hidden_size else "decoder_hidden_size"
+            is_multiple = self.head_dim is not None or sizes.hidden_size % heads == 0
+            yield name, is_multiple, f"must be a multiple of `{stack}_attention_heads`, {heads}, or `head_dim` set"
+            name = "num_key_value_heads"
+            if stack == "decoder" and self.decoder_num_key_value_heads is not None:
+                name = "decoder_num_key_value_heads"
+            yield name, heads % sizes.key_value_heads == 0, f"must divide `{stack}_attention_heads`, {heads}"
+            can_rotate = positions != "rotary" or sizes.head_dim % 2 == 0
+            yield "head_dim", can_rotate, f"must be even for rotary positions, and is {sizes.head_dim} in the {stack}"
+            are_known = len(kinds) == sizes.layers and {*kinds} <= {FULL, SLIDING}
+            yield f"{stack}_layer_types", are_known, f"must name {FULL} or {SLIDING} for each of {sizes.layers} layers"
+            are_two = stack == "decoder" or window is None or (len(window) == 2 and min(window) >= 0)
+            yield f"{stack}_window", are_two, "must be two numbers of tokens, from 0 on"
+            fits = (window is not None) == (SLIDING in kinds)
+            yield f"{stack}_window", fits, f"must be set with {SLIDING} in `{stack}_layer_types`, and only then"
+        has_one_width = self.decoder_hidden_size in (None, self.hidden_size)
         if self.share_embeddings:
             has_one_vocabulary = self.decoder_vocab_size == self.vocab_size
             yield "decoder_vocab_size", has_one_vocabulary, "must equal `vocab_size` with `share_embeddings`"
             yield "decoder_hidden_size", has_one_width, "must equal `hidden_size` with `share_embeddings`"
         if self.merged_attention:
             yield "decoder_hidden_size", has_one_width, "must equal `hidden_size` with `merged_attention`"
-        is_ssru = self.decoder_self_attention == SSRU
         if self.merged_attention or is_ssru:
             has_bias = positions in ("relative", "alibi")
             yield "position_embedding_type", not has_bias, "must have no bias with `merged_attention` or ssru"
@@ -296,24 +304,6 @@ class MetaphraseConfig(PreTrainedConfig):
             is_known = rope_type in ("default", *ROPE_INIT_FUNCTIONS) and isinstance(theta, int | float) and theta > 0
             yield "rope_parameters", is_known, "must have a `rope_type` of transformers, and a `rope_theta` above 0"
 
-    def _stack_rules(self, stack: str) -> Iterator[tuple[str, bool, str]]:
-        sizes, window = self.stack_sizes(stack), getattr(self, f"{stack}_window")
-        heads, kinds, has_window = sizes.attention_heads, sizes.layer_types, SLIDING in sizes.layer_types
-        name = "hidden_size" if sizes.hidden_size == self.hidden_size else "decoder_hidden_size"
-        is_multiple = self.head_dim is not None or sizes.hidden_size % heads == 0
-        yield name, is_multiple, f"must be a multiple of `{stack}_attention_heads`, {heads}, or `head_dim` set"
-        name = "decoder_" * (stack == "decoder" and self.decoder_num_key_value_heads is not None)
-        name += "num_key_value_heads"
-        yield name, heads % sizes.key_value_heads == 0, f"must divide `{stack}_attention_heads`, {heads}"
-        can_rotate = self.position_embedding_type != "rotary" or sizes.head_dim % 2 == 0
-        yield "head_dim", can_rotate, f"must be even for rotary positions, and is {sizes.head_dim} in the {stack}"
-        are_known = len(kinds) == sizes.layers and {*kinds} <= {FULL, SLIDING}
-        yield f"{stack}_layer_types", are_known, f"must name {FULL} or {SLIDING} for each of {sizes.layers} layers"
-        are_two = stack == "decoder" or window is None or (len(window) == 2 and min(window) >= 0)
-        yield f"{stack}_window", are_two, "must be two numbers of tokens, from 0 on"
-        fits = (window is not None) == has_window
-        yield f"{stack}_window", fits, f"must be set with {SLIDING} in `{stack}_layer_types`, and only then"
-
     def validate_rope(self) -> None:
         """Validate rotary positions only: other positions ignore `rope_parameters`."""
         if self.position_embedding_type == "rotary":
@@ -324,9 +314,8 @@ class MetaphraseConfig(PreTrainedConfig):
 
         The logits have the target vocabulary, which transformers reads in beam search and for scores.
         """
-        is_of_logits = bool(decoder) == bool(encoder)
-        values = {"vocab_size": self.decoder_vocab_size} if is_of_logits or decoder else {}
-        if not is_of_logits:
+        values = {"vocab_size": self.decoder_vocab_size} if decoder or not encoder else {}
+        if bool(decoder) != bool(encoder):
             sizes = self.stack_sizes("decoder" if decoder else "encoder")
             values |= {"hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.layers}
             values |= {"num_attention_heads": sizes.attention_heads, "head_dim": sizes.head_dim}
@@ -345,11 +334,13 @@ class MetaphraseConfig(PreTrainedConfig):
         layers, heads, ffn_dim, types = (
             getattr(self, f"{stack}_{name}") for name in ("layers", "attention_heads", "ffn_dim", "layer_types")
         )
-        width, key_value_heads, positions = (
-            (stack == "decoder" and getattr(self, f"decoder_{name}")) or getattr(self, name)
-            for name in ("hidden_size", "num_key_value_heads", "max_position_embeddings")
-        )
-        window = self.encoder_window if stack == "encoder" else self.decoder_window and (self.decoder_window - 1, 0)
+        width, key_value_heads, positions = self.hidden_size, self.num_key_value_heads, self.max_position_embeddings
+        window = self.encoder_window
+        if stack == "decoder":
+            width = self.decoder_hidden_size or width
+            key_value_heads = self.decoder_num_key_value_heads or key_value_heads
+            positions = self.decoder_max_position_embeddings or positions
+            window = [self.decoder_window - 1, 0] if self.decoder_window else None
         return StackSizes(
             hidden_size=width,
             layers=layers,
@@ -358,7 +349,7 @@ class MetaphraseConfig(PreTrainedConfig):
             head_dim=self.head_dim or width // heads,
             ffn_dim=ffn_dim,
             layer_types=tuple(types or [FULL] * layers),
-            window=window and tuple(window),
+            window=tuple(window) if window else None,
             max_position_embeddings=positions,
         )
 
@@ -370,8 +361,7 @@ class MetaphraseConfig(PreTrainedConfig):
     @property
     def decoder_position_limit(self) -> int | None:
         """The most tokens of a target, or None without a limit."""
-        is_relative = self.position_embedding_type == "relative"
-        return None if is_relative else self.decoder_max_position_embeddings or self.max_position_embeddings
+        return self.position_limit and (self.decoder_max_position_embeddings or self.position_limit)
 
 
 MetaphraseConfig.register_for_auto_class()

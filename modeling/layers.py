@@ -10,21 +10,16 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .compat import takes_cache
-from .configuration_metaphrase import SSRU, MetaphraseConfig, StackSizes
+from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig, StackSizes
 from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp_float16, make_norm, soft_cap
 from .positions import RelativePositionBias, rotate
 
 # Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | None
-
-
-def repeat_key_value(states: torch.Tensor, groups: int) -> torch.Tensor:
-    """Repeat keys or values for each query head: `(batch, heads / groups, key, dim) -> (batch, heads, key, dim)`."""
-    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
 
 
 def eager_attention_forward(
@@ -48,7 +43,7 @@ def eager_attention_forward(
     Returns:
         Output `(batch, query, heads, head_dim)` and weights `(batch, heads, query, key)`.
     """
-    key, value = (repeat_key_value(states, module.num_key_value_groups) for states in (key, value))
+    key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
     # In float16, large products overflow, and so does the sum of a score and the lowest number.
     score_dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
     scores = soft_cap(torch.matmul(query.to(score_dtype), key.to(score_dtype).transpose(2, 3)) * scaling, softcap)
@@ -122,9 +117,8 @@ class MetaphraseAttention(nn.Module):
         self.options: dict[str, float | int] = {}
         if config.attn_logit_softcapping is not None:
             self.options["softcap"] = config.attn_logit_softcapping
-        window = None if self.is_cross else sizes.window_of(layer_idx)
-        if window is not None:
-            self.options["sliding_window"] = max(window) + 1
+        if not self.is_cross and sizes.layer_types[layer_idx] == SLIDING:
+            self.options["sliding_window"] = max(sizes.window) + 1
 
         width, bias = sizes.hidden_size, config.attention_bias
         query_size, key_size = (heads * self.head_dim for heads in (sizes.attention_heads, sizes.key_value_heads))
@@ -136,20 +130,16 @@ class MetaphraseAttention(nn.Module):
             self.q_proj.initial_gain = self.head_dim**-0.5 / config.attention_scale
         self.o_proj = nn.Linear(query_size, width, bias=bias)
         if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                MetaphraseRMSNorm(self.head_dim, config.norm_eps, config.norm_plus_one) for _ in range(2)
-            )
+            self.q_norm = MetaphraseRMSNorm(self.head_dim, config.norm_eps, config.norm_plus_one)
+            self.k_norm = MetaphraseRMSNorm(self.head_dim, config.norm_eps, config.norm_plus_one)
         has_bias = config.position_embedding_type == "relative" and not config.relative_attention_shared
         if has_bias and not self.is_cross:
             self.relative_position_bias = RelativePositionBias(config, sizes.attention_heads, not is_causal)
 
-    def split_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
-        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
-
     def project_queries(self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None) -> torch.Tensor:
         """Return queries `(batch, heads, length, head_dim)`."""
-        query = self.split_heads(acceleration.linear(self.q_proj, states))
+        # (batch, length, heads * head_dim) -> (batch, heads, length, head_dim)
+        query = acceleration.linear(self.q_proj, states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.config.qk_norm:
             query = self.q_norm(query)
         return query if position_embeddings is None else rotate(query, *position_embeddings)
@@ -158,8 +148,8 @@ class MetaphraseAttention(nn.Module):
         self, states: torch.Tensor, position_embeddings: PositionEmbeddings = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of states, each `(batch, key_value_heads, length, head_dim)`."""
-        key = self.split_heads(acceleration.linear(self.k_proj, states))
-        value = self.split_heads(acceleration.linear(self.v_proj, states))
+        key = acceleration.linear(self.k_proj, states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        value = acceleration.linear(self.v_proj, states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.config.qk_norm:
             key = self.k_norm(key)
         return (key if position_embeddings is None else rotate(key, *position_embeddings)), value
@@ -196,14 +186,11 @@ class MetaphraseAttention(nn.Module):
         Returns:
             Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` or None, by the kernel.
         """
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        hidden_states = cast_for_autocast(hidden_states)
         dropout = self.attention_dropout if self.training else 0.0
         if packing is not None:
-            states = hidden_states, encoder_hidden_states
-            output, weights = acceleration.packed_attention(
-                self, *states, attention_mask, position_embeddings, packing, dropout
-            )
+            inputs = hidden_states, encoder_hidden_states, attention_mask, position_embeddings
+            output, weights = acceleration.packed_attention(self, *inputs, packing, dropout)
             return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
         query = self.project_queries(hidden_states, position_embeddings)
         if self.is_cross:
@@ -266,14 +253,13 @@ class MetaphraseSSRU(nn.Module):
             packing: The sequences of packed rows. Each sequence begins with an empty state.
         """
         cache = None if past_key_values is None else past_key_values.self_attention_cache
-        kinds = {type(layer) for layer in ([] if cache is None else cache.layers)} - {DynamicLayer}
-        if kinds:
-            raise ValueError(
-                f"The cache must be dynamic with `decoder_self_attention` ssru, got a {kinds.pop().__name__}. "
-                "Remove `cache_implementation`."
-            )
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        for layer in [] if cache is None else cache.layers:
+            if type(layer) is not DynamicLayer:
+                raise ValueError(
+                    f"The cache must be dynamic with `decoder_self_attention` ssru, got a {type(layer).__name__}. "
+                    "Remove `cache_implementation`."
+                )
+        hidden_states = cast_for_autocast(hidden_states)
         forget = torch.sigmoid(acceleration.linear(self.forget_proj, hidden_states).float())
         inputs = (1 - forget) * acceleration.linear(self.input_proj, hidden_states)
         length = longest = hidden_states.shape[1]
@@ -285,22 +271,19 @@ class MetaphraseSSRU(nn.Module):
             forget, inputs = forget.masked_fill(is_padding, 1.0), inputs.masked_fill(is_padding, 0.0)
         if cache is not None and cache.get_seq_length(self.layer_idx):
             inputs[:, 0] += forget[:, 0] * cache.layers[self.layer_idx].keys[:, 0, -1]
-        states = scan(forget, inputs, longest)
+        states = inputs if longest == 1 else _Scan.apply(forget, inputs, longest)
         if cache is not None:
             cache.update(states[:, None], states[:, None, :, :0], self.layer_idx)
         return torch.relu(states).to(hidden_states.dtype), None
 
 
-def scan(factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:
-    """Return c_t = a_t c_{t-1} + b_t of factors a and inputs b along the second axis, `(batch, length, hidden)`.
+class _Scan(torch.autograd.Function):
+    """The states c_t = a_t c_{t-1} + b_t of factors a and inputs b along the second axis, `(batch, length, hidden)`.
 
     A sequence has at most `longest` tokens: a factor of 0 begins each other one. The number of operations grows with the
     logarithm of `longest` (Hillis and Steele 1986, https://doi.org/10.1145/7902.7903).
     """
-    return inputs if longest == 1 else _Scan.apply(factors, inputs, longest)
 
-
-class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, factors: torch.Tensor, inputs: torch.Tensor, longest: int) -> torch.Tensor:
         states = _run_scan(factors, inputs, longest)
@@ -345,8 +328,7 @@ class MetaphraseMLP(nn.Module):
         self.activation_dropout = config.activation_dropout
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        hidden_states = cast_for_autocast(hidden_states)
         if self.is_gated:
             inner = acceleration.linear(self.up_proj, hidden_states)
             inner = clamp_float16(acceleration.linear(self.gate_proj, hidden_states, self.activation) * inner)
@@ -366,8 +348,7 @@ class MetaphraseHeadTransform(nn.Module):
         self.norm = make_norm(config, width)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            hidden_states = cast_for_autocast(hidden_states)
+        hidden_states = cast_for_autocast(hidden_states)
         return self.norm(acceleration.linear(self.dense, hidden_states, self.activation))
 
 
@@ -433,7 +414,6 @@ class MetaphraseDecoderLayer(_ResidualLayer):
             sublayers["cross_attn"] = MetaphraseAttention(config, sizes, layer_idx, source_size=source_size)
         super().__init__(config, sizes, sublayers | {"mlp": MetaphraseMLP(config, sizes)})
 
-    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -442,8 +422,10 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        past_key_values = past_key_values if cache is None else cache
         source = encoder_hidden_states if self.self_attn.is_merged else None
         inputs = position_embeddings, attention_mask, past_key_values, source
         hidden_states = self.apply_sublayer("self_attn", hidden_states, *inputs, **kwargs)

@@ -24,30 +24,23 @@ def shift_right(
     """
     if pad_token_id is None or (decoder_start_token_id is None and not start_from_labels):
         raise ValueError("`pad_token_id` and `decoder_start_token_id` must be set in the configuration, got None.")
-    if start_from_labels:
-        starts = _last_labels(labels, pad_token_id, target_lengths)
-    else:
-        shape = labels.shape[:1] if target_lengths is None else target_lengths.shape
-        starts = labels.new_full(shape, decoder_start_token_id)
-    shifted = labels.roll(1, dims=1)
     if target_lengths is None:
-        shifted[:, 0] = starts
-    else:
-        shifted[0, target_lengths.cumsum(0) - target_lengths] = starts
-    return shifted.masked_fill(shifted == IGNORED_LABEL, pad_token_id)
-
-
-def _last_labels(labels: torch.Tensor, pad_token_id: int, target_lengths: torch.Tensor | None) -> torch.Tensor:
-    """Return the last label of each target, `(targets)`, or the first id of a target without labels."""
-    is_label = (labels != IGNORED_LABEL) & (labels != pad_token_id)
-    columns = torch.arange(labels.shape[1], device=labels.device)
-    if target_lengths is None:
-        return labels.gather(1, (columns * is_label).argmax(dim=1, keepdim=True))[:, 0]
+        # A batch is read like a packed row, whose targets have one length.
+        target_lengths = torch.full_like(labels[:, 0], labels.shape[1])
+    packed = labels.flatten()
     starts = target_lengths.cumsum(0) - target_lengths
-    targets = torch.arange(len(starts), device=labels.device)
-    targets = targets.repeat_interleave(target_lengths, output_size=labels.shape[1])
-    last = starts.scatter_reduce(0, targets, torch.where(is_label[0], columns, starts[targets]), "amax")
-    return labels[0, last]
+    shifted = packed.roll(1)
+    if start_from_labels:
+        # The index of the last label of each target, or of the first id of a target without labels.
+        indices = torch.arange(len(packed), device=labels.device)
+        is_label = (packed != IGNORED_LABEL) & (packed != pad_token_id)
+        targets = torch.arange(len(starts), device=labels.device)
+        targets = targets.repeat_interleave(target_lengths, output_size=len(packed))
+        lasts = torch.where(is_label, indices, starts[targets])
+        shifted[starts] = packed[starts.scatter_reduce(0, targets, lasts, "amax")]
+    else:
+        shifted[starts] = decoder_start_token_id
+    return shifted.masked_fill(shifted == IGNORED_LABEL, pad_token_id).view_as(labels)
 
 
 def sequence_loss(
@@ -80,8 +73,5 @@ def num_items(
     labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None, device: torch.device
 ) -> torch.Tensor | int:
     """Return the divisor of a summed loss, at least 1: `num_items_in_batch`, or else the number of labels."""
-    if num_items_in_batch is None:
-        return (labels != IGNORED_LABEL).sum().clamp(min=1).to(device)
-    if isinstance(num_items_in_batch, torch.Tensor):
-        return num_items_in_batch.to(device).clamp(min=1)
-    return max(num_items_in_batch, 1)
+    count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+    return count.to(device).clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)

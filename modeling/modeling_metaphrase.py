@@ -10,13 +10,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
-from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .layers import MetaphraseHeadTransform
 from .loss import sequence_loss, shift_right
 from .operators import clamp_float16, soft_cap
 from .positions import positions_from_mask
-from .stacks import MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel
+from .stacks import CACHE_NAME, MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel
 
 if TYPE_CHECKING:
     # transformers copies this file beside a saved model.
@@ -89,7 +88,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             self._tied_weights_keys = {}
         self.post_init()
 
-    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -97,13 +95,14 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         decoder_position_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Encode the sources, unless `encoder_outputs` is given, and decode the targets.
@@ -136,7 +135,7 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             attention_mask=decoder_attention_mask,
             encoder_hidden_states=encoder_outputs.last_hidden_state,
             encoder_attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            past_key_values=past_key_values if cache is None else cache,
             inputs_embeds=decoder_inputs_embeds,
             position_ids=decoder_position_ids,
             use_cache=use_cache,
@@ -203,7 +202,6 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             kwargs["decoder_position_ids"] = positions_from_mask(mask)
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
-    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -211,7 +209,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
@@ -222,6 +220,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
         loss_of_states: Callable[..., torch.Tensor] | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Return the logits of the next token at each position, and the loss if there are labels.
@@ -249,7 +248,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            past_key_values=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             position_ids=position_ids,

@@ -38,7 +38,7 @@ class Text2TextGenerationPipeline(Pipeline):
     _load_tokenizer = True
 
     return_name = "generated"
-    _preprocess_options = ("truncation", "prefix")
+    _preprocess_options: tuple[str, ...] = ("truncation", "prefix")
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Text2TextGenerationPipeline(Pipeline):
         tasks = getattr(model.config, "task_specific_params", None) or {}
         options = dict(tasks.get(task) or {})
         self.prefix = options.pop("prefix", getattr(model.config, "prefix", None)) or ""
-        self.task_options = _override_lengths(options)
+        self.task_options = override_lengths(options)
         super().__init__(model, tokenizer, *args, task=task, **kwargs)
         # Metaphrase models are trained with an end of sequence after each source.
         eos = tokenizer.eos_token_id
@@ -71,9 +71,11 @@ class Text2TextGenerationPipeline(Pipeline):
         self._adds_eos = is_metaphrase and eos is not None and eos not in tokenizer("a")["input_ids"]
 
     def _sanitize_parameters(self, **options: Any) -> tuple[dict, dict, dict]:
-        names = self._preprocess_options, ("return_tensors", "clean_up_tokenization_spaces")
-        preprocess, postprocess = ({name: options.pop(name) for name in part if name in options} for part in names)
-        return _without_none(preprocess), _override_lengths(options), _without_none(postprocess)
+        parts = []
+        for names in (self._preprocess_options, ("return_tensors", "clean_up_tokenization_spaces")):
+            values = {name: options.pop(name, None) for name in names}
+            parts.append({name: value for name, value in values.items() if value is not None})
+        return parts[0], override_lengths(options), parts[1]
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Generate the targets of a text, or of a sequence, data set or generator of texts.
@@ -118,24 +120,21 @@ class Text2TextGenerationPipeline(Pipeline):
             name = "decoder_start_token_id" if self._starts_with_language() else "forced_bos_token_id"
             options = {name: language[0] if isinstance(language, list) else language} | options
         if options.get("generation_config") is None:
-            options = self._with_defaults(self.task_options | options)
+            options = self.task_options | options
+            # Defaults of the pipeline, where neither the options nor the model have a value.
+            saved = self.model.generation_config.to_diff_dict()
+            settings = {name for name, value in saved.items() if value is not None} | options.keys()
+            if not settings & {"max_length", "max_new_tokens"}:
+                options["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
+            if "num_beams" not in settings and not settings & _OPTIONS_WITHOUT_BEAMS:
+                options["num_beams"] = max(DEFAULT_NUM_BEAMS, options.get("num_return_sequences") or 1)
+            if "pad_token_id" not in settings:
+                options["pad_token_id"] = self.target_tokenizer.pad_token_id
         # Between steps of training, a model has dropout.
         output = self.model.eval().generate(**model_inputs, **options)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
         return {"output_ids": sequences.reshape(len(model_inputs["input_ids"]), -1, sequences.shape[-1])}
-
-    def _with_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Add the pipeline's defaults where neither the options nor the model have a value."""
-        settings = _without_none(self.model.generation_config.to_diff_dict()).keys() | options.keys()
-        defaults = {}
-        if not settings & {"max_length", "max_new_tokens"}:
-            defaults["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
-        if "num_beams" not in settings and not settings & _OPTIONS_WITHOUT_BEAMS:
-            defaults["num_beams"] = max(DEFAULT_NUM_BEAMS, options.get("num_return_sequences") or 1)
-        if "pad_token_id" not in settings:
-            defaults["pad_token_id"] = self.target_tokenizer.pad_token_id
-        return defaults | options
 
     def _starts_with_language(self) -> bool:
         """Return True if the decoder starts with a language code, as in the first mBART."""
@@ -204,7 +203,7 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         return self._finish_source(encoded, truncation)
 
 
-def _override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
+def override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
     """Set the counterpart of a given length to None, since `generate()` prefers new tokens in any setting of the model."""
     options = dict(options)
     for names in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
@@ -212,7 +211,3 @@ def _override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
             if options.get(name) is not None:
                 options.setdefault(counterpart, None)
     return options
-
-
-def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

@@ -93,11 +93,11 @@ class RotaryPositionEmbedding(nn.Module):
     Source: Su et al. 2021, section 3, arXiv 2104.09864. transformers computes the scaled variants.
     """
 
-    def __init__(self, config: MetaphraseConfig, device: torch.device | None = None):
+    def __init__(self, config: MetaphraseConfig):
         super().__init__()
         self.config, self.rope_type = config, config.rope_parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        inverse_frequencies, self.attention_scaling = self.make_frequencies(device)
+        inverse_frequencies, self.attention_scaling = self.make_frequencies()
         self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
         self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
 
@@ -110,14 +110,14 @@ class RotaryPositionEmbedding(nn.Module):
                 setattr(self, name, before[name].to(buffer.device))
         return self
 
-    def make_frequencies(self, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
+    def make_frequencies(self) -> tuple[torch.Tensor, float]:
         """Return the frequencies `(rotated / 2)`, and the factor of cosine and sine."""
         if self.rope_type != "default":
-            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
+            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
         parameters = self.config.rope_parameters
         head_dim = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         return parameters["rope_theta"] ** -exponents, 1.0
 
     @torch.no_grad()

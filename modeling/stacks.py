@@ -12,7 +12,6 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .compat import CACHE_NAME, CACHE_NAMES, takes_cache
 from .configuration_metaphrase import SLIDING, SSRU, MetaphraseConfig
 from .layers import (
     MetaphraseAttention,
@@ -32,6 +31,9 @@ from .positions import (
     positions_from_mask,
 )
 
+# transformers 5.24 renames the cache in outputs and generation loops. Forward methods take either name.
+CACHE_NAMES = ("past_key_values", "cache")
+CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPastAndCrossAttentions, "cache") else "past_key_values"
 # Tensor parallelism of the sublayers.
 _ATTENTION_PLAN = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _MLP_PLAN = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
@@ -92,9 +94,23 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Initialize the parameters and buffers of a module, also after it was on the meta device."""
         super()._init_weights(module)
-        std = self.config.initializer_range
+        config = self.config
+        if config.initializer_range is not None:
+            std = config.initializer_range
+        # By its shape, so that states, scores and logits have a variance of about 1, as in T5.
+        elif isinstance(module, nn.Linear) and (self._is_resizing_head or module is getattr(self, "lm_head", None)):
+            std = module.in_features**-0.5 / config.logits_scale
+        elif isinstance(module, nn.Linear):
+            std = getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
+        elif getattr(module, "is_of_positions", False):
+            std = config.hidden_size**-0.5
+        elif isinstance(module, nn.Embedding) and config.tie_word_embeddings:
+            std = module.embedding_dim**-0.5 / config.logits_scale
+        elif isinstance(module, nn.Embedding):
+            std = module.embedding_dim**-0.5 if config.scale_embedding else 1.0
+
         if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, std=self._std_by_shape(module) if std is None else std)
+            init.normal_(module.weight, std=std)
         if isinstance(module, nn.Embedding):
             # `init` cannot see that a checkpoint filled the weight, since a row has no mark.
             if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
@@ -107,20 +123,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             init.copy_(module.original_inv_freq, frequencies)
         elif isinstance(module, AlibiPositionBias):
             init.copy_(module.slopes, alibi_slopes(module.heads))
-
-    def _std_by_shape(self, module: nn.Linear | nn.Embedding) -> float:
-        """Return the standard deviation for states, scores and logits with a variance of about 1, as in T5."""
-        config = self.config
-        if isinstance(module, nn.Linear):
-            if self._is_resizing_head or module is getattr(self, "lm_head", None):
-                return module.in_features**-0.5 / config.logits_scale
-            return getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
-        if getattr(module, "is_of_positions", False):
-            return config.hidden_size**-0.5
-        unit = module.embedding_dim**-0.5
-        if config.tie_word_embeddings:
-            return unit / config.logits_scale
-        return unit if config.scale_embedding else 1.0
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.
@@ -194,15 +196,13 @@ class Stack(MetaphrasePreTrainedModel):
         hidden_states = acceleration.dropout(hidden_states, p=self.config.dropout, training=self.training)
         if self.rotary_emb is None:
             return hidden_states, [None] * len(self.layers)
-        full = sliding = self._rotation(self.rotary_emb, hidden_states, position_ids)
-        if self.sliding_rotary_emb is not None:
-            sliding = self._rotation(self.sliding_rotary_emb, hidden_states, position_ids)
-        return hidden_states, [sliding if kind == SLIDING else full for kind in self.sizes.layer_types]
-
-    def _rotation(self, rotary_emb: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor):
-        # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
-        cosine, sine = rotary_emb(hidden_states, position_ids)
-        return cosine[:, None], sine[:, None]
+        rotations = {}
+        for kind in dict.fromkeys(self.sizes.layer_types):
+            has_own = kind == SLIDING and self.sliding_rotary_emb is not None
+            cosine, sine = (self.sliding_rotary_emb if has_own else self.rotary_emb)(hidden_states, position_ids)
+            # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
+            rotations[kind] = cosine[:, None], sine[:, None]
+        return hidden_states, [rotations[kind] for kind in self.sizes.layer_types]
 
     def layer_masks(
         self,
@@ -220,17 +220,21 @@ class Stack(MetaphrasePreTrainedModel):
             mask = full_mask
             # Flash attention reads `sliding_window` of the layer.
             if window is not None and not is_flash:
-                distances = key_positions[:, None, :] - query_positions[:, :, None]
-                mask = apply_sliding_window(full_mask, distances, *window)
+                distances = (key_positions[:, None, :] - query_positions[:, :, None])[:, None]
+                is_near = (distances >= -window[0]) & (distances <= window[1])
+                if mask is None or mask.dtype == torch.bool:
+                    mask = is_near if mask is None else mask & is_near
+                else:
+                    mask = torch.where(is_near, mask, torch.finfo(mask.dtype).min)
             if bias is not None:
                 scores = bias(query_positions, key_positions).to(hidden_states.dtype)
                 mask = combine_bias(scores, mask, self.is_causal, query_offset)
             masks[bias, window] = mask
         return [masks[layer] for layer in layers]
 
-    def windows(self, longest: int) -> list[tuple[int, int] | None]:
+    def windows(self, longest: int) -> list[tuple[int, ...] | None]:
         """Return the window of each layer. A window that all of the `longest` tokens fit into is None."""
-        windows = [self.sizes.window_of(index) for index in range(len(self.layers))]
+        windows = [self.sizes.window if kind == SLIDING else None for kind in self.sizes.layer_types]
         # A graph that is traced is for all lengths.
         is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
         if self.sizes.window and not is_traced:
@@ -296,7 +300,6 @@ class MetaphraseDecoder(Stack):
     }
     _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, cross_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
 
-    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -309,6 +312,7 @@ class MetaphraseDecoder(Stack):
         inputs_embeds: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode all positions of the targets, or the positions after those in the cache.
@@ -321,10 +325,10 @@ class MetaphraseDecoder(Stack):
                 targets, as in beam search.
             encoder_attention_mask: 1 for a token, 0 for padding, `(batch / copies, source)`.
         """
-        if self.training:
-            # Once for all layers.
-            encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
+        # Once for all layers.
+        encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
         embeddings = self._embed(input_ids, inputs_embeds)
+        past_key_values = past_key_values if cache is None else cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
@@ -409,18 +413,6 @@ def make_position_ids(
     if is_padding_mask(attention_mask):
         return positions_from_mask(attention_mask)[:, -query_positions.shape[1] :], length
     return query_positions, length
-
-
-def apply_sliding_window(
-    attention_mask: torch.Tensor | None, distances: torch.Tensor, left: int, right: int
-) -> torch.Tensor:
-    """Hide the keys outside of a window from a mask of `eager` or `sdpa`, by distances `(1 or batch, query, key)`."""
-    is_near = ((distances >= -left) & (distances <= right))[:, None]
-    if attention_mask is None:
-        return is_near
-    if attention_mask.dtype != torch.bool:
-        return torch.where(is_near, attention_mask, torch.finfo(attention_mask.dtype).min)
-    return attention_mask & is_near
 
 
 def indices(length: int, hidden_states: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:

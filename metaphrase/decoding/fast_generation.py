@@ -28,10 +28,10 @@ from metaphrase.decoding.options import (
 )
 from metaphrase.decoding.prepacked_weights import can_record, prepared_copies, walk
 from metaphrase.errors import MetaphraseError
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
 from metaphrase.modeling.positions import has_changing_rotation
+from metaphrase.modeling.stacks import CACHE_NAME, CACHE_NAMES
 from metaphrase.ops.linear_and_dropout import is_hooked
 
 logger = logging.getLogger(__name__)

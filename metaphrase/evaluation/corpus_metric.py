@@ -32,6 +32,5 @@ class CorpusMetric(evaluate.Metric):
         )
 
     def _compute(self, predictions: Sequence[str], references: References, **options) -> dict[str, Any]:
-        return compute_metrics(predictions, references, [self.config_name], {self.config_name: options})[
-            self.config_name
-        ]
+        results = compute_metrics(predictions, references, [self.config_name], {self.config_name: options})
+        return results[self.config_name]

@@ -187,10 +187,6 @@ class ValidationSample:
         self.sources = chosen["source"][:]
         self.references = tokenizers.as_decoded(chosen["target"][:])
 
-    def check(self, what: str) -> None:
-        """Refuse a sample that has no score, as `TaskScores.check`."""
-        self.scores.check(self.references, self.tasks, what)
-
     def __call__(self, decoded: list[list[int]], labels: list[list[int]]) -> dict[str, float]:
         """Return the scores of generated ids by name, and scores of a task under `<task>_<name>`.
 

@@ -1,5 +1,6 @@
 """Scores of a corpus: BLEU, chrF, TER, ROUGE, exact match, WER and CER, with intervals by sacreBLEU."""
 
+import copy
 import json
 import os
 import unicodedata
@@ -50,19 +51,6 @@ class Ratio:
         return Signature({"num_refs": 1})
 
 
-class _Known:
-    """Metric of sacreBLEU that takes statistics in place of outputs. So no test computes them again."""
-
-    def __init__(self, scorer: Any):
-        self._scorer = scorer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scorer, name)
-
-    def _extract_corpus_statistics(self, statistics: np.ndarray, references: None) -> np.ndarray:
-        return statistics
-
-
 @dataclass(frozen=True)
 class SegmentStatistics:
     """Numbers of each segment whose sums give a corpus score, with its signature, and details for `metrics.json`.
@@ -80,18 +68,6 @@ class SegmentStatistics:
         rows = self.rows if indices is None else [self.rows[index] for index in indices]
         return float(self.scorer._aggregate_and_compute(rows).score)
 
-    def interval(self, num_samples: int = NUM_BOOTSTRAP_SAMPLES) -> dict[str, Any]:
-        """Return the 95 % interval under sacreBLEU's names; empty if it would need more than `MAX_RESAMPLED_BYTES`.
-
-        `confidence_mean` is the mean over the resamples, and `confidence_var` half of the width of the interval.
-        """
-        num_values = num_samples * len(self.rows) * (len(self.rows[0]) + 2)
-        if num_samples < 2 or 4 * num_values > MAX_RESAMPLED_BYTES:
-            return {}
-        [result], seed = bootstrap({"": self}, num_samples)
-        facts = {"confidence_mean": float(result.mean), "confidence_var": float(result.ci)}
-        return facts | {"bs": num_samples, "seed": seed}
-
 
 def bootstrap(systems: Mapping[str, SegmentStatistics], num_samples: int) -> tuple[list[Result], str]:
     """Test each system against the first one by the paired bootstrap of sacreBLEU, and find the interval of each.
@@ -99,10 +75,12 @@ def bootstrap(systems: Mapping[str, SegmentStatistics], num_samples: int) -> tup
     Returns:
         A result for each system, and the seed: 12345, or the environment variable `SACREBLEU_SEED`.
     """
-    scorer = next(iter(systems.values())).scorer
+    scorer = copy.copy(next(iter(systems.values())).scorer)
+    # The test gets statistics in place of outputs, and need not compute them again.
+    scorer._extract_corpus_statistics = lambda statistics, _: statistics
     # Products of floats are fast. The sums are the same: all counts are whole numbers below 2**53.
     rows = [(name, np.asarray(segments.rows, dtype=np.float64)) for name, segments in systems.items()]
-    signatures, results = PairedTest(rows, {"score": _Known(scorer)}, None, "bs", num_samples)()
+    signatures, results = PairedTest(rows, {"score": scorer}, None, "bs", num_samples)()
     [(name, signature)] = signatures.items()
     return results[name], signature.info["seed"]
 
@@ -280,7 +258,9 @@ def compute_metrics(
         references: One text, or a list of texts, for each example.
         names: Keys of `METRICS`.
         options: Keyword arguments of a score by its name: `{"bleu": {"tokenize": "none"}}`.
-        num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
+        num_bootstrap_samples: Resamples for the 95 % interval of each score, under sacreBLEU's names: `confidence_mean` is the
+            mean over the resamples, and `confidence_var` half of the width. There is no interval for 0 resamples, or if they
+            need more than `MAX_RESAMPLED_BYTES`.
 
     Raises:
         MetaphraseError: If a name is unknown, or the corpora are empty or differ in length.
@@ -295,7 +275,11 @@ def compute_metrics(
     for name in names:
         segments = METRICS[name].segments(predictions, references, **(options or {}).get(name, {}))
         results[name] = {"score": segments.score(), **segments.details, "signature": segments.signature}
-        results[name] |= segments.interval(num_bootstrap_samples)
+        num_values = num_bootstrap_samples * len(segments.rows) * (len(segments.rows[0]) + 2)
+        if num_bootstrap_samples > 1 and 4 * num_values <= MAX_RESAMPLED_BYTES:
+            [interval], seed = bootstrap({"": segments}, num_bootstrap_samples)
+            results[name] |= {"confidence_mean": float(interval.mean), "confidence_var": float(interval.ci)}
+            results[name] |= {"bs": num_bootstrap_samples, "seed": seed}
     return results
 
 

@@ -12,12 +12,12 @@ from transformers.generation import GenerationMode
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import progress_bar
+from metaphrase.modeling.pipelines import override_lengths
 from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.generation_options import (
     GENERATION_OPTIONS,
     check_options,
     length_limits,
-    override_lengths,
     resolve_settings,
     use_floats,
 )

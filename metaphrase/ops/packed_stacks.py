@@ -3,21 +3,16 @@
 import functools
 
 import torch
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.modeling.compat import CACHE_NAME
 from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
-from metaphrase.modeling.layers import (
-    MetaphraseAttention,
-    PositionEmbeddings,
-    combine_bias,
-    eager_attention_forward,
-    repeat_key_value,
-)
+from metaphrase.modeling.layers import MetaphraseAttention, PositionEmbeddings, combine_bias, eager_attention_forward
 from metaphrase.modeling.operators import acceleration
 from metaphrase.modeling.stacks import (
+    CACHE_NAME,
     MetaphraseDecoder,
     MetaphraseEncoder,
     MetaphrasePreTrainedModel,
@@ -246,7 +241,7 @@ def packed_attention(
     softcap = attention.options.get("softcap")
     if packing.kernel == "reference":
         return eager_attention_forward(attention, query, key, value, mask, attention.scaling, dropout, softcap)
-    key, value = (repeat_key_value(states, attention.num_key_value_groups) for states in (key, value))
+    key, value = (repeat_kv(states, attention.num_key_value_groups) for states in (key, value))
     if packing.kernel == "varlen":
         return varlen_attention(query, key, value, packing, attention.scaling), None
     kernel = window_attention if packing.kernel == "window" else grid_attention

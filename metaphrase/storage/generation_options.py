@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from metaphrase.errors import MetaphraseError
 
 
-class GenerationOption(NamedTuple):
+class Option(NamedTuple):
     """A number from `low` to `high`, a truth value, or with the type `str` one of true, false and never."""
 
     type: type
@@ -23,40 +23,34 @@ class GenerationOption(NamedTuple):
 # A larger length or beam would fill the memory.
 _MAX_LENGTH, _MAX_BEAMS = 2**20, 10_000
 _LAST_ID = 2**31 - 1
-GENERATION_OPTIONS: dict[str, GenerationOption] = {
-    "max_length": GenerationOption(int, "maximum tokens of a target", 0, _MAX_LENGTH),
-    "max_new_tokens": GenerationOption(int, "maximum tokens of a target, without the start token", 0, _MAX_LENGTH),
-    "min_length": GenerationOption(int, "minimum tokens of a target", 0, _MAX_LENGTH),
-    "min_new_tokens": GenerationOption(int, "minimum tokens of a target, without the start token", 0, _MAX_LENGTH),
-    "num_beams": GenerationOption(int, "beam size; 1 is greedy search or sampling", 1, _MAX_BEAMS),
-    "length_penalty": GenerationOption(float, "exponent of the length that divides the score of a beam", -10, 10),
-    "early_stopping": GenerationOption(
+GENERATION_OPTIONS: dict[str, Option] = {
+    "max_length": Option(int, "maximum tokens of a target", 0, _MAX_LENGTH),
+    "max_new_tokens": Option(int, "maximum tokens of a target, without the start token", 0, _MAX_LENGTH),
+    "min_length": Option(int, "minimum tokens of a target", 0, _MAX_LENGTH),
+    "min_new_tokens": Option(int, "minimum tokens of a target, without the start token", 0, _MAX_LENGTH),
+    "num_beams": Option(int, "beam size; 1 is greedy search or sampling", 1, _MAX_BEAMS),
+    "length_penalty": Option(float, "exponent of the length that divides the score of a beam", -10, 10),
+    "early_stopping": Option(
         str, "stop a sentence at num_beams finished candidates; never: stop when no better candidate is possible"
     ),
-    "do_sample": GenerationOption(bool, "sample instead of taking the most probable token"),
+    "do_sample": Option(bool, "sample instead of taking the most probable token"),
     # With smaller or larger values, scores of float32 overflow or become equal.
-    "temperature": GenerationOption(float, "divide the logits by this value before sampling", 1e-9, 1e9),
-    "top_k": GenerationOption(int, "sample from the k most probable tokens", 0, _LAST_ID),
-    "top_p": GenerationOption(
+    "temperature": Option(float, "divide the logits by this value before sampling", 1e-9, 1e9),
+    "top_k": Option(int, "sample from the k most probable tokens", 0, _LAST_ID),
+    "top_p": Option(
         float, "sample from the most probable tokens with this total probability (nucleus sampling)", 1e-9, 1
     ),
-    "min_p": GenerationOption(float, "sample from tokens with at least this share of the highest probability", 0, 1),
-    "typical_p": GenerationOption(float, "sample from the most typical tokens with this total probability", 1e-9, 1),
-    "epsilon_cutoff": GenerationOption(float, "sample from tokens with at least this probability", 0, 1 - 1e-9),
-    "eta_cutoff": GenerationOption(
-        float, "as epsilon_cutoff, with a lower threshold for a flat distribution", 0, 1 - 1e-9
-    ),
-    "top_h": GenerationOption(
-        float, "sample from the most probable tokens with at most this share of the entropy", 0, 1
-    ),
-    "repetition_penalty": GenerationOption(float, "divide the scores of earlier tokens by this value", 1e-3, 1e3),
-    "no_repeat_ngram_size": GenerationOption(int, "forbid to repeat an n-gram of this size", 0, _LAST_ID),
-    "renormalize_logits": GenerationOption(
-        bool, "normalize the probabilities after the other options have changed them"
-    ),
-    "forced_bos_token_id": GenerationOption(int, "id of the first token of every target, such as a language"),
-    "forced_eos_token_id": GenerationOption(int, "id of the last token of a target at the length limit"),
-    "num_return_sequences": GenerationOption(int, "number of targets for each source", 1, _MAX_BEAMS),
+    "min_p": Option(float, "sample from tokens with at least this share of the highest probability", 0, 1),
+    "typical_p": Option(float, "sample from the most typical tokens with this total probability", 1e-9, 1),
+    "epsilon_cutoff": Option(float, "sample from tokens with at least this probability", 0, 1 - 1e-9),
+    "eta_cutoff": Option(float, "as epsilon_cutoff, with a lower threshold for a flat distribution", 0, 1 - 1e-9),
+    "top_h": Option(float, "sample from the most probable tokens with at most this share of the entropy", 0, 1),
+    "repetition_penalty": Option(float, "divide the scores of earlier tokens by this value", 1e-3, 1e3),
+    "no_repeat_ngram_size": Option(int, "forbid to repeat an n-gram of this size", 0, _LAST_ID),
+    "renormalize_logits": Option(bool, "normalize the probabilities after the other options have changed them"),
+    "forced_bos_token_id": Option(int, "id of the first token of every target, such as a language"),
+    "forced_eos_token_id": Option(int, "id of the last token of a target at the length limit"),
+    "num_return_sequences": Option(int, "number of targets for each source", 1, _MAX_BEAMS),
 }
 # Options that turn sampling on.
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
@@ -95,19 +89,6 @@ def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
         beams = {} if "num_beams" in chosen else {"num_beams": 1}
         return {**options, "do_sample": True, **beams}
     return dict(options)
-
-
-def override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the new tokens to None if only the length is given, and the other way round, to override the model's settings.
-
-    Without this, `generate()` prefers new tokens in any setting, and warns in each batch.
-    """
-    options = dict(options)
-    for names in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-        for name, counterpart in (names, names[::-1]):
-            if options.get(name) is not None:
-                options.setdefault(counterpart, None)
-    return options
 
 
 def use_floats(settings: MutableMapping[str, Any]) -> None:

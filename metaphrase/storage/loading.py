@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.errors import MetaphraseError
@@ -31,8 +31,8 @@ def check_model_folder(folder: str | os.PathLike) -> None:
     folder = Path(folder)
     path, generation_path = folder / CONFIG_NAME, folder / GENERATION_CONFIG_NAME
     fields, generation = read_fields(path) or {}, read_fields(generation_path) or {}
-    for file, settings in ((path, fields), (generation_path, generation)):
-        check_options(settings, f" in {str(file)!r}")
+    check_options(fields, f" in {str(path)!r}")
+    check_options(generation, f" in {str(generation_path)!r}")
     for name in _TOKENIZER_FILES:
         # transformers names no file in its error.
         read_fields(folder / name)
@@ -47,21 +47,18 @@ def check_model_folder(folder: str | os.PathLike) -> None:
         # These classes raise all kinds of errors for values of another type, some with several lines.
         text = " ".join(str(error).split())
         raise MetaphraseError(f"{str(file)!r} must hold usable fields: {type(error).__name__}: {text}") from error
-    if config is not None:
-        _check_ids(path, {name: getattr(config, name, None) for name in _IDS}, config)
-        _check_ids(generation_path, generation, config)
-
-
-def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse ids that are no rows of the target embedding. With such an end of sequence, no target would end."""
+    if config is None:
+        return
+    # An id that is no row of the target embedding would never be written, and no target would end.
     names = ("decoder_vocab_size", "tgt_vocab_size", "vocab_size")
     size = next((size for name in names if (size := getattr(config, name, None)) is not None), 2**31)
-    for name in _IDS:
-        ids = settings.get(name)
+    settings = [(path, name, getattr(config, name, None)) for name in _IDS]
+    settings += [(generation_path, name, generation.get(name)) for name in _IDS]
+    for file, name, ids in settings:
         for index in ids if isinstance(ids, list) else [ids] if ids is not None else []:
             if not isinstance(index, int) or not 0 <= index < size:
                 raise MetaphraseError(
-                    f"`{name}` in {str(path)!r} must be an id of the vocabulary, from 0 to {size - 1}, got {ids!r}."
+                    f"`{name}` in {str(file)!r} must be an id of the vocabulary, from 0 to {size - 1}, got {ids!r}."
                 )
 
 

@@ -318,7 +318,8 @@ def make_trainer(
         sample = ValidationSample(validation, most, bool(recipe.tasks), data.tokenizers, scores)
         is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
         if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
-            sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
+            what = "validation targets" if most is None else f"validation targets of `max_decoded_samples` {most}"
+            scores.check(sample.references, sample.tasks, what)
     if recipe.freeze and recipe.freeze_steps is not None:
         callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
     callbacks.append(TrainingAlerts(scores.metrics))

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tiny_models import CROSSED, DESIGNS, padding_mask, random_batch, tiny_model
+from tiny_models import CROSSED, DESIGNS, RECURRENT, padding_mask, random_batch, tiny_model
 from transformers.utils.generic import TransformersKwargs
 
 from metaphrase.modeling import MetaphraseEncoderModel, MetaphraseForConditionalGeneration, MetaphraseModel
@@ -109,10 +109,10 @@ def test_embeddings_equal_ids(design):
     assert torch.equal(outputs.logits, expected.logits) and torch.equal(outputs.loss, expected.loss)
 
 
-@pytest.mark.parametrize("design", CROSSED)
+@pytest.mark.parametrize("design", CROSSED | RECURRENT)
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_batched_equals_alone(design, padding):
-    model = tiny_model(**CROSSED[design], encoder_layers=1, decoder_layers=2)
+    model = tiny_model(**(CROSSED | RECURRENT)[design] | {"encoder_layers": 1, "decoder_layers": 2})
     inputs = random_batch(model.config, padding=padding)
     # Padding has random ids. No token may see them.
     inputs["input_ids"] = random_batch(model.config, padding=None)["input_ids"]

@@ -75,18 +75,18 @@ def test_none_is_filled_in(fields, field, expected):
     assert {name: getattr(config, name) for name in (*fields, field)} == fields | {field: expected}
 
 
-def head_sizes(config):
-    return config.num_key_value_heads, config.head_dim
-
-
-def test_head_sizes_of_two_different_stacks_stay_none(tmp_path):
-    config = tiny_config(decoder_attention_heads=2)
+def test_sizes_of_two_different_stacks_stay_none(tmp_path):
+    fields = {"decoder_attention_heads": 2, "decoder_layers": 3}
+    config = tiny_config(**fields)
     config.save_pretrained(tmp_path)
-    assert head_sizes(config) == head_sizes(MetaphraseConfig.from_pretrained(tmp_path)) == (None, None)
-    assert head_sizes(config.get_text_config(decoder=True)) == (2, 16)
-    assert head_sizes(config.get_text_config(encoder=True)) == (4, 8)
+    encoder, decoder = config.get_text_config(encoder=True), config.get_text_config(decoder=True)
+    sizes = [
+        (part.num_key_value_heads, part.head_dim, part.num_hidden_layers, part.num_attention_heads)
+        for part in (config, MetaphraseConfig.from_pretrained(tmp_path), encoder, decoder)
+    ]
+    assert sizes == [(None, None, 2, 4)] * 2 + [(4, 8, 2, 4), (2, 16, 3, 2)]
     # The rotary embedding of a model works on a configuration of its own.
-    assert tiny_model(decoder_attention_heads=2).config == config
+    assert tiny_model(**fields).config == config
 
 
 RELATIVE, SEPARATE = {"position_embedding_type": "relative"}, {"share_embeddings": False}

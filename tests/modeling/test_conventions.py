@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 import torch
-from tiny_models import DESIGNS, random_batch, tiny_config, tiny_model
+from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
+from metaphrase.modeling.stacks import CACHE_NAME, CACHE_NAMES
 
 NEW_TOKENS = 4
 UNEVEN = {"decoder_attention_heads": 2, "decoder_layers": 3}
@@ -51,15 +51,6 @@ def test_caches_have_the_shape_of_the_configuration(design):
     assert shapes_of(getattr(dynamic, CACHE_NAME).cross_attention_cache) == expected_shapes(model.config, 3, 7)
 
 
-def test_stacks_of_one_shape_share_the_configuration():
-    config = tiny_config(encoder_ffn_dim=40, decoder_ffn_dim=40)
-    assert config.get_text_config() is config.get_text_config(decoder=True) is config.get_text_config(encoder=True)
-    config = tiny_config(**UNEVEN)
-    encoder, decoder = config.get_text_config(encoder=True), config.get_text_config(decoder=True)
-    assert (encoder.num_hidden_layers, encoder.num_attention_heads) == (2, 4)
-    assert (decoder.num_hidden_layers, decoder.num_attention_heads) == (3, 2)
-
-
 # The cache by either name
 
 
@@ -89,11 +80,6 @@ def test_a_cache_is_read_by_either_name(part, name):
         torch.testing.assert_close(output[0][:, 0], whole[:, index], rtol=1e-5, atol=1e-5)
     assert getattr(output, CACHE_NAME) is cache and cache.get_seq_length() == targets.shape[1]
     assert name in inspect.signature(called.forward).parameters
-
-
-def test_what_is_not_to_be_gathered_in_evaluation_and_not_to_be_moved_has_both_names():
-    model = tiny_model()
-    assert set(CACHE_NAMES) == set(model.config.keys_to_ignore_at_inference) == set(model._skip_keys_device_placement)
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)

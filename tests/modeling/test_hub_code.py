@@ -171,13 +171,7 @@ def test_model_of_an_earlier_version_gives_its_results_with_the_package(tmp_path
         assert ids.tolist() == expected[name].tolist()
 
 
-def test_what_travels_is_small():
-    assert len(FLAT_FILES) <= 10
-    travelling = [path for path in SOURCES if path.name in FLAT_FILES]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in travelling) <= 2_200
-
-
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "compat.py"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_private_name_of_torch_or_transformers_is_read(path):
     """An attribute with an underscore is read from `self`, `cls` or `super()` alone: their own, or a hook of the base class."""
     private = [

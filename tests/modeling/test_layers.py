@@ -43,44 +43,28 @@ def test_rms_norm_computes_in_float32(dtype):
     torch.testing.assert_close(norm(states), expected.to(dtype), atol=0, rtol=1e-2)
 
 
-# Attention, against loops over heads and tokens
+# Attention, against that of torch
 
 
-def make_attention(heads=4, seed=0, is_causal=False, is_cross=False, dtype=torch.float32, **fields):
+def make_attention(is_cross, **fields):
     """An attention in evaluation mode with weights so large that it is far from uniform."""
-    defaults = {"hidden_size": 16, "encoder_attention_heads": heads, "decoder_attention_heads": heads}
-    defaults |= {"position_embedding_type": "none", "attention_bias": False}
-    config = tiny_config(**(defaults | fields))
+    config = tiny_config(**{"hidden_size": 16, "position_embedding_type": "none", "attention_bias": False} | fields)
     config._attn_implementation = "eager"
-    torch.manual_seed(seed)
-    source_size = config.hidden_size if is_cross else None
-    attention = MetaphraseAttention(config, config.stack_sizes("decoder"), 0, is_causal, source_size)
+    attention = MetaphraseAttention(config, config.stack_sizes("decoder"), 0, source_size=16 if is_cross else None)
     for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return attention.eval().to(dtype)
+        nn.init.normal_(parameter, std=0.5)
+    return attention.eval()
 
 
-def attend_by_loops(attention, states, encoder_output=None, scale=None):
-    """Compute attention for one head and one query at a time."""
-    encoder_output = states if encoder_output is None else encoder_output
-    head_dim, groups = attention.head_dim, attention.num_key_value_groups
-    scale = head_dim**-0.5 if scale is None else scale
-    query, key, value = attention.q_proj(states), attention.k_proj(encoder_output), attention.v_proj(encoder_output)
+def attend_by_torch(attention, states, read, scale):
+    query, key, value = (
+        projection(inputs).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for projection, inputs in ((attention.q_proj, states), (attention.k_proj, read), (attention.v_proj, read))
+    )
     if attention.config.qk_norm:
-        query, key = (
-            norm(projected.unflatten(-1, (-1, head_dim))).flatten(-2)
-            for norm, projected in ((attention.q_norm, query), (attention.k_norm, key))
-        )
-    output = torch.zeros(query.shape)
-    for row in range(states.shape[0]):
-        for head in range(query.shape[-1] // head_dim):
-            head_columns = slice(head * head_dim, (head + 1) * head_dim)
-            shared = slice(head // groups * head_dim, (head // groups + 1) * head_dim)
-            for token in range(states.shape[1]):
-                vector = query[row, token, head_columns]
-                scores = torch.stack([vector @ row_key for row_key in key[row, :, shared]]) * scale
-                output[row, token, head_columns] = scores.softmax(-1) @ value[row, :, shared]
-    return attention.o_proj(output)
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    output = nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    return attention.o_proj(output.transpose(1, 2).flatten(2))
 
 
 @torch.no_grad()
@@ -97,12 +81,12 @@ def attend_by_loops(attention, states, encoder_output=None, scale=None):
     ],
     ids=str,
 )
-def test_attention_equals_loops(is_cross, fields):
+def test_attention_equals_that_of_torch(is_cross, fields):
     attention = make_attention(is_cross=is_cross, **fields)
     states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     output, weights = attention(states, encoder_hidden_states=encoder_output if is_cross else None)
-    scale = fields.get("attention_scale")
-    expected = attend_by_loops(attention, states, encoder_output if is_cross else None, scale)
+    read = encoder_output if is_cross else states
+    expected = attend_by_torch(attention, states, read, fields.get("attention_scale"))
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
     assert weights.shape == (2, 4, 3, 5 if is_cross else 3)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 3))

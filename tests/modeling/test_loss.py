@@ -254,6 +254,7 @@ CALLED = {
     "hooked": lambda model: model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.tanh()),
     "brought from elsewhere by accelerate": lambda model: add_hook_to_module(model.lm_head, Watch()),
     "clamped in float16": clamped,
+    "capped": lambda model: setattr(model.config, "final_logit_softcapping", 2.0),
 }
 
 

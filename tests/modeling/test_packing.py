@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
-from tiny_models import DESIGNS, tiny_model
+from tiny_models import ALTERNATING, DESIGNS, MERGED, POSITIONS, RECURRENT, tiny_model
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.stacks import MetaphrasePreTrainedModel
@@ -26,11 +26,15 @@ def padded(config):
     }
 
 
+ALL_DESIGNS = DESIGNS | RECURRENT | {"merged": MERGED}
+ALL_DESIGNS |= {f"windows_{kind}": ALTERNATING | POSITIONS[kind] for kind in ("rotary", "relative", "alibi")}
+
+
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("design", ALL_DESIGNS)
 def test_packed_rows_have_the_loss_the_logits_and_the_gradients_of_padded_ones(design, kernel):
     # Larger weights make gradients so steep that the order of additions alone moves them by more than the tolerance.
-    model = tiny_model(attn_implementation="eager", **DESIGNS[design] | {"initializer_range": 0.2})
+    model = tiny_model(attn_implementation="eager", **ALL_DESIGNS[design] | {"initializer_range": 0.2})
     expected, expected_gradients = gradients(model, padded(model.config))
     if design != "soft_caps":
         model.set_attn_implementation(kernel)

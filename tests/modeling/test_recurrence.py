@@ -2,53 +2,18 @@
 
 import pytest
 import torch
-from packed_rows import assert_close, gradients, packed, ragged_pairs
 from tiny_generator import SOURCES as TEXTS
 from tiny_generator import tiny_generator
-from tiny_models import random_sources, tiny_model
+from tiny_models import RECURRENT, SSRU, random_sources, tiny_model
 from transformers import GenerationMixin
 
 from metaphrase.conversion.onnx.export import find_obstacles
 from metaphrase.inference import Generator
-from metaphrase.modeling.layers import scan
-
-SSRU = {"decoder_self_attention": "ssru"}
-# Marian's students, and our design.
-DESIGNS = [
-    SSRU
-    | {"position_embedding_type": "sinusoidal", "norm_type": "layernorm", "norm_position": "post", "decoder_layers": 3},
-    SSRU | {"position_embedding_type": "rotary", "qk_norm": True, "num_key_value_heads": 2},
-    SSRU | {"position_embedding_type": "learned", "decoder_hidden_size": 24, "share_embeddings": False},
-]
 
 
 def recurrent_generator():
     generator = tiny_generator()
     return Generator(tiny_model(**SSRU, **generator.tokenizers.config_fields()), generator.tokenizers)
-
-
-def plain_scan(factors, inputs):
-    state, states = torch.zeros_like(inputs[:, 0]), []
-    for factor, value in zip(factors.unbind(1), inputs.unbind(1), strict=True):
-        state = factor * state + value
-        states.append(state)
-    return torch.stack(states, dim=1)
-
-
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 65])
-def test_a_scan_has_the_states_and_gradients_of_a_plain_recurrence(length):
-    factors, inputs, weights = torch.rand(2, length, 5), torch.randn(2, length, 5), torch.randn(2, length, 5)
-    results = []
-    for run in (lambda *leaves: scan(*leaves, length), plain_scan):
-        leaves = [states.clone().requires_grad_() for states in (factors, inputs)]
-        states = run(*leaves)
-        (states * weights).sum().backward()
-        results.append(
-            [states.detach(), *(torch.zeros(1) if leaf.grad is None else leaf.grad for leaf in leaves[::-1])]
-        )
-    # With one token there is no factor to learn.
-    for actual, expected in list(zip(*results, strict=True))[: 2 if length == 1 else 3]:
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def plain_output(ssru, states):
@@ -61,10 +26,11 @@ def plain_output(ssru, states):
     return torch.stack(outputs, dim=1)
 
 
-def test_the_layer_computes_the_formulas_of_the_paper():
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 65])
+def test_the_layer_computes_the_formulas_of_the_paper(length):
     ssru = tiny_model(**SSRU).get_decoder().layers[0].self_attn
     torch.nn.init.normal_(ssru.forget_proj.bias)
-    results, states, weights = [], torch.randn(3, 11, 32), torch.randn(3, 11, 32)
+    results, states, weights = [], torch.randn(3, length, 32), torch.randn(3, length, 32)
     for run in (lambda states: ssru(states)[0], lambda states: plain_output(ssru, states)):
         ssru.zero_grad()
         leaf = states.clone().requires_grad_()
@@ -75,32 +41,12 @@ def test_the_layer_computes_the_formulas_of_the_paper():
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fields", DESIGNS, ids=["post", "pre", "learned"])
-def test_packed_rows_have_the_logits_and_gradients_of_padded_rows(fields):
-    model = tiny_model(initializer_range=0.2, **fields)
-    sources, targets = ragged_pairs(model.config)
-    pad = lambda rows, value: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)  # noqa: E731
-    inputs = {"input_ids": pad(sources, 0), "labels": pad(targets, -100)}
-    inputs["attention_mask"] = pad([torch.ones_like(row) for row in sources], 0)
-    expected, expected_gradients = gradients(model, inputs)
-    output, actual_gradients = gradients(model, packed(model.config))
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
-    assert_close(actual_gradients, expected_gradients)
-    logits = [model(input_ids=s[None], labels=t[None]).logits[0] for s, t in zip(sources, targets, strict=True)]
-    torch.testing.assert_close(output.logits[0], torch.cat(logits), rtol=1e-4, atol=1e-4)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("fields", DESIGNS, ids=["post", "pre", "learned"])
-def test_padding_on_the_left_and_a_cache_change_no_logits(fields):
+@pytest.mark.parametrize("fields", RECURRENT.values(), ids=RECURRENT)
+def test_a_cache_changes_no_logits(fields):
     model = tiny_model(**fields)
     sources, targets = random_sources(model.config, batch=2), torch.randint(3, 30, (2, 9))
     expected = model(**sources, decoder_input_ids=targets).logits
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[:, :3] = 0
-    padded = torch.cat((torch.full((2, 3), 4), targets), dim=1)
-    actual = model(**sources, decoder_input_ids=padded, decoder_attention_mask=mask).logits[:, 3:]
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     cache, logits = None, []
     for part in targets.split([4, 1, 1, 3], dim=1):
         output = model(**sources, decoder_input_ids=part, past_key_values=cache, use_cache=True)
@@ -119,7 +65,7 @@ def test_padding_on_the_left_and_a_cache_change_no_logits(fields):
     ],
     ids=["greedy", "beams", "several targets", "prompt"],
 )
-@pytest.mark.parametrize("fields", DESIGNS, ids=["post", "pre", "learned"])
+@pytest.mark.parametrize("fields", RECURRENT.values(), ids=RECURRENT)
 def test_fast_searches_write_the_tokens_of_transformers(fields, options):
     model = tiny_model(**fields)
     # With many end tokens, rows end at different steps.

@@ -52,14 +52,11 @@ def test_loaded_model_is_the_saved_one(design, tmp_path, warned):
 def test_every_class_loads_from_the_folder_of_the_whole_model(model_class, design, tmp_path, warned):
     whole = tiny_model(**DESIGNS[design])
     whole.save_pretrained(tmp_path)
-    auto_class = {
-        MetaphraseForConditionalGeneration: AutoModelForSeq2SeqLM,
-        MetaphraseModel: AutoModel,
-        MetaphraseEncoderModel: AutoModelForTextEncoding,
+    auto_class, part = {
+        MetaphraseForConditionalGeneration: (AutoModelForSeq2SeqLM, whole),
+        MetaphraseModel: (AutoModel, whole.model),
+        MetaphraseEncoderModel: (AutoModelForTextEncoding, whole.model.encoder),
     }[model_class]
-    part = {MetaphraseForConditionalGeneration: whole, MetaphraseModel: whole.model}.get(
-        model_class, whole.model.encoder
-    )
     for loader in (model_class, auto_class):
         loaded, info = loader.from_pretrained(tmp_path, output_loading_info=True)
         assert type(loaded) is model_class
@@ -136,9 +133,3 @@ def test_loading_in_bfloat16_keeps_the_tables_exact(design, tmp_path):
     buffers = dict(loaded.named_buffers())
     for name, buffer in model.named_buffers():
         assert torch.equal(buffers[name], buffer), name
-    inputs = random_batch(model.config)
-    with torch.no_grad():
-        # The same weights in full precision tell the error of the arithmetic from that of rounded weights.
-        expected = copy.deepcopy(loaded).float()(**inputs).logits
-        difference = (loaded(**inputs).logits.float() - expected).norm() / expected.norm()
-    assert 0 < difference < 0.2

@@ -132,6 +132,13 @@ def test_existing_repository_and_other_branch(hub, folder, capsys):
     assert len(hub.commits) == 4
 
 
+def test_large_files_go_to_their_own_store(hub, folder):
+    hub.lfs_suffixes = (".safetensors",)
+    execute(push, push_words(folder))
+    weights = (folder / "model.safetensors").read_bytes()
+    assert list(hub.objects.values()) == [weights] and hub.commits[0][2]["model.safetensors"] == weights
+
+
 def test_dry_run_tells_all_and_does_nothing(folder, monkeypatch, capsys):
     def refuse(*arguments, **options):
         raise AssertionError("a dry run must not use the network")

@@ -47,6 +47,11 @@ class HubHandler(QuietHandler):
             return self.answer(200, {"id": repo_id, "private": repository.get("visibility") == "private"})
         self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
 
+    def do_PUT(self):
+        hub, body = self.read()
+        hub.objects[self.path.rsplit("/", 1)[1]] = body
+        self.answer(200)
+
     def do_POST(self):
         hub, body = self.read()
         if hub.refusal is not None:
@@ -62,7 +67,15 @@ class HubHandler(QuietHandler):
             return self.answer(200, {"errors": [], "warnings": []})
         if "/preupload/" in self.path:
             files = [file | {"uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            for file in files:
+                if file["path"].endswith(hub.lfs_suffixes):
+                    file["uploadMode"] = "lfs"
             return self.answer(200, {"files": files})
+        if self.path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for entry in objects:
+                entry["actions"] = {"upload": {"href": f"{hub.url}/store/{entry['oid']}", "header": {}}}
+            return self.answer(200, {"transfer": "basic", "objects": objects})
         if "/branch/" in self.path:
             hub.branches.append(self.path.rsplit("/", 1)[1])
             return self.answer(201)
@@ -80,9 +93,15 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.calls, self.repositories, self.commits, self.branches, self.refusal = [], {}, [], [], None
+        # Files with these endings are uploaded alone, by LFS, and not with the commit.
+        self.objects, self.lfs_suffixes = {}, ()
 
     def commit(self, lines, repo_id, branch):
-        files = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines[1:]}
+        values = [line["value"] for line in lines[1:]]
+        files = {
+            value["path"]: self.objects[value["oid"]] if "oid" in value else base64.b64decode(value["content"])
+            for value in values
+        }
         self.commits.append((branch, lines[0]["value"]["summary"], files))
         oid = hashlib.sha1(repr(sorted(files)).encode()).hexdigest()
         return {"commitUrl": f"{self.url}/{repo_id}/commit/{oid}", "commitOid": oid}

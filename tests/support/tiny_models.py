@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import STACKS
 
 POSITIONS: dict[str, dict] = {
     "sinusoidal": {"position_embedding_type": "sinusoidal"},
@@ -77,6 +78,18 @@ DESIGNS: dict[str, dict] = {
     "soft_caps": _NORMS_AROUND | _DEEP_DECODER | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
 }
 DESIGNS = {name: POSITIONS.get(name, POSITIONS["rotary"]) | fields for name, fields in DESIGNS.items()}
+# Every other layer with windows: one token to the left and three to the right of a source token, four of a target.
+WINDOWS = {"encoder_window": [1, 3], "decoder_window": 4}
+ALTERNATING = WINDOWS | {f"{stack}_layer_types": ["sliding_attention", "full_attention"] for stack in STACKS}
+# The design of T5Gemma 2.
+MERGED = ALTERNATING | {"merged_attention": True, "sliding_rope_theta": 50.0, "qk_norm": True}
+SSRU = {"decoder_self_attention": "ssru"}
+# Recurrences: Marian's students, our design, and learned positions.
+RECURRENT: dict[str, dict] = {
+    "ssru_post": SSRU | POSITIONS["sinusoidal"] | _POST_LAYERNORM | {"decoder_layers": 3},
+    "ssru_pre": SSRU | {"position_embedding_type": "rotary", "qk_norm": True, "num_key_value_heads": 2},
+    "ssru_learned": SSRU | POSITIONS["learned"] | {"decoder_hidden_size": 24, "share_embeddings": False},
+}
 
 
 def tiny_config(**overrides: Any) -> MetaphraseConfig:
