@@ -13,7 +13,7 @@ from metaphrase.data.pairs import PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
 from metaphrase.filtering.rules import RULES, FilterSettings
-from metaphrase.filtering.run import PairScorer, check_sample, filter_pairs, partial_path, sample_pairs
+from metaphrase.filtering.run import PairScorer, filter_pairs, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.scripts.parsers import given_options
@@ -163,8 +163,7 @@ def shortlist(arguments: argparse.Namespace) -> None:
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
     columns = given_options(arguments, ("source_column", "target_column"))
     source = PairSource(**dict(zip(names, files, strict=True)), **columns)
-    num_records, pairs = sample_pairs(source.records(), MAX_MAP_PAIRS)
-    check_sample(source, num_records, pairs)
+    num_records, pairs = sample_pairs(source.records(), MAX_MAP_PAIRS, source.name)
     logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
     tokenizers = TokenizerPair.from_pretrained(path.parent)
     sizes = {"num_per_token": arguments.num_per_token, "num_frequent": arguments.num_frequent}
