@@ -23,7 +23,6 @@ from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
     chosen_loading_options,
-    chosen_models,
     given_options,
 )
 from metaphrase.storage.folders import check_writable, read_fields
@@ -48,7 +47,7 @@ def main(arguments: argparse.Namespace) -> None:
     set_seed(arguments.seed)
     # `load_pairs` has added the prefix.
     loading = chosen_loading_options(arguments) | {"source_prefix": ""}
-    generator = Generator.from_pretrained(chosen_models(arguments), **loading)
+    generator = Generator.from_pretrained([arguments.model, *(arguments.ensemble or [])], **loading)
     if arguments.max_source_length is not None and arguments.source_prefix:
         check_source_length(arguments.max_source_length, generator.tokenizers, arguments.source_prefix)
     measured = describe(arguments, pairs, report, 1 + len(generator.members))
