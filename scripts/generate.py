@@ -125,11 +125,8 @@ def write_targets(
         if first_source:
             logger.info("Resuming %s at line %d.", arguments.output, first_source + 1)
             if arguments.input and os.path.getmtime(arguments.input) > os.path.getmtime(arguments.output):
-                logger.warning(
-                    "%s changed after the last line of %s was written. If lines changed that have their targets already, "
-                    "start again without --resume.",
-                    *(arguments.input, arguments.output),
-                )
+                text = "%s changed after the last line of %s was written. Without --resume, all lines get new targets."
+                logger.warning(text, arguments.input, arguments.output)
         started = time.perf_counter()
         records, written = itertools.tee(itertools.islice(records, start + first_source, stop))
         results = generator.generate_stream(
