@@ -105,7 +105,7 @@ def test_arguments_decide_precision_and_checkpoints(tmp_path):
     half = estimate_run(model, arguments_of(tmp_path, bf16=True), lengths)
     assert half.precision == AUTOCAST and half.state.cast_weights > 0
     again = estimate_run(model, arguments_of(tmp_path, gradient_checkpointing=True), lengths)
-    assert again.is_checkpointed and not half.is_checkpointed
+    assert again.activations.is_checkpointed and not half.activations.is_checkpointed
     arguments = arguments_of(tmp_path, bf16=True, fsdp=True)
     shared = estimate_run(model, arguments, lengths * 8, devices=8, on_accelerator=True)
     assert shared.precision == Precision(2, 2, True) and shared.state.cast_weights == 0

@@ -2,6 +2,7 @@
 
 import csv
 import time
+from unittest.mock import Mock
 
 import pytest
 from pronunciations import PRONUNCIATIONS
@@ -124,7 +125,7 @@ def test_trials_are_shortened_to_fit_into_the_time(data, tmp_path, monkeypatch):
 def test_a_killed_search_is_resumed(data, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Tuning, "_make_trainer", lambda self, trial: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(tuning, "make_trainer", Mock(side_effect=KeyboardInterrupt))
         search(data, folder, 2)
     with pytest.raises(ValueError, match=r"`output_dir` must not hold another search, got .* Pass --resume"):
         search(data, folder, 2)
