@@ -1,5 +1,3 @@
-"""Fixtures that all tests share."""
-
 import gc
 import os
 import shutil
@@ -17,7 +15,6 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Start every test from the same random state."""
     torch.manual_seed(0)
 
 
@@ -47,7 +44,6 @@ def same_environment():
 
 @pytest.fixture(scope="session")
 def server():
-    """Runs commands that are killed."""
     from killed_outputs import Server
 
     server = Server()
@@ -57,7 +53,6 @@ def server():
 
 @pytest.fixture
 def model():
-    """A small model for `pairs`."""
     from tiny_models import tiny_model
 
     return tiny_model(vocab_size=60)
@@ -86,19 +81,16 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A copy of the run folder of `MetaphraseTrainer`."""
     return shutil.copytree(runs["whole"], tmp_path / "run")
 
 
 @pytest.fixture
 def plain_run(runs, tmp_path):
-    """A copy of the run folder of a plain Trainer."""
     return shutil.copytree(runs["plain"], tmp_path / "plain")
 
 
 @pytest.fixture
 def generator():
-    """A tiny generator. Its outputs are arbitrary."""
     from tiny_generator import tiny_generator
 
     return tiny_generator()
@@ -106,7 +98,6 @@ def generator():
 
 @pytest.fixture
 def sources(generator):
-    """The token ids of `SOURCES`."""
     from tiny_generator import SOURCES
 
     return generator.tokenizers.encode_sources(SOURCES)
@@ -122,7 +113,6 @@ def generators():
 
 @pytest.fixture(scope="module")
 def model_folders(generators, tmp_path_factory):
-    """The folders of the saved `generators`, by the same keys."""
     from tiny_generator import save_generator
 
     root = tmp_path_factory.mktemp("generators")
@@ -157,7 +147,6 @@ def cli_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def other_cli_model(tmp_path_factory):
-    """The folder of a model like `cli_model` with other weights."""
     from tiny_generator import save_generator, tiny_generator
 
     return str(save_generator(tiny_generator(kind="byte", seed=1), tmp_path_factory.mktemp("cli") / "other"))
@@ -197,13 +186,11 @@ def corpus_folder(tmp_path_factory, corpus):
 
 @pytest.fixture
 def data(tmp_path, corpus_folder):
-    """A copy of `corpus_folder`."""
     return shutil.copytree(corpus_folder, tmp_path / "data")
 
 
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory):
-    """A folder with a saved BART, and the model."""
     from converted_models import bart_like, draw
 
     folder = tmp_path_factory.mktemp("bart") / "bart"

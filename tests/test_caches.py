@@ -1,5 +1,3 @@
-"""Tests of the caches: every cache, and none, gives the same tokens and logits."""
-
 import pytest
 import torch
 from tiny_models import CROSSED, DESIGNS, POSITIONS, padding_mask, random_batch, random_sources, tiny_model

@@ -1,5 +1,3 @@
-"""Tests of the search for a better recipe: its space, its trials, resumption, and the files that it leaves."""
-
 import csv
 import time
 from unittest.mock import Mock

@@ -148,6 +148,7 @@ def test_minimum_bayes_risk_writes_what_its_generator_does(cli_model, monkeypatc
         ("--overwrite --num_beams 2 --num_return_sequences 4", "num_return_sequences"),
         ("--overwrite --mbr_candidates 4 --num_return_sequences 3", "num_return_sequences"),
         ("--overwrite --must_contain=", "A phrase must be a text"),
+        ("--overwrite --chunk-size 0", "`chunk_size` must be at least 1, got 0."),
         ("--num_return_sequences 0 --n_best --resume", "num_return_sequences"),
         ("--overwrite --mbr_utility bleu", "`mbr_candidates` must be given with `mbr_utility`, got None and 'bleu'"),
         ("--overwrite --num_assistant_tokens 3", "`assistant_model` must be given with `num_assistant_tokens`"),

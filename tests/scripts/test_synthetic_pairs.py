@@ -1,5 +1,3 @@
-"""`metaphrase backtranslate` and `metaphrase distill`: what the pairs hold, candidates by their reference, kills, errors."""
-
 import json
 import signal
 
