@@ -57,12 +57,6 @@ def test_every_cache_gives_the_same_tokens(design, search):
         assert_same_text(generate(model, inputs, past_key_values=cache, **options), expected)
 
 
-def test_quantized_cache_is_refused():
-    model = tiny_model()
-    with pytest.raises(ValueError, match="does not support the quantized cache"):
-        generate(model, random_sources(model.config), cache_implementation="quantized", max_new_tokens=2)
-
-
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("design", DESIGNS)

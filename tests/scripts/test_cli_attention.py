@@ -64,11 +64,9 @@ WRONG_FOR_LINKS = (["--layer", "9"], ["--layer", "0", "--head", "9"], ["--layer"
         (["--source", " "], "A picture must show one sentence, got 0"),
         (["--source", "a", "--input", __file__], "`source` must be given as text or as a file, got both: 'a' and "),
         (["--source", "a", "--target", "b", "--target_input", __file__], "`target` must be given as text or as a file"),
-        (
-            ["--source", "a", "--target", "b", "--target", "c"],
-            "`sources` and `targets` must be equally many, got 1 and 2",
-        ),
+        (["--source", "a", "--target", "b", "--target", "c"], "`sources` and `targets` must be equally many, got 1"),
         (["--source", "a", "--target", "b", "--num_beams", "2"], "Generation options have no effect with a target"),
+        (["--source", "a", "--format", "pharaoh", "--output", "o.gz"], "`output` must not end in .gz"),
         *((["--source", "a", *LINKS, *words], "") for words in WRONG_FOR_LINKS),
     ],
 )

@@ -66,10 +66,7 @@ def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
     [
         (["a.txt", "--target", "test.de"], "`outputs` must be at least two files"),
         (["--names", "x", "x"], "and `names` one for each and different, got 'a.txt b.txt' and 'x x'."),
-        (
-            ["--target", "short.de"],
-            "`outputs` must have as many lines as `target`, got 5 in 'a.txt' and 2 in 'short.de'.",
-        ),
+        (["--target", "short.de"], "must have as many lines as `target`, got 5 in 'a.txt' and 2 in 'short.de'."),
         (["--target", "empty.de"], "`target` must have at least one line, got the empty file 'empty.de'."),
         (["--output", "r.txt"], "`output` must end in .json or .html, got 'r.txt'."),
         (["--output", "link.json"], "`output` must be another file than `outputs[1]`, got 'link.json' for both."),
