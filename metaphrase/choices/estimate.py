@@ -44,14 +44,10 @@ class RunEstimate:
     """Needs of a run. Bytes are those of one device, batches those of all devices. Tokens do not count padding.
 
     Attributes:
-        trained_parameters: Number of weights that are not frozen.
-        largest_batch: The batch that needs most memory.
-        activations: Bytes of that batch.
-        peak: Maximum bytes of a step.
-        other_peak: `peak` with checkpoints for a run without them, and the other way round.
+        largest_batch: The batch that needs most memory. `activations` are its bytes.
+        other_peak: `peak`, the maximum bytes of a step, with checkpoints for a run without them, and the other way round.
         padding_share: Share of computed cells that hold no token, from 0 to 1.
         hours: Duration of the run; None without a rate.
-        notes: Assumptions and omissions.
     """
 
     parameters: int
@@ -169,7 +165,6 @@ def estimate_run(
     """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
 
     Args:
-        model: An encoder-decoder of transformers.
         lengths: Tokens of source and target of each training pair, shape (pairs, 2).
         max_tokens_per_batch: Token budget per device; None for `per_device_train_batch_size` pairs.
         pad_to_multiple_of: Multiple that the collator rounds widths up to, if batches are not packed.
@@ -193,9 +188,8 @@ def estimate_run(
     source_tokens, target_tokens = map(int, read.sum(axis=0))
     computed = sum(shape.tokens for shape in shapes)
     steps_per_epoch = math.ceil(math.ceil(len(shapes) / sharding.devices) / arguments.gradient_accumulation_steps)
-    steps = passes = arguments.max_steps
-    if steps <= 0:
-        steps = passes = math.ceil(arguments.num_train_epochs * steps_per_epoch)
+    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * steps_per_epoch)
+    passes = steps
     if on_accelerator is None:
         on_accelerator = arguments.device.type != "cpu"
     stored = next(iter(model.parameters())).element_size()
@@ -211,8 +205,7 @@ def estimate_run(
         passes += max(0, steps - r_drop_start_step)
         shapes = [shape.repeated(2) for shape in shapes]
     optimizer, remark = optimizer_bytes(model, arguments)
-    accumulates = arguments.gradient_accumulation_steps > 1
-    state = estimate_states(model, optimizer, precision, sharding, accumulates)
+    state = estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
         lambda shape: shape.tokens,
@@ -287,9 +280,8 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     lengths = np.stack([np.asarray(train[side][:]) for side in LENGTH_COLUMNS], axis=1)
     with torch.device("meta"):
         model = make_model(recipe, data, with_weights=False)
-    if is_adapted(model):
-        # Adapters replace the layers that they wrap.
-        model = model.get_base_model()
+    # Adapters replace the layers that they wrap.
+    model = model.get_base_model() if is_adapted(model) else model
     rate = None
     if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
         rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
@@ -304,8 +296,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
         tokens_per_second=rate,
         staged=train if isinstance(train, StagedPairs) else None,
     )
-    objective = getattr(train, "objective", None)
-    if objective is not None and not objective.lengths_are_exact:
+    if (objective := getattr(train, "objective", None)) is not None and not objective.lengths_are_exact:
         note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
         estimate.notes.append(note)
     return estimate
@@ -330,7 +321,7 @@ def _measured_rate(
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
     loss_options = {"loss_of_states": TrainingLoss()} if smooths_labels(model) else {}
-    kind, rates, total = arguments.device.type, [], 0.0
+    kind, rates, begin = arguments.device.type, [], time.perf_counter()
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.
         pairs = [train[index] for index in planned[number % len(planned)]]
@@ -345,9 +336,8 @@ def _measured_rate(
         optimizer.zero_grad()
         if kind != "cpu":
             torch.accelerator.synchronize()
-        seconds = time.perf_counter() - start
-        total += seconds
-        rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / seconds)
-        if len(rates) > 3 and total > TIMED_SECONDS:
+        end = time.perf_counter()
+        rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / (end - start))
+        if len(rates) > 3 and end - begin > TIMED_SECONDS:
             break
     return statistics.median(rates[1:])

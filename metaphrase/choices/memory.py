@@ -92,7 +92,6 @@ class ActivationEstimate:
         kept_bytes: Bytes kept from the forward to the backward pass.
         loss_workspace: Further bytes of the loss, while all of these are there.
         backward_workspace: Maximum bytes of the backward pass of one layer; with checkpoints, the layer itself too.
-        is_checkpointed: True if layers are computed again in the backward pass.
     """
 
     kept_bytes: int

@@ -11,7 +11,6 @@ from typing import Any
 from metaphrase.errors import MetaphraseError
 from metaphrase.plugins import plugin
 from metaphrase.scripts.parsers import options
-from metaphrase.scripts.parsers.options import LOADING_OPTIONS
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.storage.hints import did_you_mean
 
@@ -142,7 +141,7 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
 
 def chosen_loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return arguments of `Generator.from_pretrained`."""
-    return given_options(arguments, LOADING_OPTIONS)
+    return given_options(arguments, (*options.LANGUAGES, *options.LOADING, *options.ENGINE))
 
 
 def chosen_generation_options(arguments: argparse.Namespace) -> dict[str, Any]:

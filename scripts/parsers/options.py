@@ -13,10 +13,6 @@ from metaphrase.storage.generation_options import GENERATION_OPTIONS
 
 # A parser, or a group of its options.
 Options = Any
-LOADING_OPTIONS = {
-    *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
-    *("batch_size", "max_tokens_per_batch", "engine", "use_vmap"),
-}
 
 
 def _check(is_valid: object, text: str, word: str) -> None:
@@ -126,6 +122,7 @@ _SHARED: dict[str, tuple] = {
     "max_shard_size": (str, "5GB", "maximum size of a file of weights, such as 500MB", {"metavar": "SIZE"}),
 }
 COLUMNS = ("source_column", "target_column")
+LANGUAGES = ("source_lang", "target_lang", "source_prefix")
 LOADING = ("device", "dtype", "max_source_length", "trust_remote_code")
 ENGINE = ("batch_size", "max_tokens_per_batch", "engine", "use_vmap")
 SCORING = ("bleu_tokenize", "lowercase")
@@ -153,7 +150,7 @@ def add_model(options: Options, name: str = "model", **settings: Any) -> None:
 def add_loaded_model(parser: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
     """Add a model that reads single texts, its languages, and how it is loaded."""
     add_model(parser, name, **settings)
-    add_shared(parser, "source_lang", "target_lang", "source_prefix")
+    add_shared(parser, *LANGUAGES)
     add_shared(parser.add_argument_group("loading"), *LOADING, "seed")
 
 
