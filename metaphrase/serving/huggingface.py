@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, TargetStream, cut_at
+from metaphrase.serving.service import Query, Service, cut_at, stream_target
 
 _OUTPUTS = {"translation": "translation_text", "summarization": "summary_text"}
 _OUTPUTS |= {"text2text-generation": "generated_text"}
@@ -54,8 +54,7 @@ def make_router(service: Service) -> APIRouter:
         model, path = service.find_model(body.model), request.url.path
         query = _read_query(body, parameters)
         if body.stream or path == _STREAM:
-            stream = TargetStream(service, model, query)
-            return stream_response(path, _events(service, model, stream, await stream.start()))
+            return await stream_response(path, _events(service, model, query))
         result = await service.answer(request, model, query)
         # Clients of all tasks post to the root.
         names = [_OUTPUTS[_PATHS[path]]] if path in _PATHS else dict.fromkeys([_OUTPUTS[model.task], "generated_text"])
@@ -86,17 +85,17 @@ def _read_query(body: Inputs, parameters: Parameters) -> Query:
     )
 
 
-async def _events(
-    service: Service, model: ServedModel, stream: TargetStream, pieces: AsyncIterator[str]
-) -> AsyncIterator[dict[str, Any]]:
+async def _events(service: Service, model: ServedModel, query: Query) -> AsyncIterator[dict[str, Any]]:
     """Yield one event for each piece, and one with the whole text."""
     texts = []
-    async for piece in pieces:
-        yield {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
-        texts.append(piece)
-    text = "".join(texts)
-    details = await _make_details(service, model, stream.query, [text], stream.is_finished)
-    yield {"index": len(texts), "token": _token("", True), "generated_text": text, "details": details}
+    async for piece, reason in stream_target(service, model, query):
+        if piece:
+            yield {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
+            texts.append(piece)
+        if reason is not None:
+            text = "".join(texts)
+            details = await _make_details(service, model, query, [text], reason == "stop")
+            yield {"index": len(texts), "token": _token("", True), "generated_text": text, "details": details}
 
 
 async def _make_details(

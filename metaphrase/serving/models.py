@@ -11,12 +11,11 @@ from urllib.parse import parse_qs
 import yaml
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import UploadFile
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
-from metaphrase.serving.batcher import Batcher, Ticket
+from metaphrase.serving.batcher import Batcher, QueuedGenerator, Ticket
 from metaphrase.storage.folders import members_of, read_fields
 from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization import set_languages
@@ -91,7 +90,7 @@ class ServedModel:
                 raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}, got {known}.")
         if self._codes and (source_lang or target_lang):
             generator, options = self._find_variant(self._spell(source_lang), self._spell(target_lang))
-        return self.batcher.queue(generator, ticket), options
+        return QueuedGenerator(generator, self.batcher, ticket), options
 
     def count_tokens(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[int, int]:
         """Return the numbers of tokens of sources and targets."""
@@ -152,8 +151,17 @@ def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[dict[
     """
     if len(codes) == 1:
         return [{codes[0]: 100.0}] * len(texts)
-    together = _identify(" ".join(texts), codes)
-    return [_identify(text, codes) if len(text) >= _LEAST_CHARACTERS else together for text in texts]
+
+    def identify(text: str) -> dict[str, float]:
+        # The identifier refuses lone surrogates.
+        results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
+        scores = {result["lang"]: result["score"] for result in results}
+        shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
+        total = sum(shares.values()) or 1.0
+        return {code: round(100 * shares[code] / total, 1) for code in sorted(codes, key=lambda code: -shares[code])}
+
+    together = identify(" ".join(texts))
+    return [identify(text) if len(text) >= _LEAST_CHARACTERS else together for text in texts]
 
 
 @functools.cache
@@ -164,19 +172,8 @@ def _load_identifier() -> Any:
     return LangDetector(LangDetectConfig(model="lite", max_input_length=_MOST_CHARACTERS))
 
 
-def _identify(text: str, codes: Sequence[str]) -> dict[str, float]:
-    # The identifier refuses lone surrogates.
-    results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
-    scores = {result["lang"]: result["score"] for result in results}
-    shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
-    total = sum(shares.values()) or 1.0
-    return {code: round(100 * shares[code] / total, 1) for code in sorted(codes, key=lambda code: -shares[code])}
-
-
 Fields = TypeVar("Fields", bound=BaseModel)
 _FORM = "application/x-www-form-urlencoded"
-# No API has so many fields. They bound the work for a form.
-_MAX_FORM_FIELDS = 100
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
@@ -199,21 +196,6 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
     if not isinstance(content, dict):
         raise MetaphraseError(f"The body must be an object with fields, got {type(content).__name__}.")
     return check_fields(content, fields)
-
-
-async def read_upload(request: Request, fields: type[Fields]) -> tuple[Fields, str, bytes]:
-    """Return the fields of a form with a file, and the name and the content of its field `file`.
-
-    Raises:
-        HTTPException: If the form is damaged or has more than one file.
-        MetaphraseError: If there is no file, or a field is missing or wrong.
-    """
-    async with request.form(max_files=1, max_fields=_MAX_FORM_FIELDS) as form:
-        file = form.get("file")
-        # RFC 7578 forbids `filename*`, so that a part with nothing else is no file.
-        if not isinstance(file, UploadFile) or not file.filename:
-            raise MetaphraseError("The body must be multipart/form-data with a `file` that has a `filename`, got none.")
-        return check_fields(form, fields), file.filename, await file.read()
 
 
 def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, TargetStream, cut_at
+from metaphrase.serving.service import Query, Service, cut_at, stream_target
 
 
 class Prompts(BaseModel):
@@ -60,10 +60,9 @@ def make_router(service: Service) -> APIRouter:
         frame = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "model": model.name}
         frame["created"] = int(time.time())
         if body.stream:
-            stream = TargetStream(service, model, query)
             with_usage = (body.stream_options or {}).get("include_usage", False)
-            events = _events(service, model, stream, await stream.start(), frame, with_usage)
-            return stream_response(request.url.path, events, "data: [DONE]\n\n")
+            events = _events(service, model, query, frame, with_usage)
+            return await stream_response(request.url.path, events, "data: [DONE]\n\n")
         result = await service.answer(request, model, query)
         targets = [target for row in result.targets for target in row]
         texts = [cut_at(target, query.stops) for target in targets]
@@ -112,21 +111,15 @@ def _read_query(body: Prompts) -> Query:
 
 
 async def _events(
-    service: Service,
-    model: ServedModel,
-    stream: TargetStream,
-    pieces: AsyncIterator[str],
-    frame: dict[str, Any],
-    with_usage: bool,
+    service: Service, model: ServedModel, query: Query, frame: dict[str, Any], with_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield one event for each piece, one for the end, and one for the usage."""
+    """Yield one event for each piece, and one for the usage."""
     texts = []
-    async for piece in pieces:
+    async for piece, reason in stream_target(service, model, query):
         texts.append(piece)
-        yield frame | {"choices": [_choice(piece, None)]}
-    yield frame | {"choices": [_choice("", "stop" if stream.is_finished else "length")]}
+        yield frame | {"choices": [_choice(piece, reason)]}
     if with_usage:
-        usage = await _count_usage(service, model, stream.query.texts, ["".join(texts)])
+        usage = await _count_usage(service, model, query.texts, ["".join(texts)])
         yield frame | {"choices": [], "usage": usage}
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 from fastapi import Request
@@ -52,13 +52,11 @@ class Query:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Targets of a request: for each source the best target and its alternatives."""
 
     targets: list[list[str]]
-    # Targets, or their sentences, that met the length limit.
-    num_unfinished: int
+    num_unfinished: int  # targets, or their sentences, that met the length limit
 
 
 class OverloadError(Exception):
@@ -182,9 +180,13 @@ class Service:
         except TimeoutError as error:
             raise OverloadError(str(error) or "The request took longer than the server allows.") from error
 
-    async def run(self, request: Request, function: Callable[[Ticket], Result], seed: int | None = None) -> Result:
-        """Run a function of a request's ticket in another thread. The ticket is cancelled when the client goes away."""
-        with self.admit(seed) as ticket:
+    async def run(self, request: Request, query: Query, function: Callable[[Ticket], Result]) -> Result:
+        """Check a query, and run a function of its ticket in another thread.
+
+        The ticket is cancelled when the client goes away.
+        """
+        check_query(query, self.limits)
+        with self.admit(query.seed) as ticket:
 
             async def watch() -> None:
                 # After the body, the only further message tells that the client has gone.
@@ -192,21 +194,19 @@ class Service:
                     pass
                 ticket.is_cancelled = True
 
+            def work() -> Result:
+                with self.text_work(query, ticket):
+                    return function(ticket)
+
             task = asyncio.create_task(watch())
             try:
-                return await self.run_in_thread(lambda: function(ticket))
+                return await self.run_in_thread(work)
             finally:
                 task.cancel()
 
     async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
         """Generate the targets of a request."""
-        check_query(query, self.limits)
-
-        def work(ticket: Ticket) -> Answer:
-            with self.text_work(query, ticket):
-                return answer(model, query, ticket)
-
-        return await self.run(request, work, query.seed)
+        return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
     async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
         """Translate texts, each by a model for its language, which is identified where the query has none.
@@ -240,13 +240,11 @@ class Service:
 
 def check_query(query: Query, limits: Limits) -> None:
     """Check a request before it waits. Raises `MetaphraseError` if a text or an option is beyond a limit."""
-    num_texts, num_characters = 1 if query.is_file else len(query.texts), sum(map(len, query.texts))
-    for name, count, most in (
-        ("texts", num_texts, limits.max_texts),
-        ("characters", num_characters, limits.max_text_characters),
-    ):
-        if count > most:
-            raise MetaphraseError(f"A request must have at most {most} {name}, got {count}.")
+    if (num_texts := 1 if query.is_file else len(query.texts)) > limits.max_texts:
+        raise MetaphraseError(f"A request must have at most {limits.max_texts} texts, got {num_texts}.")
+    if (num_characters := sum(map(len, query.texts))) > limits.max_text_characters:
+        most = limits.max_text_characters
+        raise MetaphraseError(f"A request must have at most {most} characters, got {num_characters}.")
     for name, value in query.options.items():
         if name not in CLIENT_OPTIONS or not isinstance(value, int | float):
             raise MetaphraseError(
@@ -320,61 +318,33 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-class TargetStream:
-    """The target of one text, sentence by sentence. In the end `is_finished` is False if a sentence met the length limit."""
+async def stream_target(service: Service, model: ServedModel, query: Query) -> AsyncIterator[tuple[str, str | None]]:
+    """Yield the target of one text, sentence by sentence, each with None.
 
-    def __init__(self, service: Service, model: ServedModel, query: Query):
-        """Check a request."""
-        check_query(query, service.limits)
-        if len(query.texts) != 1 or query.num_targets != 1:
-            raise MetaphraseError("A stream must have one text and one target.")
-        self.is_finished, self.query, self._service, self._model = True, query, service, model
-
-    async def start(self) -> AsyncIterator[str]:
-        """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own."""
-        pieces = cut_pieces(self._pieces(), self.query.stops)
-        first = await anext(pieces, "")
-
-        async def all_pieces() -> AsyncIterator[str]:
-            yield first
-            async for piece in pieces:
-                yield piece
-
-        return all_pieces()
-
-    async def _pieces(self) -> AsyncIterator[str]:
-        service, query = self._service, self.query
-        with service.admit(query.seed) as ticket:
-            generator, options, split_sentences = open_model(self._model, query, ticket)
-            options["num_return_sequences"] = 1
-
-            def split() -> Document:
-                with service.text_work(query, ticket):
-                    return split_texts([generator], query.texts, split_sentences)[0][0]
-
-            document = await service.run_in_thread(split)
-            lead, *gaps = document.layout
-            for sentence, gap in zip(document.sentences, gaps, strict=True):
-                [text] = await service.run_in_thread(functools.partial(generator.generate, [sentence], **options))
-                yield lead + text + gap
-                lead = ""
-            if lead:
-                yield lead
-            self.is_finished = not generator.num_unfinished
-
-
-async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str]) -> AsyncIterator[str]:
-    """Yield pieces up to the first of several strings."""
+    The last piece, which may be empty, has "stop", or "length" if a sentence met the length limit.
+    """
+    check_query(query, service.limits)
+    if len(query.texts) != 1 or query.num_targets != 1:
+        raise MetaphraseError("A stream must have one text and one target.")
     # A stop may begin in one piece and end in the next one.
-    num_held = max(max(map(len, stops), default=0) - 1, 0)
-    waiting = ""
-    async for piece in pieces:
-        waiting += piece
-        if (text := cut_at(waiting, stops)) != waiting:
-            yield text
-            return
-        if ready := waiting[: max(len(waiting) - num_held, 0)]:
-            yield ready
-            waiting = waiting[len(ready) :]
-    if waiting:
-        yield waiting
+    num_held = max(max(map(len, query.stops), default=0) - 1, 0)
+    with service.admit(query.seed) as ticket:
+        generator, options, split_sentences = open_model(model, query, ticket)
+        options["num_return_sequences"] = 1
+
+        def split() -> Document:
+            with service.text_work(query, ticket):
+                return split_texts([generator], query.texts, split_sentences)[0][0]
+
+        document = await service.run_in_thread(split)
+        waiting, *gaps = document.layout
+        for sentence, gap in zip(document.sentences, gaps, strict=True):
+            [text] = await service.run_in_thread(functools.partial(generator.generate, [sentence], **options))
+            waiting += text + gap
+            if (text := cut_at(waiting, query.stops)) != waiting:
+                yield text, "stop"
+                return
+            if ready := waiting[: max(len(waiting) - num_held, 0)]:
+                yield ready, None
+                waiting = waiting[len(ready) :]
+        yield cut_at(waiting, query.stops), "length" if generator.num_unfinished else "stop"

@@ -16,7 +16,7 @@ from tiny_generator import tiny_generator
 
 from metaphrase.scripts import serve
 from metaphrase.serving import Limits
-from metaphrase.serving.service import Query, TargetStream
+from metaphrase.serving.service import Query, stream_target
 from metaphrase.texts.whole_texts import TextDecoder
 
 SECRET = "a sentence that nobody else may read"
@@ -133,10 +133,11 @@ def test_stream_has_a_piece_for_each_sentence():
     service = upper_service()
 
     async def collect():
-        stream = TargetStream(service, service.find_model(None), Query(["  One cat. Two dogs.\n\n- a bird"]))
-        return [piece async for piece in await stream.start()], stream.is_finished
+        query = Query(["  One cat. Two dogs.\n\n- a bird"])
+        return [piece async for piece in stream_target(service, service.find_model(None), query)]
 
-    assert asyncio.run(collect()) == (["  ONE CAT. ", "TWO DOGS.\n\n- ", "A BIRD"], True)
+    pieces = ["  ONE CAT. ", "TWO DOGS.\n\n- ", "A BIRD"]
+    assert asyncio.run(collect()) == [*((piece, None) for piece in pieces), ("", "stop")]
     assert service.num_requests == 0
     service.batcher.close()
 
