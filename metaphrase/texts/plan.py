@@ -111,7 +111,55 @@ class Sentence:
             spans[atom] = span
         filled = list(spans.values())
         spans |= {atom: (_snap(links.find_gap(atom.start), filled),) * 2 for atom in self.atoms if atom not in spans}
-        return "".join(_Renderer(self, target, links, escape, spans).render_part(None, 0, len(target))), len(missing)
+        full = sorted((atom for atom in self.atoms if spans[atom][0] < spans[atom][1]), key=spans.get)
+        inner: dict[Element | None, list[Element | Atom]] = {}
+        for part in (*self.elements, *(atom for atom in self.atoms if spans[atom][0] == spans[atom][1])):
+            inner.setdefault(part.parent, []).append(part)
+
+        def find_span(element: Element, start: int, end: int) -> Span:
+            """Return the part of the target that an element encloses, between two offsets."""
+            span = links.find(element.start, element.end) or (links.find_gap(element.start),) * 2
+            own = [span, *(spans[atom] for atom in full if element in _elements_around(atom))]
+            atoms = [spans[atom] for atom in full]
+            first = _snap(min(start for start, _ in own), atoms, before=True)
+            last = _snap(max(end for _, end in own), atoms)
+            first = min(max(first, start), end) if element.opening else start
+            return first, min(max(last, first), end) if element.closing else end
+
+        def render_text(start: int, end: int) -> Iterator[str]:
+            """Yield a part of the target without elements. Atoms take the place of their spans."""
+            for atom in full:
+                first, last = spans[atom]
+                if start <= first and last <= end:
+                    yield escape(target[start:first])
+                    yield atom.output
+                    start = last
+            yield escape(target[start:end])
+
+        def rank(part: Element | Atom) -> int:
+            # An element that begins with the sentence is first, one that ends with it is last.
+            if isinstance(part, Atom) or (part.opening and part.closing):
+                return 1
+            return 0 if part.closing else 2
+
+        def render_part(parent: Element | None, start: int, end: int) -> Iterator[str]:
+            """Yield the markup of a part of the target, with the elements and the empty atoms directly inside `parent`."""
+            parts = inner.get(parent, [])
+            places = {part: spans[part] if isinstance(part, Atom) else find_span(part, start, end) for part in parts}
+            for part in sorted(parts, key=lambda part: (rank(part), places[part][0], part.start)):
+                first = min(max(places[part][0], start), end)
+                yield from render_text(start, first)
+                start = first
+                if isinstance(part, Atom):
+                    yield part.output
+                    continue
+                start = max(places[part][1], first)
+                yield part.opening
+                yield from render_part(part, first, start)
+                yield part.closing
+            yield from render_text(start, end)
+
+        return "".join(render_part(None, 0, len(target))), len(missing)
 
 
 def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
@@ -121,63 +169,6 @@ def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
 def _snap(offset: int, spans: Iterable[Span], before: bool = False) -> int:
     """Return an offset outside of all spans, since no tag may stand inside an atom: behind a span, or before it."""
     return next((start if before else end for start, end in spans if start < offset < end), offset)
-
-
-class _Renderer:
-    def __init__(
-        self, sentence: Sentence, target: str, links: Links, escape: Callable[[str], str], spans: dict[Atom, Span]
-    ):
-        self.target, self.links, self.escape, self.spans = target, links, escape, spans
-        self.atoms = [atom for atom in sentence.atoms if spans[atom][0] < spans[atom][1]]
-        self.inner: dict[Element | None, list[Element | Atom]] = {}
-        for part in (*sentence.elements, *(atom for atom in sentence.atoms if spans[atom][0] == spans[atom][1])):
-            self.inner.setdefault(part.parent, []).append(part)
-
-    def render_part(self, parent: Element | None, start: int, end: int) -> Iterator[str]:
-        """Yield the markup of a part of the target, with the elements and the empty atoms directly inside `parent`."""
-
-        def rank(part: Element | Atom) -> int:
-            # An element that begins with the sentence is first, one that ends with it is last.
-            if isinstance(part, Atom) or (part.opening and part.closing):
-                return 1
-            return 0 if part.closing else 2
-
-        spans = {}
-        for part in self.inner.get(parent, []):
-            spans[part] = self.spans[part] if isinstance(part, Atom) else self.find_span(part, start, end)
-        position = start
-        for part in sorted(spans, key=lambda part: (rank(part), spans[part][0], part.start)):
-            first = min(max(spans[part][0], position), end)
-            yield from self.render_text(position, first)
-            position = first
-            if isinstance(part, Atom):
-                yield part.output
-                continue
-            position = max(spans[part][1], first)
-            yield part.opening
-            yield from self.render_part(part, first, position)
-            yield part.closing
-        yield from self.render_text(position, end)
-
-    def find_span(self, element: Element, start: int, end: int) -> Span:
-        """Return the part of the target that an element encloses, between two offsets."""
-        span = self.links.find(element.start, element.end) or (self.links.find_gap(element.start),) * 2
-        inner = [self.spans[atom] for atom in self.atoms if element in _elements_around(atom)]
-        first, last = min([span[0], *(other[0] for other in inner)]), max([span[1], *(other[1] for other in inner)])
-        atoms = [self.spans[atom] for atom in self.atoms]
-        first, last = _snap(first, atoms, before=True), _snap(last, atoms)
-        first = min(max(first, start), end) if element.opening else start
-        return first, min(max(last, first), end) if element.closing else end
-
-    def render_text(self, start: int, end: int) -> Iterator[str]:
-        """Yield a part of the target without elements. Atoms take the place of their spans."""
-        for atom in sorted(self.atoms, key=self.spans.get):
-            first, last = self.spans[atom]
-            if start <= first and last <= end:
-                yield self.escape(self.target[start:first])
-                yield atom.output
-                start = last
-        yield self.escape(self.target[start:end])
 
 
 def _elements_around(part: Element | Atom) -> Iterator[Element]:
@@ -275,10 +266,6 @@ class TextPlan:
         borders = [0, *(offset for span in spans for offset in span), len(marked.text)]
         layout = [_render_gap(marked, atoms, tags, *gap) for gap in zip(borders[::2], borders[1::2], strict=True)]
         return cls(sentences, layout, marked)
-
-    def join(self, sentences: Sequence[str]) -> str:
-        """Return the markup with decoded sentences."""
-        return Document(layout=self.layout).join(sentences)
 
 
 def _find_spans(document: Document, atoms: Sequence[Atom]) -> list[Span]:

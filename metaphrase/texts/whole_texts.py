@@ -1,18 +1,18 @@
 """Decode whole texts, HTML, XML and files: sentences with layout, tags and terms; and by way of a third language."""
 
 import argparse
+import contextlib
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metaphrase.analysis.alignment import AttentionMap, aligned_layer, cross_attentions, membership
 from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.generator import Generator, ScoredText, TextStream, read_chunks
+from metaphrase.inference.generator import Document, Generator, ScoredText, TextStream, read_chunks
 from metaphrase.inference.line_files import OutputFile, read_lines
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.texts.documents import find_loop, split_texts
@@ -30,10 +30,10 @@ FORMATS = ("text", "html", "xml")
 FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 
 
-def read_file(path: Path, most_bytes: int | None = None) -> "Subtitles | WordFile":
+def read_file(path: Path, most_bytes: int = 256 * 2**20) -> "Subtitles | WordFile":
     """Read subtitles or a Word document, by the suffix. The `texts` are XML, in which a line break ends a line.
 
-    A document that unpacks to more than `most_bytes` is refused, by default 256 MB.
+    A document that unpacks to more than `most_bytes` is refused.
 
     Raises:
         ImportError: If a package for the format is missing.
@@ -45,7 +45,7 @@ def read_file(path: Path, most_bytes: int | None = None) -> "Subtitles | WordFil
     if suffix == ".docx":
         from metaphrase.texts.word_files import WordFile
 
-        file = WordFile(path) if most_bytes is None else WordFile(path, most_bytes)
+        file = WordFile(path, most_bytes)
     else:
         file = Subtitles.read(path)
     if not file.texts:
@@ -74,20 +74,16 @@ class TextDecoder:
         keep_tags: Collection[str] = (),
         has_lines: bool = False,
     ):
-        """Join the parts.
+        """Take the options. Tags and terms need a generator of one torch model, for the alignment.
 
         Args:
-            generator: Decodes the sentences. Tags and terms need one torch model, for the alignment.
-            terms: Parts that targets keep, and terms with a given translation.
+            keep_tags: Names of further elements whose content is no text to translate.
             has_lines: True if a line break in markup ends a line, as in plain text, and is no space.
         """
         if text_format not in FORMATS:
             raise MetaphraseError(f"`text_format` must be one of {', '.join(FORMATS)}, got {text_format!r}.")
-        self.generator = generator
-        self.text_format = text_format
-        self.split_sentences = split_sentences
-        self.terms = Terms() if terms is None else terms
-        self.keep_tags = keep_tags
+        self.generator, self.text_format, self.split_sentences = generator, text_format, split_sentences
+        self.terms, self.keep_tags = terms or Terms(), keep_tags
         self.has_lines = has_lines or text_format == "text"
         self.counts: Counter[str] = Counter()
         self.placed: list[str] = []
@@ -102,33 +98,30 @@ class TextDecoder:
         marked = [part for page in pages for part in page if isinstance(part, MarkedText)]
         parts = [part.text for part in marked]
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
-        self.counts["num_cut"] += num_cut
         plans = [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
         planned = [(plan, sentence) for plan in plans for sentence in plan.sentences]
         rows = iter(self._decode_sentences(planned, options))
-        targets = iter([plan.join([next(rows) for _ in plan.sentences]) for plan in plans])
+        targets = iter([Document(layout=plan.layout).join([next(rows) for _ in plan.sentences]) for plan in plans])
+        self.counts.update(num_cut=num_cut, num_sentences=len(planned))
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
     def _decode_sentences(self, planned: list[tuple[TextPlan, Sentence]], options: dict[str, Any]) -> list[str]:
-        sources = [sentence.text for _, sentence in planned]
+        sentences = [sentence for _, sentence in planned]
+        sources = [sentence.text for sentence in sentences]
         if self.text_format != "text":
             sources = [_SPACES.sub(" ", source) for source in sources]
         options = {**options, "end_loops": True}
         targets = self.generator.generate(sources, **options)
-        self.counts["num_sentences"] += len(sources)
-        for index, (_, sentence) in enumerate(planned):
-            targets[index] = self._mend(sentence, sources[index], targets[index], options)
-        aligned = [
-            index
-            for index, ((_, sentence), target) in enumerate(zip(planned, targets, strict=True))
-            if target.strip()
-            and (
-                sentence.elements or sentence.find_atoms(target)[1] or not all(atom.expected for atom in sentence.atoms)
-            )
-        ]
-        sentences, aligned_targets = [planned[i][1] for i in aligned], [targets[i] for i in aligned]
-        links = self.run_alone(lambda: self._align(sentences, aligned_targets)) if aligned else []
-        links, rendered = dict(zip(aligned, links, strict=True)), []
+        aligned = []
+        for index, sentence in enumerate(sentences):
+            target = targets[index] = self._mend(sentence, sources[index], targets[index], options)
+            has_tags = sentence.elements or not all(atom.expected for atom in sentence.atoms)
+            if target.strip() and (has_tags or sentence.find_atoms(target)[1]):
+                aligned.append(index)
+        links, rendered = {}, []
+        if aligned:
+            pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
+            links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True))
         for index, (plan, sentence) in enumerate(planned):
             text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), plan.marked.escape)
             self.counts["num_placed"] += num_placed
@@ -141,7 +134,12 @@ class TextDecoder:
         _, missing = sentence.find_atoms(target)
         if not missing or not is_metaphrase(self.generator.model) or options.get("do_sample"):
             return target
-        terms = [atom.expected for atom in sentence.atoms if atom.expected and self._can_write(atom.expected)]
+        terms = []
+        for atom in sentence.atoms:
+            # The alignment places and counts a term that the tokenizer has no tokens for.
+            with contextlib.suppress(MetaphraseError):
+                encode_phrase(self.generator.tokenizers.target, atom.expected)
+                terms.append(atom.expected)
         beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
         options = {**options, "must_contain": [*options.get("must_contain", []), *terms], "num_beams": beams}
         try:
@@ -158,14 +156,6 @@ class TextDecoder:
             return target
         self.counts["num_forced"] += 1
         return other
-
-    def _can_write(self, term: str) -> bool:
-        """Return True if the tokenizer has tokens for a term. Any other term is placed by the alignment, and counted."""
-        try:
-            encode_phrase(self.generator.tokenizers.target, term)
-        except ValueError:
-            return False
-        return True
 
     def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
         texts = [sentence.text for sentence in sentences]
@@ -251,7 +241,7 @@ def options_of_first(options: dict) -> dict:
 
 
 def generate_whole_texts(
-    arguments: argparse.Namespace, options: dict, load: Callable[..., AbstractContextManager]
+    arguments: argparse.Namespace, options: dict, load: Callable[..., contextlib.AbstractContextManager]
 ) -> None:
     """Write the target of a page, of a file of a known format, or of lines with terms, into the output, and log counts."""
     refused = {name: getattr(arguments, name) for name in ("ensemble", "mbr_candidates", "resume", "shard", "n_best")}
