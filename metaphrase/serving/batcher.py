@@ -106,9 +106,10 @@ class Batcher:
         self._random_lock = threading.Lock()
         self._searches: list[_Search] = []
         self._turns = itertools.cycle(_ORDERS)
-        # Sentences of each batch that is decoded, and 0 for a call.
+        # The numbers of sentences of the batches that are decoded, and the calls, the first of which runs.
         self._running: list[int] = []
-        self._num_calls, self._is_closed = 0, False
+        self._calls: list[object] = []
+        self._is_closed = False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
@@ -160,21 +161,15 @@ class Batcher:
         """Run a function, such as an alignment, while no thread decodes. Errors are those of `generate`."""
         with self._condition:
             # No other batch begins until the call ends.
-            self._num_calls += 1
+            self._calls.append(call := object())
         try:
             with self._condition:
-                if not self._condition.wait_for(lambda: not self._running, ticket.check()):
+                if not self._condition.wait_for(lambda: not self._running and self._calls[0] is call, ticket.check()):
                     raise TimeoutError
-                self._running.append(0)
-            try:
-                ticket.check()
-                return function()
-            finally:
-                with self._condition:
-                    self._running.remove(0)
+            return function()
         finally:
             with self._condition:
-                self._num_calls -= 1
+                self._calls.remove(call)
                 self._condition.notify_all()
 
     def _work(self) -> None:
@@ -224,7 +219,7 @@ class Batcher:
                 self._fail(search, error)
 
     def _has_turn(self) -> bool:
-        return not self._num_calls and bool(self._searches or self._is_closed)
+        return not self._calls and bool(self._searches or self._is_closed)
 
     def _has_share(self) -> bool:
         """Return True if a free thread would get its share of all sentences, or need not wait for more."""

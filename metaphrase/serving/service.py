@@ -80,9 +80,7 @@ class Service:
         if len(self.models) < len(models):
             names = ", ".join(model.name for model in models)
             raise MetaphraseError(f"Each model must have a name of its own, got {names}. Write NAME=FOLDER.")
-        self.batcher = batcher
-        self.limits = limits or Limits()
-        self.glossaries = dict(glossaries or {})
+        self.batcher, self.limits, self.glossaries = batcher, limits or Limits(), glossaries or {}
         self.keys = [key.encode() for key in api_keys]
         self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
@@ -247,14 +245,11 @@ def check_query(query: Query, limits: Limits) -> None:
         raise MetaphraseError(f"A request must have at most {most} characters, got {num_characters}.")
     for name, value in query.options.items():
         if name not in CLIENT_OPTIONS or not isinstance(value, int | float):
-            raise MetaphraseError(
-                f"An option must be one of {', '.join(CLIENT_OPTIONS)} with a number, true or false, got {name!r}: {value!r}."
-            )
+            known = f"{', '.join(CLIENT_OPTIONS)} with a number, true or false"
+            raise MetaphraseError(f"An option must be one of {known}, got {name!r}: {value!r}.")
     check_options(query.options)
-    lengths = ("max_new_tokens", "max_length", "min_length", "min_new_tokens")
-    largest = dict.fromkeys(lengths, limits.max_new_tokens_per_text)
-    largest |= dict.fromkeys(("num_beams", "num_return_sequences"), limits.max_beams)
-    for name, most in largest.items():
+    for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "num_beams", "num_return_sequences"):
+        most = limits.max_beams if name.startswith("num") else limits.max_new_tokens_per_text
         if query.options.get(name, 0) > most:
             raise MetaphraseError(f"`{name}` must be at most {most}, got {query.options[name]}.")
     if not isinstance(query.num_targets, int) or not 1 <= query.num_targets <= limits.max_beams:
@@ -277,26 +272,16 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
     if isinstance(model, Pivot):
         if query.terms:
             names = f"{model.first.name} and {model.second.name}"
-            raise MetaphraseError(
-                f"A glossary needs one model for both languages, got {names}. Leave the glossary out."
-            )
+            raise MetaphraseError(f"A glossary needs one model for both languages, got {names}. Leave it out.")
         first = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
         texts = [row[0] for row in first.targets]
         last = answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
         return Answer(last.targets, first.num_unfinished + last.num_unfinished)
     generator, options, split_sentences = open_model(model, query, ticket)
-    needs_decoder = query.text_format != "text" or bool(query.terms)
-    if query.num_targets > 1:
-        if needs_decoder:
-            raise MetaphraseError("Alternatives must be left out with markup and terms, got both.")
-        if not options.get("do_sample"):
-            # Each target needs a beam.
-            beams = options.get("num_beams") or generator.model.generation_config.num_beams or 1
-            options["num_beams"] = max(beams, query.num_targets)
-        options["num_return_sequences"] = query.num_targets
-        rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
-        targets = [[scored.text for scored in row] for row in rows]
-    elif needs_decoder or split_sentences:
+    has_marks = query.text_format != "text" or query.terms
+    if has_marks and query.num_targets > 1:
+        raise MetaphraseError("Alternatives must be left out with markup and terms, got both.")
+    if has_marks or (split_sentences and query.num_targets == 1):
         decoder = TextDecoder(
             generator,
             text_format=query.text_format,
@@ -308,7 +293,13 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
         decoder.run_alone = functools.partial(model.batcher.call, ticket)
         targets = [[text] for text in decoder.decode(query.texts, **options)]
     else:
-        targets = [[text] for text in generator.generate(query.texts, **options)]
+        if query.num_targets > 1 and not options.get("do_sample"):
+            # Each target needs a beam.
+            beams = options.get("num_beams") or generator.model.generation_config.num_beams or 1
+            options["num_beams"] = max(beams, query.num_targets)
+        options["num_return_sequences"] = query.num_targets
+        rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
+        targets = [[scored.text for scored in row] for row in rows]
     return Answer(targets, generator.num_unfinished)
 
 

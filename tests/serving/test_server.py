@@ -143,14 +143,15 @@ def test_stream_has_a_piece_for_each_sentence():
 
 
 def test_alignments_are_computed_while_nothing_is_decoded(monkeypatch):
-    service, running_calls, align = upper_service(tiny_generator()), [], TextDecoder._align
+    service, states, align = upper_service(tiny_generator()), [], TextDecoder._align
+    batcher = service.batcher
     monkeypatch.setattr(
-        TextDecoder, "_align", lambda *a: running_calls.append(list(service.batcher._running)) or align(*a)
+        TextDecoder, "_align", lambda *a: states.append((len(batcher._calls), len(batcher._running))) or align(*a)
     )
     with running(service) as address:
         body = {"q": "<b>the cat</b> sleeps", "source": "en", "target": "de", "format": "html"}
         assert post(address, "/translate", json=body).ok
-    assert running_calls == [[0]]
+    assert states == [(1, 0)]
 
 
 def test_failure_is_one_failed_request_without_its_text_in_the_log(caplog):
