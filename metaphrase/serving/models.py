@@ -44,7 +44,6 @@ class ServedModel:
     def __init__(
         self, name: str, generator: Generator, batcher: Batcher, *, languages: tuple[str, str] | None, task: str
     ):
-        """Take the attributes, and the `languages` of a model for one pair of source and target language."""
         if task not in TASKS:
             # A recipe may have any task.
             raise MetaphraseError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
@@ -54,7 +53,7 @@ class ServedModel:
             self._codes = codes_of_tokenizer(generator.tokenizers.source)
         sides = ([base_code(code)] for code in languages) if languages else (list(self._codes),) * 2
         self.source_languages, self.target_languages = sides
-        self._find_variant = functools.cache(self._make_variant)
+        self._variants: dict[tuple, tuple[Generator, dict[str, int]]] = {}
 
     @classmethod
     def from_pretrained(
@@ -78,33 +77,31 @@ class ServedModel:
         return cls(name or Path(path).resolve().name, generator, batcher, languages=languages, task=task)
 
     def open(
-        self, ticket: Ticket, source_lang: str | None = None, target_lang: str | None = None
+        self, ticket: Ticket, source_lang: str | None, target_lang: str | None
     ) -> tuple[Generator, dict[str, int]]:
         """Return a generator for one request, and the generation options for its target language.
 
         Codes of languages are those of `source_languages` and `target_languages`, or as the tokenizer spells them.
         """
-        generator, options = self.generator, {}
-        for code, known in ((source_lang, self.source_languages), (target_lang, self.target_languages)):
+        generator, options, pair = self.generator, {}, (source_lang, target_lang)
+        for code, known in zip(pair, (self.source_languages, self.target_languages), strict=True):
             if code and known and base_code(code) not in known:
                 raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}, got {known}.")
-        if self._codes and (source_lang or target_lang):
-            generator, options = self._find_variant(self._spell(source_lang), self._spell(target_lang))
+        if self._codes and any(pair):
+            spellings = (None, *self._codes.values())
+            pair = tuple(code if code in spellings else self._codes[base_code(code)] for code in pair)
+            if pair not in self._variants:
+                generator = copy.copy(generator)
+                # The languages are a state of the tokenizers.
+                generator.tokenizers = copy.deepcopy(generator.tokenizers)
+                self._variants[pair] = generator, set_languages(generator.tokenizers, *pair)
+            generator, options = self._variants[pair]
         return QueuedGenerator(generator, self.batcher, ticket), options
 
     def count_tokens(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[int, int]:
         """Return the numbers of tokens of sources and targets."""
         source_ids = self.generator.encode_uncut(list(sources))
         return sum(map(len, source_ids)), sum(map(len, self.generator.tokenizers.encode_targets(list(targets))))
-
-    def _spell(self, code: str | None) -> str | None:
-        return code if code is None or code in self._codes.values() else self._codes[base_code(code)]
-
-    def _make_variant(self, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:
-        generator = copy.copy(self.generator)
-        # The languages are a state of the tokenizers.
-        generator.tokenizers = copy.deepcopy(generator.tokenizers)
-        return generator, set_languages(generator.tokenizers, source, target)
 
 
 class Pivot(NamedTuple):

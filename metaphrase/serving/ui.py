@@ -109,9 +109,10 @@ def make_router(service: Service) -> APIRouter:
         """Return the words of a source and its target, and the attention from each target word to each source word."""
         body = await read_body(request, PairFields)
         model, pair = service.find_model(body.model), [body.source, body.target]
+        query = Query(pair, body.source_lang, body.target_lang)
 
         def work(ticket: Ticket) -> dict[str, Any]:
-            generator, _ = model.open(ticket, body.source_lang, body.target_lang)
+            generator, *_ = open_model(model, query, ticket)
             tokenizers = generator.tokenizers
             longest = max(map(len, tokenizers.encode_sources(pair[:1]) + tokenizers.encode_targets(pair[1:])))
             if longest > (most := _MAX_ATTENTION_TOKENS):
@@ -120,8 +121,6 @@ def make_router(service: Service) -> APIRouter:
             weights = word_weights(attention).astype(float).round(4).tolist()
             return {"source_words": attention.source_words, "target_words": attention.target_words, "weights": weights}
 
-        return await service.run(
-            request, Query(pair), lambda ticket: service.batcher.call(ticket, lambda: work(ticket))
-        )
+        return await service.run(request, query, lambda ticket: service.batcher.call(ticket, lambda: work(ticket)))
 
     return router
