@@ -47,7 +47,7 @@ def read_file(path: Path, most_bytes: int = 256 * 2**20) -> "Subtitles | WordFil
 
         file = WordFile(path, most_bytes)
     else:
-        file = Subtitles.read(path)
+        file = Subtitles(path)
     if not file.texts:
         raise MetaphraseError(f"A file must hold text to decode, got none in {str(path)!r}.")
     return file
