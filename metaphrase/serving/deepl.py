@@ -75,7 +75,7 @@ def make_router(service: Service) -> APIRouter:
         num_characters += sum(map(len, body.text))
         rows = []
         for text, [target], languages in zip(body.text, result.targets, confidences, strict=True):
-            row = {"detected_source_language": base_code(next(iter(languages))).upper(), "text": target}
+            row = {"detected_source_language": base_code(languages[0]["language"]).upper(), "text": target}
             rows.append(row | ({"billed_characters": len(text)} if body.show_billed_characters else {}))
         return JSONResponse({"translations": rows})
 

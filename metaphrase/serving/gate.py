@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
@@ -21,19 +22,13 @@ from metaphrase.serving.service import OverloadError, Service
 
 logger = logging.getLogger(__name__)
 
-# Paths without a key: no text goes there.
-PUBLIC_PATHS = (
-    *("/health", "/ui", "/ui/settings", "/docs", "/openapi.json"),
-    # LibreTranslate needs no key there.
-    "/languages",
-)
+# Paths without a key: no text goes there, and LibreTranslate needs no key for its languages.
+PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json", "/languages")
 # LibreTranslate's clients send the key in the body.
 BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")
 # Nobody can guess the name of a file there.
 DOWNLOAD_PATH = "/download_file/"
 WRONG_KEY = "The API key must be one of the server's."
-# Schemes of the header Authorization.
-_SCHEMES = ("bearer ", "deepl-auth-key ")
 FAILURE = "The server failed to answer this request."
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -204,5 +199,5 @@ def route_of(scope: Scope) -> str:
 
 def read_key(header: str) -> str | None:
     """Return the key in a header Authorization."""
-    scheme = next((scheme for scheme in _SCHEMES if header.lower().startswith(scheme)), None)
-    return None if scheme is None else header[len(scheme) :].strip()
+    match = re.match(r"(?:bearer|deepl-auth-key) (.*)", header, re.IGNORECASE)
+    return match and match[1].strip()

@@ -5,7 +5,7 @@ import reprlib
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -36,23 +36,20 @@ class Text(BaseModel):
     api_key: str | None = None
 
 
-class Texts(BaseModel):
-    """Body of a request for translations."""
-
-    q: str | list[str]
-    source: str
-    target: str
-    format: Literal["text", "html"] | None = None
-    alternatives: int = Field(0, ge=0)
-    api_key: str | None = None
-
-
 class File(BaseModel):
     """Form of a request for the translation of a file, beside the file."""
 
     source: str
     target: str
     api_key: str | None = None
+
+
+class Texts(File):
+    """Body of a request for translations."""
+
+    q: str | list[str]
+    format: Literal["text", "html"] | None = None
+    alternatives: int = Field(0, ge=0)
 
 
 def make_router(service: Service) -> APIRouter:
@@ -89,7 +86,7 @@ def make_router(service: Service) -> APIRouter:
         result, confidences = await service.translate(request, query)
         fields = {"translatedText": [row[0] for row in result.targets]}
         if source is None:
-            fields["detectedLanguage"] = [list_confidences(row)[0] for row in confidences]
+            fields["detectedLanguage"] = [row[0] for row in confidences]
         if body.alternatives:
             # Two sentences may give the same text.
             fields["alternatives"] = [
@@ -158,7 +155,7 @@ def make_router(service: Service) -> APIRouter:
         body = await read_body(request, Text)
         check_key(request, body.api_key)
         [confidences] = await service.run_in_thread(lambda: identify_languages([body.q], codes))
-        return JSONResponse(list_confidences(confidences))
+        return JSONResponse(confidences)
 
     @router.get("/languages")
     async def languages() -> Response:
@@ -166,8 +163,3 @@ def make_router(service: Service) -> APIRouter:
         return JSONResponse(rows)
 
     return router
-
-
-def list_confidences(confidences: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the confidence of each language as LibreTranslate writes them."""
-    return [{"confidence": confidence, "language": code} for code, confidence in confidences.items()]

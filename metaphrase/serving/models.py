@@ -141,21 +141,22 @@ def codes_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {base_code(token): token for token in sorted(spellings, reverse=True) if not token.startswith("<")}
 
 
-def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[dict[str, float]]:
-    """Return the confidence of each language for each text, from 0 to 100, the highest first.
+def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Return for each text the confidence of each language, from 0 to 100, the highest first, as LibreTranslate writes it.
 
     All texts together tell the language of a short one. The identifier is fastText's small model.
     """
     if len(codes) == 1:
-        return [{codes[0]: 100.0}] * len(texts)
+        return [[{"confidence": 100.0, "language": codes[0]}]] * len(texts)
 
-    def identify(text: str) -> dict[str, float]:
+    def identify(text: str) -> list[dict[str, Any]]:
         # The identifier refuses lone surrogates.
         results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
         scores = {result["lang"]: result["score"] for result in results}
         shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
         total = sum(shares.values()) or 1.0
-        return {code: round(100 * shares[code] / total, 1) for code in sorted(codes, key=lambda code: -shares[code])}
+        best = sorted(codes, key=lambda code: -shares[code])
+        return [{"confidence": round(100 * shares[code] / total, 1), "language": code} for code in best]
 
     together = identify(" ".join(texts))
     return [identify(text) if len(text) >= _LEAST_CHARACTERS else together for text in texts]

@@ -206,27 +206,23 @@ class Service:
         """Generate the targets of a request."""
         return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
-    async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
+    async def translate(self, request: Request, query: Query) -> tuple[Answer, list[list[dict[str, Any]]]]:
         """Translate texts, each by a model for its language, which is identified where the query has none.
 
-        Returns the targets, and the confidence of each source language for each text, as `identify_languages`.
+        Returns the targets, and the source languages of each text, as `identify_languages`.
         """
         check_query(query, self.limits)
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
-            languages = [{query.source_lang: 100.0}] * len(query.texts)
+            languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
         else:
             target, pairs = base_code(query.target_lang), self.targets_by_source
             sources = [source for source in pairs if target in pairs[source]]
 
-            def identify() -> list[dict[str, float]]:
-                texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
-                if query.is_file:
-                    return identify_languages([" ".join(texts)], sources) * len(texts)
-                return identify_languages(texts, sources)
-
-            languages = await self.run_in_thread(identify)
-        best, targets, num_unfinished = [next(iter(row)) for row in languages], {}, 0
+            texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
+            texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
+            languages = await self.run_in_thread(lambda: identify_languages(texts, sources) * count)
+        best, targets, num_unfinished = [row[0]["language"] for row in languages], {}, 0
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
             part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])

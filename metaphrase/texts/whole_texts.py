@@ -24,6 +24,10 @@ from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_of
 if TYPE_CHECKING:
     from metaphrase.texts.word_files import WordFile
 
+logger = logging.getLogger(__name__)
+
+# Sentences with a term that attention put in, which the log shows.
+_MAX_SHOWN = 10
 # A line break of markup is a space.
 _SPACES = re.compile(r"[ \t\r\n\f]+")
 FORMATS = ("text", "html", "xml")
@@ -148,9 +152,8 @@ class TextDecoder:
             # The terms do not fit into the length, or other options rule them out. The alignment places and counts them.
             return target
         # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
-        growth = sum(
-            len(find_words(atom.expected)) - len(find_words(sentence.text[atom.start : atom.end])) for atom in missing
-        )
+        words = [(find_words(atom.expected), find_words(sentence.text[atom.start : atom.end])) for atom in missing]
+        growth = sum(len(own) - len(of_source) for own, of_source in words)
         is_longer = len(find_words(other)) > len(find_words(target)) + max(growth, 0)
         if is_longer or len(sentence.find_atoms(other)[1]) == len(missing) or find_loop(source, other):
             return target
@@ -190,11 +193,6 @@ def _find_links(generator: Generator, attention: AttentionMap) -> Links:
     return Links(*words, [index if flag else None for index, flag in zip(best, is_word, strict=True)])
 
 
-logger = logging.getLogger(__name__)
-
-MAX_SHOWN = 10
-
-
 class PivotGenerator(TextStream):
     """Two generators, of which the second one reads the targets of the first: German to English, then English to French."""
 
@@ -202,21 +200,18 @@ class PivotGenerator(TextStream):
         self.generators = [first, second]
 
     def num_targets(self, **options) -> int:
-        """Return the number of candidates of a source with these options."""
         return self.generators[1].num_targets(**options)
 
     def generate_stream(
         self, lines: Iterable[str], *, split_sentences: bool | str = False, chunk_size: int, **options
     ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of the second generator, as `Generator.generate_stream` does."""
         first, second = self.generators
-        shown = {**options, "return_scores": False, "risk": None, "show_progress": False}
-        rows = first.generate_stream(
-            lines, split_sentences=split_sentences, chunk_size=chunk_size, **options_of_first(shown)
-        )
+        own = options_of_first(options) | {"return_scores": False, "risk": None, "show_progress": False}
+        rows = first.generate_stream(lines, split_sentences=split_sentences, chunk_size=chunk_size, **own)
+        sources = (row[0].text for row in rows)
         # A language of `split_sentences` is that of the input.
-        sources, is_split = (row[0].text for row in rows), bool(split_sentences)
-        return second.generate_stream(sources, split_sentences=is_split, chunk_size=chunk_size, **options)
+        options |= {"split_sentences": bool(split_sentences), "chunk_size": chunk_size}
+        return second.generate_stream(sources, **options)
 
     def log_counts(self, num_sources: int) -> None:
         for generator in self.generators:
@@ -228,9 +223,7 @@ def load_pivot(arguments: argparse.Namespace, loading: dict[str, Any]) -> PivotG
     names = ("ensemble", "assistant_model", "glossary", "source_lang", "target_lang", "source_prefix")
     refused = {name: getattr(arguments, name) for name in names} | {"num_processes": arguments.num_processes > 1}
     if names := [name for name, value in refused.items() if value]:
-        raise MetaphraseError(
-            f"`{names[0]}` must be left out with `pivot`, which has two models for a pair of languages each."
-        )
+        raise MetaphraseError(f"`{names[0]}` must be left out with `pivot`, which has two models of a pair each.")
     return PivotGenerator(*(Generator.from_pretrained([n], **loading) for n in (arguments.model, arguments.pivot)))
 
 
@@ -262,18 +255,13 @@ def generate_whole_texts(
     if is_page:
         lines = iter(["\n".join(lines)])
     split_sentences = arguments.split_sentences or is_page or file is not None
+    layout = {"text_format": arguments.format if file is None else "xml", "has_lines": file is not None}
     with load(arguments, options) as generator:
-        # A language of `--split_sentences` is that of the input.
-        decoders = [
-            TextDecoder(
-                part,
-                text_format=arguments.format if file is None else "xml",
-                split_sentences=split_sentences if number == 0 else bool(split_sentences),
-                terms=terms,
-                has_lines=file is not None,
-            )
-            for number, part in enumerate(getattr(generator, "generators", [generator]))
-        ]
+        decoders = []
+        for part in getattr(generator, "generators", [generator]):
+            decoders.append(TextDecoder(part, terms=terms, split_sentences=split_sentences, **layout))
+            # A language of `--split_sentences` is that of the input.
+            split_sentences = bool(split_sentences)
 
         def generate(texts: list[str]) -> list[str]:
             for decoder in decoders[:-1]:
@@ -301,5 +289,5 @@ def generate_whole_texts(
     ):
         if counts[name]:
             logger.warning(text, counts[name])
-    for sentence in [sentence for decoder in decoders for sentence in decoder.placed][:MAX_SHOWN]:
+    for sentence in [sentence for decoder in decoders for sentence in decoder.placed][:_MAX_SHOWN]:
         logger.warning("  %s", sentence)
