@@ -7,7 +7,7 @@ from pathlib import Path
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Document
-from metaphrase.texts.markup import Atom, Element, MarkedText, Tag
+from metaphrase.texts.markup import Atom, Element, MarkedText
 
 Span = tuple[int, int]
 # A character of a script without spaces is a word of its own.
@@ -190,21 +190,17 @@ class Terms:
     """Patterns that stay as they are, and terms with a given translation."""
 
     def __init__(self, keep: Iterable[str] = (), glossary: Mapping[str, str] | None = None):
-        """Compile patterns and terms.
+        """Compile patterns and terms. Raises `MetaphraseError` if an expression is wrong or a term is blank.
 
         Args:
             keep: Names of `PATTERNS`, or regular expressions.
             glossary: Target term by source term. A source term in lower case is found in any case.
-
-        Raises:
-            MetaphraseError: If an expression is wrong or a term is blank.
         """
         try:
             self._patterns = [re.compile(PATTERNS.get(pattern, pattern)) for pattern in keep]
         except re.error as error:
-            raise MetaphraseError(
-                f"`keep` must have names of {', '.join(PATTERNS)}, or expressions: {error}."
-            ) from error
+            names = ", ".join(PATTERNS)
+            raise MetaphraseError(f"`keep` must have names of {names}, or expressions: {error}.") from error
         self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
         if wrong := [entry for entry in self._terms.items() if not all(entry)]:
             raise MetaphraseError(f"`glossary` must have a source and a target in each entry, got {wrong[0]}.")
@@ -234,53 +230,11 @@ def read_glossary(path: str | Path) -> dict[str, str]:
     """Read a file with a source term, a tab and a target term on each line; `MetaphraseError` for another number of columns."""
     rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     if wrong := [row for row in rows if len(row) != 2]:
-        raise MetaphraseError(
-            f"`glossary` must have lines of a source term, a tab and a target term, got {wrong[0]} in {path}."
-        )
+        raise MetaphraseError(f"`glossary` must have two columns, source and target term, got {wrong[0]} in {path}.")
     return dict(rows)
 
 
 _Claim = tuple[Element | Atom, bool]  # owner, and True for its closing tag
-
-
-@dataclass(frozen=True)
-class TextPlan:
-    """Sentences to decode with the tags and the atoms inside; the layout around them; and the text that they come from."""
-
-    sentences: list[Sentence]
-    layout: list[str]
-    marked: MarkedText
-
-    @classmethod
-    def of(cls, marked: MarkedText, document: Document, terms: Terms) -> "TextPlan":
-        """Give each tag and each atom to a sentence, or to the layout.
-
-        A tag at the border of a sentence belongs to the layout, unless its element covers a part of that sentence alone. Of an
-        element that covers several sentences, each sentence has the tags that stand inside it.
-        """
-        atoms = terms.find(marked)
-        spans = _find_spans(document, atoms)
-        claims: set[_Claim] = set()
-        sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
-        tags = [tag for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
-        borders = [0, *(offset for span in spans for offset in span), len(marked.text)]
-        layout = [_render_gap(marked, atoms, tags, *gap) for gap in zip(borders[::2], borders[1::2], strict=True)]
-        return cls(sentences, layout, marked)
-
-
-def _find_spans(document: Document, atoms: Sequence[Atom]) -> list[Span]:
-    """Return the offsets of sentences, joined and extended so that each atom is inside a sentence or outside of all."""
-    offset, spans = len(document.layout[0]), []
-    for sentence, gap in zip(document.sentences, document.layout[1:], strict=True):
-        start, end = offset, offset + len(sentence)
-        offset = end + len(gap)
-        for atom in atoms:
-            if atom.start < end and start < atom.end:
-                start, end = min(start, atom.start), max(end, atom.end)
-        if spans and start < spans[-1][1]:
-            start, end = spans[-1][0], max(spans.pop()[1], end)
-        spans.append((start, end))
-    return spans
 
 
 def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[_Claim]) -> Sentence:
@@ -306,12 +260,35 @@ def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims:
     return Sentence(marked.text[start:end], list(copies.values()), moved)
 
 
-def _render_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], offset: int, end: int) -> str:
-    inside = [(atom.start, atom.end, atom.output) for atom in atoms if offset <= atom.start and atom.end <= end]
-    inside += [(tag.offset, tag.offset, tag.markup) for tag in tags if offset <= tag.offset <= end]
-    parts = []
+def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[list[Sentence], list[str]]:
+    """Return the sentences of a marked text, each with its tags and atoms, and the markup around them.
+
+    A tag at the border of a sentence belongs to the layout, unless its element covers a part of that sentence alone. Of an
+    element that covers several sentences, each sentence has the tags that stand inside it.
+    """
+    atoms = terms.find(marked)
+    offset, spans = len(document.layout[0]), []
+    for sentence, gap in zip(document.sentences, document.layout[1:], strict=True):
+        start, end = offset, offset + len(sentence)
+        offset = end + len(gap)
+        # Join and extend sentences, so that each atom is inside a sentence or outside of all.
+        for atom in atoms:
+            if atom.start < end and start < atom.end:
+                start, end = min(start, atom.start), max(end, atom.end)
+        if spans and start < spans[-1][1]:
+            start, end = spans[-1][0], max(spans.pop()[1], end)
+        spans.append((start, end))
+    claims: set[_Claim] = set()
+    sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
+    parts = [(atom.start, atom.end, atom.output) for atom in atoms]
+    parts += [(tag.offset, tag.offset, tag.markup) for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
     # Sorting keeps the order of tags at one offset.
-    for first, last, markup in sorted(inside, key=lambda part: part[:2]):
-        parts += [marked.escape(marked.text[offset:first]), markup]
-        offset = last
-    return "".join([*parts, marked.escape(marked.text[offset:end])])
+    parts.sort(key=lambda part: part[:2])
+    borders, layout = [0, *(offset for span in spans for offset in span), len(marked.text)], []
+    for offset, end in zip(borders[::2], borders[1::2], strict=True):
+        gap = ""
+        for first, last, markup in [part for part in parts if offset <= part[0] and part[1] <= end]:
+            gap += marked.escape(marked.text[offset:first]) + markup
+            offset = last
+        layout.append(gap + marked.escape(marked.text[offset:end]))
+    return sentences, layout

@@ -17,7 +17,7 @@ from metaphrase.inference.line_files import OutputFile, read_lines
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.texts.documents import find_loop, split_texts
 from metaphrase.texts.markup import MarkedText, parse_markup
-from metaphrase.texts.plan import Links, Sentence, Terms, TextPlan, find_words, read_glossary
+from metaphrase.texts.plan import Links, Sentence, Terms, find_words, plan_text, read_glossary
 from metaphrase.texts.subtitles import Subtitles
 from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
 
@@ -102,14 +102,16 @@ class TextDecoder:
         marked = [part for page in pages for part in page if isinstance(part, MarkedText)]
         parts = [part.text for part in marked]
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
-        plans = [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        planned = [(plan, sentence) for plan in plans for sentence in plan.sentences]
+        plans = [plan_text(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
+        planned = [
+            (part, sentence) for part, (sentences, _) in zip(marked, plans, strict=True) for sentence in sentences
+        ]
         rows = iter(self._decode_sentences(planned, options))
-        targets = iter([Document(layout=plan.layout).join([next(rows) for _ in plan.sentences]) for plan in plans])
+        targets = iter([Document(layout=layout).join([next(rows) for _ in sentences]) for sentences, layout in plans])
         self.counts.update(num_cut=num_cut, num_sentences=len(planned))
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
-    def _decode_sentences(self, planned: list[tuple[TextPlan, Sentence]], options: dict[str, Any]) -> list[str]:
+    def _decode_sentences(self, planned: list[tuple[MarkedText, Sentence]], options: dict[str, Any]) -> list[str]:
         sentences = [sentence for _, sentence in planned]
         sources = [sentence.text for sentence in sentences]
         if self.text_format != "text":
@@ -126,8 +128,8 @@ class TextDecoder:
         if aligned:
             pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
             links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True))
-        for index, (plan, sentence) in enumerate(planned):
-            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), plan.marked.escape)
+        for index, (part, sentence) in enumerate(planned):
+            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), part.escape)
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
             rendered.append(text)
