@@ -7,9 +7,9 @@ from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatt
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
-from metaphrase.inference.line_files import num_lines
 from metaphrase.scripts.generate import line_records, prepare, write_targets
 from metaphrase.scripts.parsers import check_dependents, given_options
+from metaphrase.tokenization.texts import count_lines
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -24,7 +24,7 @@ def main(arguments: argparse.Namespace) -> None:
         sources = [start + candidate.text if candidate.text.strip() else "" for candidate in candidates]
         return "".join(format_pair(source, target) for source in sources)
 
-    write_targets(arguments, options, line_records(arguments), num_lines(arguments.input), format_pairs)
+    write_targets(arguments, options, line_records(arguments), count_lines(arguments.input), format_pairs)
 
 
 def distill(arguments: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ def distill(arguments: argparse.Namespace) -> None:
         return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
     # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
-    total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.records())
+    total = count_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.records())
     records = line_records(arguments) if pairs is None else read_pairs(pairs)
     num_targets = None if select is None else 1
     write_targets(arguments, options, records, total, format_pairs, num_targets=num_targets)

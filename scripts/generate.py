@@ -14,7 +14,7 @@ from transformers import set_seed
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import ScoredText, TextStream
-from metaphrase.inference.line_files import OutputFile, check_files, format_targets, num_lines, read_lines
+from metaphrase.inference.line_files import OutputFile, check_files, format_targets
 from metaphrase.plugins import needed_plugin
 from metaphrase.scripts.parsers import (
     check_dependents,
@@ -23,7 +23,7 @@ from metaphrase.scripts.parsers import (
     chosen_models,
     given_options,
 )
-from metaphrase.tokenization.texts import shard_range
+from metaphrase.tokenization.texts import count_lines, iterate_lines, shard_range
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> None:
         arguments,
         options,
         line_records(arguments),
-        num_lines(arguments.input),
+        count_lines(arguments.input),
         lambda index, record, candidates: format_targets(index, candidates, n_best),
         num_targets=1 if risk else None,
         risk=risk,
@@ -73,7 +73,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
 
 def line_records(arguments: argparse.Namespace) -> Iterator[tuple[str]]:
     """Yield a record of one text for each line of the input."""
-    return ((line,) for line in read_lines(arguments.input, arguments.max_line_characters))
+    return ((line,) for line in iterate_lines(arguments.input, arguments.max_line_characters))
 
 
 @contextlib.contextmanager

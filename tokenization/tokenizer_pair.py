@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner, train_tokenizer
 
@@ -124,8 +125,10 @@ class TokenizerPair:
         subfolder = os.path.join(kwargs.pop("subfolder", "") or "", TARGET_SUBFOLDER)
         is_one = TARGET_SUBFOLDER not in source.init_kwargs and not os.path.isdir(os.path.join(name_or_path, subfolder))
         if is_one or target_name_or_path is not None:
-            sides = _split_sides(source)
-            return cls(source, source) if sides is None else cls(sides[0], sides[1], whole=source)
+            if not hasattr(source, "separate_vocabs") and type(source).__name__ != "FSMTTokenizer":
+                return cls(source, source)
+            sides = needed_plugin("split_tokenizer", "name_or_path")(source)
+            return cls(*sides, whole=None if sides[0] is source else source)
         return cls(source, _load(name_or_path, subfolder=subfolder, **kwargs))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
@@ -227,44 +230,7 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
             f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
-        # Its end of sequence is called a separator.
-        tokenizer.eos_token = tokenizer.sep_token
     return tokenizer
-
-
-def _split_sides(tokenizer: PreTrainedTokenizerBase) -> list[PreTrainedTokenizerBase] | None:
-    """Return the tokenizers of source and target, or None if there is one vocabulary. Neither can be saved for both."""
-    name = type(tokenizer).__name__
-    if name == "FSMTTokenizer":
-        vocabularies = tokenizer.encoder, {token: index for index, token in tokenizer.decoder.items()}
-    elif name == "MarianTokenizer" and tokenizer.separate_vocabs:
-        vocabularies = tokenizer.encoder, tokenizer.target_encoder
-    else:
-        return None
-    special = tokenizer.all_special_tokens
-    if [vocabularies[0].get(token) for token in special] != [vocabularies[1].get(token) for token in special]:
-        # A model has one id of each special token. Marian's tokenizer itself also encodes targets.
-        if name == "MarianTokenizer":
-            return None
-        raise MetaphraseError(f"Special tokens must have the same ids in both vocabularies of a {name}, got {special}.")
-    sides = []
-    for index, vocabulary in enumerate(vocabularies):
-        side = copy.copy(tokenizer)
-        side.encoder, side.decoder = dict(vocabulary), {index: token for token, index in vocabulary.items()}
-        if name == "FSMTTokenizer":
-            # The language decides how words are split and joined.
-            side.src_lang = side.tgt_lang = (tokenizer.src_lang, tokenizer.tgt_lang)[index]
-            side.init_kwargs = tokenizer.init_kwargs | {"langs": [side.src_lang] * 2}
-        else:
-            side.init_kwargs = tokenizer.init_kwargs | {"separate_vocabs": False}
-            side.separate_vocabs, side.current_encoder = False, side.encoder
-            side.spm_source = side.spm_target = side.current_spm = (tokenizer.spm_source, tokenizer.spm_target)[index]
-            side.spm_files = [tokenizer.spm_files[index]] * 2
-        # The copy still has the cached vocabulary.
-        side._update_total_vocab_size()
-        sides.append(side)
-    return sides
 
 
 def _encode(

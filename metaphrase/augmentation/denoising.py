@@ -429,10 +429,10 @@ def load_texts(
     With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
     features = datasets.Features({"text": datasets.Value("string")})
-    options = invalid_utf8 == "skip", max_line_characters
-    texts = read_cached(
-        lambda: zip(iterate_lines(file, *options)), features, (options, CACHE_VERSION), (str(file),), cache_dir
-    )
+    keep_invalid = invalid_utf8 == "skip"
+    key = (keep_invalid, max_line_characters), CACHE_VERSION
+    lines = iterate_lines(file, max_line_characters, keep_invalid)
+    texts = read_cached(lambda: zip(lines), features, key, (str(file),), cache_dir)
     if not len(texts):
         raise MetaphraseError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))

@@ -51,7 +51,7 @@ def read_parallel(source_file: str, target_file: str, limit: int = MAX_LINE_CHAR
         )
     for source, target in zip(read_lines(source_file, limit), read_lines(target_file, limit), strict=True):
         line = source if source.problem else target
-        yield PairProblem(line.kind, line.problem) if line.problem else (source.content, target.content)
+        yield PairProblem(line.kind, line.problem) if line.problem else (source.text, target.text)
 
 
 def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
@@ -61,7 +61,7 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     """
     names = column_names(columns)
     for line in read_lines(path, limit):
-        fields = line.content.split("\t")
+        fields = line.text.split("\t")
         if line.number == 1:
             if all(name in fields for name in names):
                 check_columns(path, names, fields)
@@ -90,7 +90,7 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     """
 
     def lines() -> Iterator[str]:
-        for line in read_lines(path, limit):
+        for line in read_lines(path, limit, keepends=True):
             if line.kind == "line_too_long":
                 raise MetaphraseError(line.problem)
             # Invalid bytes are lone surrogates, which `_from_mapping` detects.
@@ -142,7 +142,7 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
         first = next((line.text.lstrip() for line in read_lines(path, limit) if line.text.strip()), "")
         if first.startswith("["):
             try:
-                records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize)))
+                records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize, keepends=True)))
             except ValueError as error:
                 raise MetaphraseError(f"{path} must be a JSON array of objects, got: {error}") from error
             for number, record in enumerate(records, start=1):

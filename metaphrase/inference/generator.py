@@ -37,7 +37,6 @@ from metaphrase.storage.folders import members_of
 from metaphrase.storage.generation_options import complete_sampling
 from metaphrase.storage.loading import check_device, default_device, is_exported, load_pretrained, naming
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, set_languages, shorten
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +148,8 @@ class Plan:
     ends_loops: bool
     return_scores: bool
     split_sentences: bool | str
+    # True to choose by `generate_mbr()`, whose arguments the options then are.
+    minimizes_risk: bool = False
 
     @classmethod
     def of(
@@ -157,8 +158,16 @@ class Plan:
         options: Mapping[str, Any],
         return_scores: bool = False,
         split_sentences: bool | str = False,
+        risk: Mapping[str, Any] | None = None,
     ) -> "Plan":
-        """Read the options of a call, arguments of `generate()`. Raises `MetaphraseError` if they do not fit."""
+        """Read the options of a call, arguments of `generate()`. Raises `MetaphraseError` if they do not fit.
+
+        `risk` has arguments of `generate_mbr()`, if its choice is to be the only candidate.
+        """
+        if risk is not None:
+            if split_sentences:
+                raise MetaphraseError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
+            return cls([generator], None, {**risk, **options}, 1, False, True, False, minimizes_risk=True)
         options = {name: value for name, value in options.items() if value is not None or name not in _OWN_OPTIONS}
         ends_loops = bool(options.pop("end_loops", False))
         options = read_options(complete_sampling(options))
@@ -226,7 +235,7 @@ class Generator(TextStream):
         batch_size: int = DEFAULT_BATCH_SIZE,
         max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
         members: Sequence["Generator"] = (),
-        vocabulary_map: VocabularyMap | None = None,
+        vocabulary_map: Any = None,
     ):
         """Join the parts.
 
@@ -239,8 +248,8 @@ class Generator(TextStream):
             max_tokens_per_batch: Most source tokens in a batch, padding included.
             members: Generators whose models join this one in an ensemble. All need the same target vocabulary; each reads
                 sources with its own tokenizer. Generation settings are those of this generator.
-            vocabulary_map: Greedy search, beam search and sampling of this model select only from the tokens that the map
-                permits for the sources of a batch. Other searches select from all tokens.
+            vocabulary_map: `VocabularyMap`. Greedy search, beam search and sampling of this model select only from the tokens
+                that it permits for the sources of a batch. Other searches select from all tokens.
 
         Raises:
             MetaphraseError: If a size is below 1, `max_source_length` has no room for a token of the text, or the models cannot
@@ -312,10 +321,8 @@ class Generator(TextStream):
             raise MetaphraseError(
                 f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}."
             )
-        if engine == "auto" and len(names) == 1:
-            engine = "ctranslate2" if is_exported(names[0]) else "auto"
-        elif engine == "auto":
-            engine = "torch"
+        if engine == "auto":
+            engine = "torch" if len(names) > 1 else "ctranslate2" if is_exported(names[0]) else "auto"
         load_engine, choice = plugin("engine") if engine == "auto" else None, None
         if engine != "ctranslate2":
             device = default_device() if device is None else device
@@ -327,14 +334,12 @@ class Generator(TextStream):
             with naming(name, "name_or_path"):
                 tokenizers = TokenizerPair.from_pretrained(name, **loading)
                 if use_vmap:
-                    kwargs["vocabulary_map"] = VocabularyMap.from_pretrained(name, tokenizers)
+                    kwargs["vocabulary_map"] = needed_plugin("vocabulary_map", "use_vmap")(name, tokenizers)
                 if load_engine is None:
                     model = load_pretrained(name, dtype=torch_dtype(dtype), **loading).to(device).eval()
                 else:
-                    vocabulary_map = kwargs.get("vocabulary_map")
-                    model, choice = load_engine(
-                        name, tokenizers, vocabulary_map, engine=engine, device=device, dtype=dtype, **loading
-                    )
+                    options = {"engine": engine, "device": device, "dtype": dtype, **loading}
+                    model, choice = load_engine(name, tokenizers, kwargs.get("vocabulary_map"), **options)
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
             parts.append((model, tokenizers))
         first, *rest = parts
@@ -471,38 +476,19 @@ class Generator(TextStream):
         """
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         # A bad option is an error before the first line is read.
-        plan, risk = self.plan_stream(return_scores, split_sentences, risk, generation_kwargs)
+        plan = Plan.of(self, generation_kwargs, return_scores, split_sentences, risk)
         # Batches hold sentences, and the bar counts texts.
-        has_steps = plan is not None and not split_sentences
+        has_steps = not (plan.minimizes_risk or split_sentences)
         with progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             for chunk in chunks:
-                candidates = self.generate_chunk(chunk, seed, plan, risk, bar.update if has_steps else None)
+                candidates = self.generate_chunk(plan, chunk, seed, bar.update if has_steps else None)
                 bar.update(sum(not text.strip() for text in chunk.texts) if has_steps else len(chunk.texts))
                 yield from candidates
 
-    def plan_stream(
-        self,
-        return_scores: bool,
-        split_sentences: bool | str,
-        risk: Mapping[str, Any] | None,
-        generation_kwargs: Mapping[str, Any],
-    ) -> tuple[Plan | None, dict[str, Any]]:
-        """Return the plan of a stream, or None and the arguments of `generate_mbr()`."""
-        if risk is None:
-            return Plan.of(self, generation_kwargs, return_scores, split_sentences), {}
-        if split_sentences:
-            raise MetaphraseError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
-        return None, {**risk, **generation_kwargs}
-
     def generate_chunk(
-        self,
-        chunk: Chunk,
-        seed: int | None,
-        plan: Plan | None,
-        risk: Mapping[str, Any],
-        on_batch: Callable[[int], object] | None = None,
+        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: Callable[[int], object] | None = None
     ) -> list[list[ScoredText]]:
-        """Return the candidates of each source of a chunk, whatever came before. See `plan_stream`."""
+        """Return the candidates of each source of a chunk, whatever came before."""
         if chunk.number and self.engine_choice is not None:
             self.engine_choice.expect_many()
         if seed is not None and chunk.number:
@@ -511,8 +497,8 @@ class Generator(TextStream):
         if seed is not None:
             torch.manual_seed(seed)
         with numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
-            if plan is None:
-                return [[candidate] for candidate in self.generate_mbr(chunk.texts, **risk)]
+            if plan.minimizes_risk:
+                return [[candidate] for candidate in self.generate_mbr(chunk.texts, **plan.options)]
             return self.generate_planned(plan, chunk.texts, on_batch=on_batch)
 
     def generate_planned(
