@@ -85,6 +85,9 @@ PUBLIC_NAMES = {
     },
     "metaphrase.tokenization": {
         "VocabularyMap": "metaphrase.conversion.vocabulary_map",
+        "encode_phrase": "metaphrase.decoding.phrases",
+        "readable_tokens": "metaphrase.analysis.words",
+        "sentinel_tokens": "metaphrase.augmentation.denoising",
         "word_ids_by_offsets": "metaphrase.analysis.words",
         "words_of_decoded": "metaphrase.analysis.words",
         "words_of_source": "metaphrase.analysis.words",

@@ -1,4 +1,4 @@
-"""Reading of text files line by line, checks of texts, the pattern of a word, and batches of similar length."""
+"""Reading of text files line by line, checks of texts, and batches of similar length."""
 
 import codecs
 import contextlib
@@ -8,10 +8,9 @@ import math
 import os
 import re
 import sys
-import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from metaphrase.errors import MetaphraseError
 
@@ -21,13 +20,6 @@ TERM_TOKENS = ("<term>", "</term>")
 # A longer line is hardly text, and tokenizers and models take much time and memory for it.
 MAX_LINE_CHARACTERS = 100_000
 _BYTES_PER_CHUNK = 2**20
-# Thai, Lao, Burmese, Khmer, Japanese and Chinese have no spaces between words.
-_LETTER = r"[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
-_MARKS = "".join(
-    character for character in map(chr, range(0x300, 0x10000)) if unicodedata.category(character)[0] == "M"
-)
-# A run of letters and digits, with their marks, of a script with spaces between words.
-SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 
 
 class Line(NamedTuple):
@@ -44,7 +36,7 @@ class Line(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_bytes(path: str | os.PathLike | None) -> Iterator[BinaryIO]:
+def open_bytes(path: str | os.PathLike | None) -> Iterator[Any]:
     """Open a text file, plain or compressed (`.gz`); None is standard input.
 
     A damaged compressed file is an `OSError`, a truncated one an `EOFError`.

@@ -4,7 +4,6 @@ import copy
 import itertools
 import logging
 import os
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Encoding, decoders
+from tokenizers import AddedToken, Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
@@ -20,7 +19,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization.texts import checked_texts, join_pieces
-from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner, train_tokenizer
+from metaphrase.tokenization.tokenizer_trainer import find_joiner, train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class TokenizerPair:
             if not hasattr(source, "separate_vocabs") and type(source).__name__ != "FSMTTokenizer":
                 return cls(source, source)
             sides = needed_plugin("split_tokenizer", "name_or_path")(source)
-            return cls(*sides, whole=None if sides[0] is source else source)
+            return cls(sides[0], sides[1], None if sides[0] is source else source)
         return cls(source, _load(name_or_path, subfolder=subfolder, **kwargs))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
@@ -356,64 +355,3 @@ def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[A
     if limit is None or len(row) <= limit:
         return list(row)
     return [*row[: max(limit - len(end), 0)], *end]
-
-
-# Readable tokens, and ids of a phrase in a text
-
-
-def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return each token in a readable form, with U+2581 for a space.
-
-    Tokens of a byte-level tokenizer are decoded, except parts of a character. All other tokens stay as they are.
-    """
-    tokens = tokenizer.convert_ids_to_tokens(ids)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or "ByteLevel" not in repr(backend.decoder):
-        return tokens
-    # U+FFFD stands for bytes that are no whole character. The whole decoder may remove the space of a first word.
-    decoder = decoders.ByteLevel()
-    texts = [decoder.decode([token]) for token in tokens]
-    return [
-        token.replace(BYTE_LEVEL_SPACE, SPACE_MARK) if not text or "\ufffd" in text else text.replace(" ", SPACE_MARK)
-        for token, text in zip(tokens, texts, strict=True)
-    ]
-
-
-# Unicode name prefixes of scripts without spaces between words.
-_UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE")
-
-
-def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ids that write a phrase in a target.
-
-    Inside a text, a space precedes a word. A phrase that begins with punctuation may also follow without a space, and a
-    phrase in a script without spaces, such as Chinese or Thai, always does. White space around the phrase is ignored.
-
-    Returns:
-        Ids of the phrase inside a text, most usual first, and different ids of the phrase at the start of a text, if any.
-
-    Raises:
-        MetaphraseError: If the phrase is empty, or the tokenizer cannot write it.
-    """
-    text = text.strip()
-    is_unspaced = unicodedata.name(text[:1] or " ", "").startswith(_UNSPACED)
-    fronts = ([] if is_unspaced else [" "]) + ([""] if is_unspaced or not text[:1].isalnum() else [])
-    inside = [_encode_behind(tokenizer, front + text) for front in fronts]
-    inside = [ids for index, ids in enumerate(inside) if ids not in inside[:index]]
-    first = _encode_bare(tokenizer, text)
-    if not text or not all(ids and tokenizer.unk_token_id not in ids for ids in (*inside, first)):
-        raise MetaphraseError(f"A phrase must be a text that the tokenizer can write, got {text!r}.")
-    return inside, [first] if first not in inside else []
-
-
-def _encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text that follows another text: the first of several that keeps its own tokens."""
-    for anchor in ("a", ",", "1", "the"):
-        before, both = _encode_bare(tokenizer, anchor), _encode_bare(tokenizer, anchor + text)
-        if before and both[: len(before)] == before and tokenizer.unk_token_id not in before:
-            return both[len(before) :]
-    return _encode_bare(tokenizer, text)

@@ -41,14 +41,6 @@ _PIECE_END = "(?: |$)"
 _BYTE_CHARACTERS = [bytes_to_unicode()[byte] for byte in range(256)]
 
 
-def sentinel_tokens(count: int) -> tuple[str, ...]:
-    """Return `<extra_id_0>` to `<extra_id_{count - 1}>`, which replace removed spans.
-
-    Source: span corruption, section 3.1.4 of Raffel et al. 2020 (arXiv 1910.10683).
-    """
-    return tuple(f"<extra_id_{index}>" for index in range(count))
-
-
 @dataclass(kw_only=True)
 class TokenizerSettings:
     """Settings of `train_tokenizer`. None in `vocab_size`, `min_frequency` or `joiner` becomes the kind's default.
@@ -113,8 +105,8 @@ class TokenizerSettings:
             )
 
 
-def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenizerFast:
-    """Train a tokenizer. The same texts and settings give the same vocabulary.
+def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizerFast:
+    """Train a tokenizer. The options are those of `TokenizerSettings`. The same texts and options give the same vocabulary.
 
     Ids begin with `<pad>`, `<s>`, `</s>`, `<unk>` and the additional tokens. Every kind ends a text with `</s>`; a pair becomes
     `A </s> B </s>`. The four control tokens are never read from text: `</s>` in a text stays four characters, so no text can end
@@ -142,7 +134,7 @@ def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenize
     Raises:
         MetaphraseError: If a setting is invalid, or the texts hold no visible character or more than fit into `vocab_size`.
     """
-    settings = TokenizerSettings(**settings)
+    settings = TokenizerSettings(**options)
     tokenizer = _make_pipeline(_train_model(texts, settings), settings)
     # With the library's "special" flag, additional tokens would not be read from text, either.
     for token in settings.special_tokens:
@@ -234,7 +226,13 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
     texts = _split_texts(texts, settings)
     if settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
         return _collect(texts, settings)
-    options = {"special_tokens": specials, "show_progress": settings.show_progress, "vocab_size": settings.vocab_size}
+    options: dict[str, Any] = {
+        "special_tokens": specials,
+        "show_progress": settings.show_progress,
+        "vocab_size": settings.vocab_size,
+    }
+    model: models.Model
+    trainer: trainers.Trainer
     if settings.kind == "unigram":
         model, trainer = models.Unigram(), trainers.UnigramTrainer(unk_token=UNK, **options)
     else:

@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.analysis.scoring import encode_forced, forced_batches, read_texts
+from metaphrase.decoding.joint_search import check_single
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import check_sources, evaluating, longest_source
-from metaphrase.inference.generator import Generator, check_single
+from metaphrase.inference.generator import Generator
 from metaphrase.tokenization import (
     TextFrame,
     readable_tokens,

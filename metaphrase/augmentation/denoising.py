@@ -18,7 +18,7 @@ from metaphrase.augmentation.augmentation import EpochPairs
 from metaphrase.data.encoding import tokenizer_fingerprint
 from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, column_texts, read_cached
 from metaphrase.errors import MetaphraseError
-from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
+from metaphrase.tokenization import TokenizerPair, iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.training.corpora import PairCorpus
 
@@ -35,6 +35,14 @@ _UL2_SPANS = (("R", 3.0, 0.15), ("R", 8.0, 0.15), ("X", 3.0, 0.5), ("X", 8.0, 0.
 _UL2_SUFFIX_FRACTION = 0.25
 # A block has a token to keep and a token to hide.
 _SHORTEST_BLOCK, _LONGEST_BLOCK = 2, 2**40
+
+
+def sentinel_tokens(count: int) -> tuple[str, ...]:
+    """Return `<extra_id_0>` to `<extra_id_{count - 1}>`, which replace removed spans.
+
+    Source: span corruption, section 3.1.4 of Raffel et al. 2020 (arXiv 1910.10683).
+    """
+    return tuple(f"<extra_id_{index}>" for index in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from metaphrase.conversion.vocabulary_map import VocabularyMap
-from metaphrase.filtering.rules import split_words
+from metaphrase.filtering.rules import SPACED_WORD, split_words
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.texts import SPACED_WORD
 
 MIN_PAIRS = 10_000
 # They bound memory and time of training.

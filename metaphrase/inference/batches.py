@@ -297,7 +297,7 @@ def _make_generate(
         for ids in sequences[:, 1:].tolist():
             end = next((index for index, token in enumerate(ids) if token in ends), None)
             rows.append((ids if end is None else ids[: end + 1], end not in (None, forced_index)))
-        scores = [None] * len(rows)
+        scores: list[float | None] = [None] * len(rows)
         if return_scores and getattr(output, "sequences_scores", None) is not None:
             scores = output.sequences_scores.tolist()
         elif return_scores:

@@ -155,7 +155,7 @@ class Plan:
     def of(
         cls,
         generator: "Generator",
-        options: Mapping[str, Any],
+        options: dict[str, Any],
         return_scores: bool = False,
         split_sentences: bool | str = False,
         risk: Mapping[str, Any] | None = None,
@@ -315,8 +315,9 @@ class Generator(TextStream):
         """
         if engine not in ENGINES:
             raise MetaphraseError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
-        names = [name_or_path] if isinstance(name_or_path, str | os.PathLike) else list(name_or_path)
-        names = [model for name in names for model in members_of(name) or [name]]
+        names: list[Any] = []
+        for name in [name_or_path] if isinstance(name_or_path, str | os.PathLike) else name_or_path:
+            names += members_of(name) or [name]
         if len(names) != 1 and (engine == "ctranslate2" or use_vmap or not names):
             raise MetaphraseError(
                 f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}."
@@ -329,7 +330,8 @@ class Generator(TextStream):
             check_device(device)
         if engine == "ctranslate2" or torch_dtype(dtype) == torch.int8:
             load_engine = needed_plugin("engine", "engine" if engine == "ctranslate2" else "dtype")
-        parts, loading = [], {"trust_remote_code": trust_remote_code}
+        loading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        parts = []
         for name in names:
             with naming(name, "name_or_path"):
                 tokenizers = TokenizerPair.from_pretrained(name, **loading)
@@ -602,13 +604,6 @@ class Generator(TextStream):
             return sources
         end = TextFrame.of(self.tokenizers.encode_sources).end
         return [shorten(ids, self.max_source_length, end) for ids in sources]
-
-
-def check_single(generator: "Generator", name: str) -> None:
-    """Raise `MetaphraseError` if a generator is an ensemble or has another engine than torch."""
-    if not generator.is_single:
-        actual = f"an ensemble of {1 + len(generator.members)}" if generator.members else type(generator.model).__name__
-        raise MetaphraseError(f"`{name}` must be a single torch model here, got {actual}.")
 
 
 def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> None:
