@@ -185,14 +185,9 @@ class TokenizerPair:
         padded = [[self.target.pad_token_id if token == IGNORED_LABEL else token for token in row] for row in rows]
         return [self.target.decode(row, skip_special_tokens=True) for row in padded]
 
-    @property
-    def target_joiner(self) -> str | None:
-        """Suffix of each piece of the target that the next piece continues; None if targets are not split into pieces."""
-        return find_joiner(self.target)
-
     def as_decoded(self, texts: Iterable[str]) -> list[str]:
         """Return target texts as decoding writes them: pieces of a `pretokenized` tokenizer are joined."""
-        joiner = self.target_joiner
+        joiner = find_joiner(self.target)
         return list(texts) if joiner is None else [join_pieces(text, joiner) for text in texts]
 
     def config_fields(self) -> dict[str, int | None]:

@@ -173,7 +173,15 @@ def find_joiner(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:
     """Return a tokenizer with the normalizer, splitter and decoder of the settings' kind."""
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = _normalizer(settings)
+    normalizing = [] if settings.normalization is None else [getattr(normalizers, settings.normalization.upper())()]
+    if settings.lowercase:
+        normalizing.append(normalizers.Lowercase())
+    if settings.kind == "pretokenized":
+        # A piece spelled like a control token would become that token.
+        names = "|".join(map(re.escape, (PAD, BOS, EOS)))
+        normalizing.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), UNK))
+    if normalizing:
+        tokenizer.normalizer = normalizers.Sequence(normalizing)
     # Text such as `</s>` is cut behind its first character, so that it is no control token.
     names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in CONTROL_TOKENS)
     splitter = pre_tokenizers.Split(Regex(names), behavior="isolated")
@@ -206,17 +214,6 @@ def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenize
             tokenizer.decoder = decoders.Sequence([spaced, decoders.Fuse(), joined])
     tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     return tokenizer
-
-
-def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
-    steps = [] if settings.normalization is None else [getattr(normalizers, settings.normalization.upper())()]
-    if settings.lowercase:
-        steps.append(normalizers.Lowercase())
-    if settings.kind == "pretokenized":
-        # A piece spelled like a control token would become that token.
-        names = "|".join(map(re.escape, (PAD, BOS, EOS)))
-        steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), UNK))
-    return normalizers.Sequence(steps) if steps else None
 
 
 def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
@@ -312,7 +309,7 @@ def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
         entry = f" {entry}" if settings.kind == "word" else entry
         return entry.encode().decode("latin-1").translate(bytes_to_unicode()) if has_all_bytes else entry
 
-    normalizer, counts = _normalizer(settings), Counter()
+    normalizer, counts = _make_pipeline(models.BPE(), settings).normalizer, Counter()
     for text in texts:
         text = text if normalizer is None else normalizer.normalize_str(text)
         counts.update(text if settings.kind == "char" else text.split(" "))

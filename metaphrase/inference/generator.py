@@ -100,10 +100,11 @@ class TextStream:
 
     num_unfinished = num_truncated = num_cut = num_loops = num_looping = num_drafted = num_accepted = 0
 
-    def count(self, counts: Mapping[str, int]) -> None:
-        """Add to the counters, by name."""
+    def count(self, counts: Mapping[str, int], hypotheses: Iterable[list[Hypothesis]] = ()) -> None:
+        """Add to the counters, by name, and to `num_unfinished` the hypotheses without their end of sequence."""
         for name, number in counts.items():
             setattr(self, name, getattr(self, name) + number)
+        self.num_unfinished += sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
 
     def log_counts(self, num_sources: int) -> None:
         """Log the counters that tell of a problem, and the share of drafted tokens that were accepted."""
@@ -545,8 +546,8 @@ class Generator(TextStream):
             search=joint_search,
             vocabulary_map=self.vocabulary_map,
         )
-        self.count(encoded.counts | {name: getattr(joint_search, name, 0) for name in ("num_drafted", "num_accepted")})
-        self.count_unfinished(hypotheses)
+        drafts = {name: getattr(joint_search, name, 0) for name in ("num_drafted", "num_accepted")}
+        self.count(encoded.counts | drafts, hypotheses)
         return hypotheses
 
     def generate_ids(
@@ -560,10 +561,6 @@ class Generator(TextStream):
         """Return the hypotheses of texts, of which blank ones are left out. The options are those of `generate_n_best()`."""
         plan = Plan.of(self, generation_kwargs, return_scores)
         return self.generate_encoded(plan, plan.encode(texts), show_progress)
-
-    def count_unfinished(self, hypotheses: Iterable[list[Hypothesis]], sign: int = 1) -> None:
-        """Add the hypotheses without their end of sequence to the counter, or take them off."""
-        self.num_unfinished += sign * sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
 
     def num_targets(self, **generation_kwargs) -> int:
         """Return the number of candidates of a source with these options."""

@@ -102,8 +102,7 @@ class _QueuedGenerator(Generator):
 
     def generate_encoded(self, plan: Plan, encoded: EncodedTexts, *progress: Any) -> list[list[Hypothesis]]:
         hypotheses = self.batcher.generate(self.ticket, plan, encoded)
-        self.count(encoded.counts)
-        self.count_unfinished(hypotheses)
+        self.count(encoded.counts, hypotheses)
         return hypotheses
 
 
