@@ -87,9 +87,6 @@ def read_lines(
 
     Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
     parallel. A file in UTF-16 is a `MetaphraseError`.
-
-    Args:
-        keepends: True to keep the end of each line.
     """
     name = "standard input" if path is None else f"`{os.fspath(path)}`"
     # A character has at most four bytes. The other bytes are a byte-order mark and the line end.
@@ -132,11 +129,7 @@ def iterate_lines(
 ) -> Iterator[str | None]:
     """Yield the lines of UTF-8 text files, or of standard input, without their line ends (see `read_lines`).
 
-    Args:
-        keep_invalid: True to yield None for a line that is not valid UTF-8, instead of an error.
-
-    Raises:
-        MetaphraseError: If a line is too long or not valid UTF-8.
+    A line that is too long or not valid UTF-8 is a `MetaphraseError`. With `keep_invalid` an invalid line is None instead.
     """
     for path in [paths] if paths is None or isinstance(paths, str | os.PathLike) else paths:
         for line in read_lines(path, max_line_characters):
@@ -165,11 +158,9 @@ def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
 
 
 def join_pieces(text: str, joiner: str | None = None) -> str:
-    """Join the subwords of a text, as a `pretokenized` tokenizer decodes them.
+    """Join the pieces of a text such as `an@@ trie@@ b .`, as a `pretokenized` tokenizer decodes them.
 
-    Args:
-        text: Such as `an@@ trie@@ b .`
-        joiner: Suffix of each piece that the next piece continues. None means `@@`.
+    `joiner` is the suffix of each piece that the next piece continues; None means `@@`.
     """
     return re.sub(re.escape(joiner or DEFAULT_JOINER) + "(?: |$)", "", text)
 

@@ -169,8 +169,7 @@ class TokenizerPair:
     def encode_sources(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
         """Return the ids of each text with the end of sequence, never truncated.
 
-        Args:
-            segment: Returns the ids of another segmentation from the number of a text and its encoding (fast tokenizers).
+        `segment` returns the ids of another segmentation (fast tokenizers).
         """
         return _encode(self.source, texts, "text", segment)
 

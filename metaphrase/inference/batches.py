@@ -199,7 +199,6 @@ def generate_hypotheses(
         options: Arguments of `generate()` that a `Plan` has read, in place of `generation_kwargs`.
         batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
-        max_tokens_per_batch: Most source tokens in a batch, padding included.
         on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
@@ -207,9 +206,6 @@ def generate_hypotheses(
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
-
-    Raises:
-        MetaphraseError: If arguments contradict each other, or as `generate()` does.
     """
     if options is None:
         options = read_options(generation_kwargs)

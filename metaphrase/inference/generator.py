@@ -569,7 +569,7 @@ class Generator(TextStream):
     def score(
         self, sources: Iterable[str], targets: Iterable[str | Sequence[int]], *, show_progress: bool | None = False
     ) -> list[Any]:
-        """Return the log-probability of each token of given targets, computed in batches of similar length.
+        """Return the log-probability of each token of given targets: one `ForcedScore` for each pair, in order.
 
         The scores are those of the model's own distribution. Penalties, forced tokens and other options of `generate` do not
         apply.
@@ -577,9 +577,6 @@ class Generator(TextStream):
         Args:
             sources: Source texts without `source_prefix`.
             targets: One for each source: a text, or token ids without the start token, such as `Hypothesis.ids`.
-
-        Returns:
-            One `ForcedScore` for each pair, in order.
 
         Raises:
             MetaphraseError: If the numbers of sources and targets differ, a side has more tokens than the model has positions, or

@@ -82,12 +82,7 @@ class OutputFile(contextlib.ExitStack):
         with_scores: bool = False,
         chunk_size: int = 1,
     ):
-        """Open the file, so that an error comes before any work, and find out how far a resumed one goes.
-
-        Args:
-            path: The file; `None` is standard output.
-            resume: True to continue the regular file of a stopped run, or a missing one.
-        """
+        """Open the file, so that an error comes before any work, and find out how far a resumed one goes."""
         super().__init__()
         self.path, self._with_scores = path, with_scores
         self.next_source = self.num_done = 0
