@@ -100,9 +100,7 @@ def read_lines(
                 end = file.readline(size)
             if number == 1:
                 if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise MetaphraseError(
-                        f"{name} must be UTF-8, got UTF-16. Convert it with iconv -f UTF-16 -t UTF-8."
-                    )
+                    raise MetaphraseError(f"{name} must be UTF-8, got UTF-16. Convert it with iconv -f UTF-16 -t UTF-8")
                 line = line.removeprefix(codecs.BOM_UTF8)
             problem = kind = ""
             try:

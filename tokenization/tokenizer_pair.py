@@ -288,9 +288,7 @@ def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
     if hasattr(tokenizer, "lang_code_to_token"):
         language_id(tokenizer, "target_lang", tokenizer.tgt_lang)
     elif getattr(tokenizer, "tgt_lang", "") is None and getattr(tokenizer, "src_lang", None) is not None:
-        logger.warning(
-            "`target_lang` is not set: targets get the language code of the sources, %s.", tokenizer.src_lang
-        )
+        logger.warning("`target_lang` is unset: targets get the language code of the sources, %s.", tokenizer.src_lang)
 
 
 def has_languages(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -79,9 +79,7 @@ class TokenizerSettings:
                 hint = did_you_mean(value, known)
                 raise MetaphraseError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
         if self.min_frequency is not None and self.kind in ("unigram", "byte"):
-            raise MetaphraseError(
-                f"`min_frequency` has no effect for kind {self.kind!r}, got {self.min_frequency}. Remove it."
-            )
+            raise MetaphraseError(f"`min_frequency` has no effect for kind {self.kind!r}, got {self.min_frequency}.")
         if self.joiner is not None and (self.kind != "pretokenized" or not self.joiner or " " in self.joiner):
             raise MetaphraseError(
                 f"`joiner` must be characters without a space, for kind 'pretokenized', got {self.joiner!r} for {self.kind!r}."
@@ -292,9 +290,7 @@ def _order_pieces(entries: list[tuple[str, float]], room: int) -> list[tuple[str
     ceiling = min(score for _, score in entries) + (len(singles) + 1) * 1e-4
     restored = {piece: score for piece, score in entries if len(piece) == 1 and score < ceiling}
     fixed = dict(entries) | dict(zip(sorted(restored), sorted(restored.values()), strict=True))
-    ordered = sorted(
-        ((piece, round(score, 6)) for piece, score in fixed.items()), key=lambda entry: (-entry[1], entry[0])
-    )
+    ordered = sorted(((piece, round(score, 6)) for piece, score in fixed.items()), key=lambda row: (-row[1], row[0]))
     by_need = sorted(ordered, key=lambda entry: len(entry[0]) > 1)
     selected = {piece for piece, _ in by_need[: max(room, len(singles))]}
     return [entry for entry in ordered if entry[0] in selected]

@@ -91,10 +91,8 @@ class PackedCollator:
             missing = [count if count >= num_fillers else count + self.pad_to_multiple_of for count in missing]
         batch = {"longest_source": longest[0], "longest_target": longest[1]}
         names = (("input_ids", "source_lengths", self.pad_token_id), ("labels", "target_lengths", IGNORED_LABEL))
-        for (ids, sizes, padding), rows, side, count in zip(
-            names, zip(*sides, strict=True), lengths, missing, strict=True
-        ):
+        for (ids, sizes, pad), rows, side, count in zip(names, zip(*sides, strict=True), lengths, missing, strict=True):
             fillers = [count // num_fillers + (number < count % num_fillers) for number in range(num_fillers)]
-            batch[ids] = torch.tensor([[*chain.from_iterable(rows), *[padding] * count]])
+            batch[ids] = torch.tensor([[*chain.from_iterable(rows), *[pad] * count]])
             batch[sizes] = torch.tensor(side + fillers)
         return batch

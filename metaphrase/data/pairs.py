@@ -341,9 +341,7 @@ class PairSource:
             )
         endings = (*READERS, *(f"{ending}.gz" for ending in READERS if ending != ".parquet"))
         if self.file is not None and not self.paths[0].endswith(endings):
-            raise MetaphraseError(
-                f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}."
-            )
+            raise MetaphraseError(f"`file` must end in one of {', '.join(READERS)}, or .gz after it, got {self.file}.")
 
     @property
     def paths(self) -> tuple[str, ...]:

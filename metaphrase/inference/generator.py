@@ -109,9 +109,7 @@ class TextStream:
     def log_counts(self, num_sources: int) -> None:
         """Log the counters that tell of a problem, and the share of drafted tokens that were accepted."""
         if self.num_unfinished:
-            text = (
-                "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_length or max_new_tokens."
-            )
+            text = "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_new_tokens."
             logger.warning(text, self.num_unfinished, num_sources)
         if self.num_loops:
             text = "Targets that repeated themselves and were decoded again: %d. Of these still repeat themselves: %d."
@@ -320,9 +318,7 @@ class Generator(TextStream):
         for name in [name_or_path] if isinstance(name_or_path, str | os.PathLike) else name_or_path:
             names += members_of(name) or [name]
         if len(names) != 1 and (engine == "ctranslate2" or use_vmap or not names):
-            raise MetaphraseError(
-                f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}."
-            )
+            raise MetaphraseError(f"Engine ctranslate2 and `use_vmap` need one model, ensembles several, got {names}.")
         if engine == "auto":
             engine = "torch" if len(names) > 1 else "ctranslate2" if is_exported(names[0]) else "auto"
         load_engine, choice = plugin("engine") if engine == "auto" else None, None
@@ -389,10 +385,8 @@ class Generator(TextStream):
         """
         # Overrides the model's own setting.
         plan = Plan.of(self, {"num_return_sequences": 1} | generation_kwargs, split_sentences=split_sentences)
-        if (count := plan.num_targets) != 1:
-            raise MetaphraseError(
-                f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`."
-            )
+        if (num := plan.num_targets) != 1:
+            raise MetaphraseError(f"`num_return_sequences` must be 1 for `generate`, got {num}: use `generate_n_best`.")
         candidates = self.generate_planned(plan, list(checked_texts(texts)), show_progress)
         return [scored[0].text for scored in candidates]
 
