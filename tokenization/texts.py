@@ -174,10 +174,7 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_ba
 
 
 def cut_into_batches(
-    order: Sequence[int],
-    lengths: Sequence[Sequence[int]],
-    max_tokens_per_batch: int,
-    batch_size: float = math.inf,
+    order: Sequence[int], lengths: Sequence[Sequence[int]], max_tokens_per_batch: int, batch_size: float = math.inf
 ) -> list[list[int]]:
     """Cut an order of pairs into consecutive batches, each as large as the bounds allow.
 

@@ -11,14 +11,12 @@ from transformers import PreTrainedModel
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL, shift_right
 
-# Families whose class builds the decoder input from the sources instead of the labels.
-_NOT_SHIFTING = ("fsmt",)
-
 
 def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Add `decoder_input_ids` (the labels shifted to the right) to a batch for a model that does not shift labels itself."""
     config, labels = model.config, inputs.get("labels")
-    if config.model_type not in _NOT_SHIFTING or labels is None or "decoder_input_ids" in inputs:
+    # FSMT builds the decoder input from the sources.
+    if config.model_type != "fsmt" or labels is None or "decoder_input_ids" in inputs:
         return dict(inputs)
     shifted = shift_right(labels, config.pad_token_id, config.decoder_start_token_id)
     return {**inputs, "decoder_input_ids": shifted}

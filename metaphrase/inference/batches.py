@@ -63,6 +63,8 @@ class Partner:
     sources: Sequence[Sequence[int]]
 
 
+# Takes the number of sources of a batch that is done.
+OnBatch = Callable[[int], object] | None
 # Takes the sources of a batch once for each model (token ids). Returns the hypotheses of each source.
 GenerateBatch = Callable[..., list[list[Hypothesis]]]
 
@@ -183,7 +185,7 @@ def generate_hypotheses(
     batch_size: int = DEFAULT_BATCH_SIZE,
     max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
     show_progress: bool | None = False,
-    on_batch: Callable[[int], object] | None = None,
+    on_batch: OnBatch = None,
     partners: Sequence[Partner] = (),
     search: Callable | None = None,
     vocabulary_map: Any = None,
@@ -199,7 +201,6 @@ def generate_hypotheses(
         options: Arguments of `generate()` that a `Plan` has read, in place of `generation_kwargs`.
         batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
-        on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
         vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.

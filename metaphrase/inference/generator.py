@@ -24,6 +24,7 @@ from metaphrase.inference.batches import (
     DEFAULT_MAX_TOKENS_PER_BATCH,
     Engine,
     Hypothesis,
+    OnBatch,
     Partner,
     check_sources,
     generate_hypotheses,
@@ -483,7 +484,7 @@ class Generator(TextStream):
                 yield from candidates
 
     def generate_chunk(
-        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: Callable[[int], object] | None = None
+        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: OnBatch = None
     ) -> list[list[ScoredText]]:
         """Return the candidates of each source of a chunk, whatever came before."""
         if chunk.number and self.engine_choice is not None:
@@ -499,11 +500,7 @@ class Generator(TextStream):
             return self.generate_planned(plan, chunk.texts, on_batch=on_batch)
 
     def generate_planned(
-        self,
-        plan: Plan,
-        texts: list[str],
-        show_progress: bool | None = False,
-        on_batch: Callable[[int], object] | None = None,
+        self, plan: Plan, texts: list[str], show_progress: bool | None = False, on_batch: OnBatch = None
     ) -> list[list[ScoredText]]:
         """Return the candidates of each text: the way from texts to ids, from ids to hypotheses, and from these to texts."""
         encoded = plan.encode(texts)
@@ -513,11 +510,7 @@ class Generator(TextStream):
         return plan.decode(encoded.documents, hypotheses)
 
     def generate_encoded(
-        self,
-        plan: Plan,
-        encoded: EncodedTexts,
-        show_progress: bool | None = False,
-        on_batch: Callable[[int], object] | None = None,
+        self, plan: Plan, encoded: EncodedTexts, show_progress: bool | None = False, on_batch: OnBatch = None
     ) -> list[list[Hypothesis]]:
         """Return the hypotheses of each sentence, and count. The server overrides this method, so that requests share batches."""
         ids, *partner_ids = encoded.ids
@@ -545,12 +538,7 @@ class Generator(TextStream):
         return hypotheses
 
     def generate_ids(
-        self,
-        texts: list[str],
-        *,
-        return_scores: bool = False,
-        show_progress: bool | None = False,
-        **generation_kwargs,
+        self, texts: list[str], *, return_scores: bool = False, show_progress: bool | None = False, **generation_kwargs
     ) -> list[list[Hypothesis]]:
         """Return the hypotheses of texts, of which blank ones are left out. The options are those of `generate_n_best()`."""
         plan = Plan.of(self, generation_kwargs, return_scores)
