@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatter
+from metaphrase.data.pairs import READERS, PairProblem, PairSource
 from metaphrase.errors import MetaphraseError
+from metaphrase.filtering.run import pair_formatter
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
 from metaphrase.scripts.generate import prepare, write_targets

@@ -23,9 +23,10 @@ from metaphrase.analysis.pages import (
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
 from metaphrase.hub_card.figures import LOWER_IS_BETTER
-from metaphrase.inference.line_files import check_files, read_lines
+from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import check_writable
+from metaphrase.tokenization import iterate_lines
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
         lower_is_better=[*LOWER_IS_BETTER, *[external_name] * bool(arguments.scores_lower_is_better)],
         word_tokenizer=arguments.bleu_tokenize or "13a",
         lowercase=arguments.lowercase,
-        training_targets=None if path is None else read_lines(path, arguments.max_line_characters),
+        training_targets=None if path is None else iterate_lines(path, arguments.max_line_characters),
         num_bootstrap_samples=arguments.paired_bs_n,
         num_randomization_trials=arguments.paired_ar_n,
         num_sentences=arguments.num_sentences,
@@ -86,12 +87,12 @@ def read_systems(arguments: argparse.Namespace) -> tuple[TestSet, dict[str, list
             "`outputs` must be at least two files, and `names` one for each and different, got "
             f"{' '.join(paths)!r} and {' '.join(names)!r}."
         )
-    references = list(read_lines(arguments.target, arguments.max_line_characters))
+    references = list(iterate_lines(arguments.target, arguments.max_line_characters))
     if not references:
         raise MetaphraseError(f"`target` must have at least one line, got the empty file {arguments.target!r}.")
 
     def read(option: str, path: str) -> list[str]:
-        lines = list(read_lines(path, arguments.max_line_characters))
+        lines = list(iterate_lines(path, arguments.max_line_characters))
         if len(lines) != len(references):
             counts = f"{len(lines)} in {path!r} and {len(references)} in {arguments.target!r}"
             raise MetaphraseError(f"`{option}` must have as many lines as `target`, got {counts}.")

@@ -26,6 +26,7 @@ from metaphrase.scripts.parsers import (
 )
 from metaphrase.storage.folders import check_writable, read_fields
 from metaphrase.tokenization import join_pieces
+from metaphrase.tokenization.tokenizer_trainer import find_joiner
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def main(arguments: argparse.Namespace) -> None:
     targets, references = pairs["target"][:], None
     if arguments.joiner is not None:
         references = [join_pieces(text, arguments.joiner) for text in targets]
-        if generator.tokenizers.target_joiner is None:
+        if find_joiner(generator.tokenizers.target) is None:
             # The model writes whole words. Only this file splits them.
             targets = references
     if (predictions := arguments.predictions) is not None:

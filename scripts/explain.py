@@ -11,8 +11,9 @@ from metaphrase.analysis.scoring import read_texts
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, explain, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
-from metaphrase.inference.line_files import OutputFile, check_files, read_lines
+from metaphrase.inference.line_files import OutputFile, check_files
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options, given_options
+from metaphrase.tokenization import iterate_lines
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +47,10 @@ def attention(arguments: argparse.Namespace) -> None:
         if text is not None and file is not None:
             raise MetaphraseError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
     check_files(given_options(arguments, ("input", "target_input")), output)
-    sources = list(arguments.source or read_lines(arguments.input, arguments.max_line_characters))
+    sources = list(arguments.source or iterate_lines(arguments.input, arguments.max_line_characters))
     targets = arguments.target
     if arguments.target_input is not None:
-        targets = list(read_lines(arguments.target_input, arguments.max_line_characters))
+        targets = list(iterate_lines(arguments.target_input, arguments.max_line_characters))
     sources, targets = read_texts(sources, targets)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:

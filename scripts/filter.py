@@ -17,11 +17,10 @@ from metaphrase.filtering.run import filter_pairs, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.scripts.parsers import given_options
-from metaphrase.storage.folders import file_in_one_step
+from metaphrase.storage.folders import VOCABULARY_MAP_NAME, file_in_one_step
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from transformers import set_seed
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import ScoredText, TextStream
-from metaphrase.inference.line_files import OutputFile, check_files, format_targets, num_lines, read_lines
+from metaphrase.inference.line_files import OutputFile, check_files, format_targets
 from metaphrase.plugins import needed_plugin
 from metaphrase.scripts.parsers import (
     check_dependents,
@@ -22,7 +22,7 @@ from metaphrase.scripts.parsers import (
     chosen_loading_options,
     given_options,
 )
-from metaphrase.tokenization.texts import shard_range
+from metaphrase.tokenization.texts import count_lines, iterate_lines, shard_range
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,8 @@ def write_targets(
         with_scores: True if the lines are those of an n-best list with scores.
     """
     if records is None:
-        total = num_lines(arguments.input)
-        records = ((line,) for line in read_lines(arguments.input, arguments.max_line_characters))
+        total = count_lines(arguments.input)
+        records = ((line,) for line in iterate_lines(arguments.input, arguments.max_line_characters))
     if total is None and arguments.shard is not None:
         raise MetaphraseError("`input` must be a file with `shard`, got a pipe or standard input.")
     start, stop = 0, None

@@ -31,8 +31,7 @@ from metaphrase.filtering.alignment import make_vocabulary_map
 from metaphrase.inference import Generator
 from metaphrase.scripts import serve
 from metaphrase.scripts.parsers import SUBCOMMANDS
-from metaphrase.storage.folders import ENSEMBLE_NAME
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
+from metaphrase.storage.folders import ENSEMBLE_NAME, VOCABULARY_MAP_NAME
 from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe
 

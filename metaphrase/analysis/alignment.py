@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from metaphrase.analysis.scoring import encode_forced, forced_batches, read_texts
 from metaphrase.analysis.words import words_of_decoded, words_of_source, words_of_target
+from metaphrase.decoding.joint_search import check_single
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import check_sources, evaluating, longest_source
-from metaphrase.inference.generator import Generator, check_single
+from metaphrase.inference.generator import Generator
 from metaphrase.tokenization import TextFrame, readable_tokens, shorten
 
 # The pass keeps the attention weights of all layers and heads, whose size grows with the square of the length.

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.decoding.joint_search import check_single
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import TooLongError, evaluating, longest_source, longest_target, pad_sources
-from metaphrase.inference.generator import Generator, check_single
+from metaphrase.inference.generator import Generator
 from metaphrase.inference.progress import progress_bar
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens
 from metaphrase.tokenization.texts import batches_by_length

@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import learn_terms
+from metaphrase.filtering.rules import SPACED_WORD
 from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
+from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.corpora import PairCorpus
 
 # Share of the pairs with a source word that have its translation.

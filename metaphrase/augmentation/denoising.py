@@ -18,7 +18,7 @@ from metaphrase.augmentation.augmentation import EpochPairs
 from metaphrase.data.encoding import tokenizer_fingerprint
 from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, column_texts, read_cached
 from metaphrase.errors import MetaphraseError
-from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
+from metaphrase.tokenization import TokenizerPair, iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.training.corpora import PairCorpus
 
@@ -49,6 +49,14 @@ class Objective:
 
     def num_sentinels(self, block_length: int) -> int:
         return 0
+
+
+def sentinel_tokens(count: int) -> tuple[str, ...]:
+    """Return `<extra_id_0>` to `<extra_id_{count - 1}>`, which replace removed spans.
+
+    Source: span corruption, section 3.1.4 of Raffel et al. 2020 (arXiv 1910.10683).
+    """
+    return tuple(f"<extra_id_{index}>" for index in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,10 +406,10 @@ def load_texts(
     With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
     features = datasets.Features({"text": datasets.Value("string")})
-    options = invalid_utf8 == "skip", max_line_characters
-    texts = read_cached(
-        lambda: zip(iterate_lines(file, *options)), features, (options, CACHE_VERSION), (str(file),), cache_dir
-    )
+    keep_invalid = invalid_utf8 == "skip"
+    key = (keep_invalid, max_line_characters), CACHE_VERSION
+    lines = iterate_lines(file, max_line_characters, keep_invalid)
+    texts = read_cached(lambda: zip(lines), features, key, (str(file),), cache_dir)
     if not len(texts):
         raise MetaphraseError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))

@@ -23,7 +23,7 @@ from metaphrase.choices.memory import (
 )
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
-from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
+from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.techniques.mixtures import StagedPairs
@@ -182,7 +182,7 @@ def estimate_run(
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of
     batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple, staged)
-    padded = round_up(lengths, multiple)
+    padded = -(-lengths // multiple) * multiple
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     read = lengths if staged is None else lengths[np.concatenate(batches)]
     source_tokens, target_tokens = map(int, read.sum(axis=0))

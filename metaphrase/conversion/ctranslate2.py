@@ -10,11 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS, export_folder, position_table
+from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 
 try:
     import ctranslate2  # noqa: F401 (the engine takes it from here)

@@ -28,11 +28,11 @@ from transformers.utils import CONFIG_NAME
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
+from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from metaphrase.decoding.fast_generation import (
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import longest_source
-from metaphrase.inference.generator import Generator, check_single
+from metaphrase.inference.generator import Generator
 from metaphrase.modeling.configuration_metaphrase import SSRU
 from metaphrase.modeling.positions import LearnedPositionEmbedding
 
@@ -244,3 +244,10 @@ class SpeculativeSearch:
             state.length, draft.length = (min(item.length, ids.shape[1] - 1) for item in (state, draft))
         scores = torch.as_tensor(total, device=ids.device).view(1) if return_scores else None
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+
+
+def check_single(generator: Generator, name: str) -> None:
+    """Raise `MetaphraseError` if a generator is an ensemble or has another engine than torch."""
+    if not generator.is_single:
+        actual = f"an ensemble of {1 + len(generator.members)}" if generator.members else type(generator.model).__name__
+        raise MetaphraseError(f"`{name}` must be a single torch model here, got {actual}.")

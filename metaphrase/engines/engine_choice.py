@@ -15,6 +15,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.conversion.vocabulary_map import VocabularyMap
 from metaphrase.decoding.prepacked_weights import WeightRecord
 from metaphrase.decoding.quantization import quantization_of, quantize
 from metaphrase.errors import MetaphraseError
@@ -23,7 +24,6 @@ from metaphrase.inference.generator import torch_dtype
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import load_pretrained
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
 

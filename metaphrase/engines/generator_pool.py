@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.generator import COUNTERS, Chunk, Generator, ScoredText, TextStream, read_chunks
+from metaphrase.inference.generator import COUNTERS, Chunk, Generator, Plan, ScoredText, TextStream, read_chunks
 from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.loading import default_device
 from metaphrase.tokenization import checked_texts
@@ -187,7 +187,7 @@ def _generate(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredTe
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
-    settings = (options.pop(name) for name in ("return_scores", "split_sentences", "risk"))
+    settings = {name: options.pop(name) for name in ("return_scores", "split_sentences", "risk")}
     seed = options.pop("seed")
-    candidates = generator.generate_chunk(chunk, seed, *generator.plan_stream(*settings, options))
+    candidates = generator.generate_chunk(Plan.of(generator, options, **settings), chunk, seed)
     return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from metaphrase.filtering.rules import split_words
+from metaphrase.conversion.vocabulary_map import VocabularyMap
+from metaphrase.filtering.rules import SPACED_WORD, split_words
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.texts import SPACED_WORD
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 MIN_PAIRS = 10_000
 # They bound memory and time of training.

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.tokenization.texts import SPACED_WORD
 
 Pair = tuple[str, str]
 
 # Zero-width space, byte-order mark, soft hyphen. The zero-width joiners belong to the spelling of some languages.
 _INVISIBLE = str.maketrans(dict.fromkeys("\u200b\ufeff\u00ad"))
+# Thai, Lao, Burmese, Khmer, Japanese and Chinese have no spaces between words.
+_LETTER = r"[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+_MARKS = "".join(
+    character for character in map(chr, range(0x300, 0x10000)) if unicodedata.category(character)[0] == "M"
+)
+# A run of letters and digits, with their marks, of a script with spaces between words.
+SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 # A word, or one letter of a script without spaces, or one other character.
 _WORD = re.compile(rf"{SPACED_WORD.pattern}|[^\W_]|[^\w\s]")
 # Japanese mixes these three, and Chinese has the last.

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from metaphrase.data.pairs import PROBLEMS, PairProblem, PairSource, Record, pair_formatter, tsv_line
+from metaphrase.data.pairs import PROBLEMS, SIDES, PairProblem, PairSource, Record
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normal_form, normalize
@@ -31,6 +31,7 @@ NUM_EXAMPLES = 5
 _SEED = 0
 _STATE = "state.json"
 _LINE_BREAKS = str.maketrans("\r\n", "  ")
+_TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 # Returns the dual cross-entropy score of each pair, from 0 to 1.
 PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
 # The broken rule, or an empty text, and the pair.
@@ -61,6 +62,20 @@ class SeenHashes:
             run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
         self._runs.append(run)
         return is_new
+
+
+def tsv_line(*texts: str) -> str:
+    """Return a line of a .tsv file. Tabs and line breaks inside a text become spaces."""
+    return "\t".join(text.translate(_TSV_BREAKS) for text in texts) + "\n"
+
+
+def pair_formatter(output: str | None) -> Callable[[str, str], str]:
+    """Return the function that formats a pair for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
+    if output is not None and not output.endswith((".tsv", ".jsonl")):
+        raise MetaphraseError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
+    if output is None or output.endswith(".tsv"):
+        return tsv_line
+    return lambda *pair: json.dumps(dict(zip(SIDES, pair, strict=True)), ensure_ascii=False) + "\n"
 
 
 class PairFilter:

@@ -83,8 +83,7 @@ class QueuedGenerator(Generator):
 
     def generate_encoded(self, plan: Plan, encoded: EncodedTexts, *progress: Any) -> list[list[Hypothesis]]:
         hypotheses = self.batcher.generate(self.ticket, plan, encoded)
-        self.count(encoded.counts)
-        self.count_unfinished(hypotheses)
+        self.count(encoded.counts, hypotheses)
         return hypotheses
 
 

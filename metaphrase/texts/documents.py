@@ -150,6 +150,7 @@ def end_loops(generator: Generator, plan: Plan, encoded: EncodedTexts, hypothese
     still_looping = find_looping(rows)
     for i in {*looping} - {*still_looping}:
         hypotheses[i], rows[i] = rows[i], hypotheses[i]
-    generator.count({"num_loops": len(looping), "num_looping": len(still_looping)})
     # The hypotheses that are left out count no longer.
-    generator.count_unfinished(rows.values(), -1)
+    num_unfinished = sum(not hypothesis.is_finished for row in rows.values() for hypothesis in row)
+    counts = {"num_loops": len(looping), "num_looping": len(still_looping), "num_unfinished": -num_unfinished}
+    generator.count(counts)

@@ -13,13 +13,13 @@ from metaphrase.analysis.alignment import AttentionMap, aligned_layer, cross_att
 from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Document, Generator, ScoredText, TextStream, read_chunks
-from metaphrase.inference.line_files import OutputFile, read_lines
+from metaphrase.inference.line_files import OutputFile
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.texts.documents import find_loop, split_texts
 from metaphrase.texts.markup import MarkedText, parse_markup
 from metaphrase.texts.plan import Links, Sentence, Terms, find_words, plan_text, read_glossary
 from metaphrase.texts.subtitles import Subtitles
-from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
+from metaphrase.tokenization import checked_texts, encode_phrase, iterate_lines, word_ids_by_offsets
 
 if TYPE_CHECKING:
     from metaphrase.texts.word_files import WordFile
@@ -253,7 +253,7 @@ def generate_whole_texts(
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     file = None if arguments.file is None else read_file(Path(arguments.file))
     is_page = arguments.format != "text"
-    lines = read_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
+    lines = iterate_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
     if is_page:
         lines = iter(["\n".join(lines)])
     split_sentences = arguments.split_sentences or is_page or file is not None
