@@ -33,11 +33,10 @@ from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.training.callbacks import parse_seconds
-from metaphrase.training.checkpoints import last_whole_checkpoint
+from metaphrase.training.checkpoints import holds_run, last_whole_checkpoint, with_fields_of_run
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.output_dir import holds_run, with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, choose_plainly, describe_fields, load_recipe
 
 logger = logging.getLogger(__name__)

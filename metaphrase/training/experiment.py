@@ -38,7 +38,13 @@ from metaphrase.training.callbacks import (
     with_plain_lines,
     without_weight_bars,
 )
-from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME
+from metaphrase.training.checkpoints import (
+    DATA_REPORT_NAME,
+    DEFAULT_METRIC,
+    RECIPE_NAME,
+    checkpoint_to_resume,
+    only_writer,
+)
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import is_adapted
@@ -49,7 +55,6 @@ from metaphrase.training.model_setup import (
     make_tokenizers,
     remove_ineffective_settings,
 )
-from metaphrase.training.output_dir import DATA_REPORT_NAME, checkpoint_to_resume, only_writer
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer

@@ -435,8 +435,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             if checkpoint is None:
                 raise MetaphraseError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
         elif checkpoint is not None:
-            checkpoints.check_whole(checkpoint)
-            checkpoints.check_last(checkpoint, run)
+            checkpoints.check_whole(checkpoint, run)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             # A killed run has left it.

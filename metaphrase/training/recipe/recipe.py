@@ -21,7 +21,6 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization.texts import TERM_TOKENS
-from metaphrase.training.checkpoints import is_better_lower
 from metaphrase.training.recipe.fields import (
     LEFT_OUT,
     OWN_FIELDS,
@@ -42,6 +41,8 @@ CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointi
 CHECKPOINTING += "_checkpointing"
 # Later names in transformers, whose earlier ones raise a warning. A recipe may keep the names that all versions know.
 RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in ("", "_kwargs")}
+# Metrics of which less is better.
+LOWER_IS_BETTER = ("loss", "perplexity", "ter", "wer", "cer")
 # Schedules that follow a metric.
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 # Uploads are done by `metaphrase push`, not by a run.
@@ -50,6 +51,11 @@ _UPLOAD_PREFIXES = ("push_to_hub", "hub_")
 _WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
 # The keys of these mappings are names of model parts or of fields, which have dots.
 _DOTTED_PREFIXES = ("search.",)
+
+
+def is_better_lower(metric: str) -> bool:
+    """True if a metric is a loss, a perplexity or an error rate, also of a task or with `eval_` before it."""
+    return metric.rpartition("_")[2] in LOWER_IS_BETTER
 
 
 class Recipe(AllFields):
