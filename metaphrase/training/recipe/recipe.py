@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 from transformers import PreTrainedModel, SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.data.token_budget import check_beside_budget
@@ -74,23 +74,15 @@ class Recipe(AllFields):
 
     def __init__(self, **values: Any):
         values.setdefault("set_names", tuple(name for name in values if name != "reasons"))
+        for name, value in values.items():
+            kinds = kinds_of(type(self).model_fields[name].annotation) if isinstance(value, bool) else set()
+            if kinds & {int, float} and bool not in kinds:
+                raise MetaphraseError(f"`{name}` must be a number, got {value}.")
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise MetaphraseError(explain_error(error)) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_truth_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        for name in (name for name, value in values.items() if isinstance(value, bool)):
-            if (kinds := kinds_of(cls.model_fields[name].annotation)) & {int, float} and bool not in kinds:
-                raise MetaphraseError(f"`{name}` must be a number, got {values[name]}.")
-        return values
-
-    @model_validator(mode="after")
-    def _check(self) -> "Recipe":
         check_recipe(self)
-        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and all(
