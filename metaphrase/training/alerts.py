@@ -13,6 +13,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from metaphrase.data.pairs import SIDES, SPLITS, column_texts
 from metaphrase.evaluation.evaluate import spread
+from metaphrase.plugins import plugin
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -43,11 +44,27 @@ def warn(alerts: Iterable[str]) -> None:
 
 def data_alerts(corpus: PairCorpus) -> Iterator[str]:
     """Yield alerts of the pairs of a corpus that is loaded. Pairs that are streamed are not read."""
-    if corpus.recipe.objective == "pairs":
-        for part in corpus.parts.values() if corpus.recipe.tasks else (corpus,):
-            if hasattr(part.splits["train"], "__len__"):
-                yield from _pair_alerts(part)
-                yield from _shared_source_alerts(part)
+    parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
+    for part in parts if corpus.recipe.objective == "pairs" else ():
+        if not hasattr(part.splits["train"], "__len__"):
+            continue
+        yield from _pair_alerts(part)
+        sources = {
+            split: map(str.strip, column_texts(part.splits[split], "source"))
+            for split in SPLITS
+            if split in part.splits
+        }
+        train, counts = sources.pop("train"), {split: Counter(texts) for split, texts in sources.items()}
+        held_out = set().union(*counts.values())
+        shared = held_out.intersection(train) if held_out else set()
+        for split, texts in counts.items():
+            number = sum(count for text, count in texts.items() if text in shared)
+            if number > _SHARED_SOURCES * texts.total():
+                yield (
+                    f"{part.label}{split}: {number:,} of {texts.total():,} sources occur in training too, so the scores are "
+                    f"too high. Remove these pairs from training, or hold pairs out by `num_{split}`, which keeps equal "
+                    "sources together."
+                )
 
 
 def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
@@ -95,28 +112,15 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
         )
 
 
-def _shared_source_alerts(corpus: PairCorpus) -> Iterator[str]:
-    def sources(split: str) -> Iterator[str]:
-        return map(str.strip, column_texts(corpus.splits[split], "source"))
-
-    counts = {split: Counter(sources(split)) for split in SPLITS[1:] if split in corpus.splits}
-    held_out = set().union(*counts.values())
-    shared = held_out.intersection(sources("train")) if held_out else set()
-    for split, texts in counts.items():
-        number = sum(count for text, count in texts.items() if text in shared)
-        if number > _SHARED_SOURCES * texts.total():
-            yield (
-                f"{corpus.label}{split}: {number:,} of {texts.total():,} sources occur in training too, so the scores are too "
-                f"high. Remove these pairs from training, or hold pairs out by `num_{split}`, which keeps equal sources together."
-            )
-
-
 # Settings
 
 
 def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> Iterator[str]:
     """Yield alerts of a complete recipe with its training arguments, encoded corpus and model, before training."""
     yield from rate_alerts(recipe, arguments, model.config.hidden_size)
+    is_half = arguments.bf16 and arguments.device.type == "cpu"
+    if is_half and (slow_bfloat16_alerts := plugin("slow_bfloat16")) is not None:
+        yield from slow_bfloat16_alerts()
     limit = length_limit(model)
     for split, pairs in encoded.items():
         if split == "train" or not isinstance(pairs, Dataset):

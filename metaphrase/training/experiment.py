@@ -46,7 +46,6 @@ from metaphrase.training.checkpoints import (
     only_writer,
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
-from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import is_adapted
 from metaphrase.training.model_setup import (
     Data,
@@ -174,8 +173,6 @@ class Experiment:
         trainer = self.make_trainer(model)
         if trainer.is_world_process_zero():
             warn(run_alerts(recipe, arguments, data.encoded, model))
-            if arguments.bf16 and arguments.device.type == "cpu":
-                warn_of_slow_bfloat16()
             # When a checkpoint to resume from was loaded, not refused.
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()

@@ -60,7 +60,6 @@ from metaphrase.training.checkpoints import (
     step_of,
 )
 from metaphrase.training.distributed import (
-    ProcessSeeds,
     as_plain_class,
     gather_model,
     ignore_repeated_pairs,
@@ -69,6 +68,7 @@ from metaphrase.training.distributed import (
     is_sharded,
     keep_embeddings_together,
     saves_whole_weights,
+    seed_process,
 )
 from metaphrase.training.training_loss import TrainingLoss, check_r_drop, repeat_batch, smooths_labels
 
@@ -208,7 +208,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if not smooths_labels(self.model):
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
-        self.add_callback(ProcessSeeds(self.accelerator))
 
     # Sharding
 
@@ -458,6 +457,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         epoch, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        seed_process(self.args, self.accelerator)
         # `auto_find_batch_size` may begin several times.
         self._checkpoint, self._resumed, self._is_epoch_end_due = resume_from_checkpoint, None, False
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
