@@ -117,7 +117,16 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
 
 def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> Iterator[str]:
     """Yield alerts of a complete recipe with its training arguments, encoded corpus and model, before training."""
-    yield from rate_alerts(recipe, arguments, model.config.hidden_size)
+    width = model.config.hidden_size
+    rate, usual = arguments.learning_rate, 2e-3 * (256 / max(128, width)) ** 0.75
+    kind, lowest, highest, advice = "a new network", usual / 10, 2.5 * usual, f"{usual:.1g}"
+    if recipe.lora_rank is not None:
+        kind, lowest, highest, advice = "an adapter", 1e-5, 10 * usual, "1e-4 to 1e-3"
+    elif recipe.model_name_or_path is not None:
+        kind, lowest, highest, advice = "fine-tuning", 1e-6, 1.25 * usual, "2e-5 to 5e-4"
+    if arguments.optim.value.startswith("adamw") and not lowest <= rate <= highest:
+        direction = "low" if rate < lowest else "high"
+        yield f"`learning_rate` {rate:g} is far too {direction} for {kind} of width {width}. Usual is about {advice}."
     is_half = arguments.bf16 and arguments.device.type == "cpu"
     if is_half and (slow_bfloat16_alerts := plugin("slow_bfloat16")) is not None:
         yield from slow_bfloat16_alerts()
@@ -131,21 +140,6 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
                 f"{split}: {number:,} of {len(pairs):,} references are longer than the length limit of outputs ({limit}), so "
                 "their outputs are cut. Raise `generation_max_length`."
             )
-
-
-def rate_alerts(recipe: Recipe, arguments: Any, width: int) -> Iterator[str]:
-    """Yield an alert of a peak learning rate of AdamW that is far from usual for this hidden size."""
-    rate, usual = arguments.learning_rate, 2e-3 * (256 / max(128, width)) ** 0.75
-    if not arguments.optim.value.startswith("adamw"):
-        return
-    kind, lowest, highest, advice = "a new network", usual / 10, 2.5 * usual, f"{usual:.1g}"
-    if recipe.lora_rank is not None:
-        kind, lowest, highest, advice = "an adapter", 1e-5, 10 * usual, "1e-4 to 1e-3"
-    elif recipe.model_name_or_path is not None:
-        kind, lowest, highest, advice = "fine-tuning", 1e-6, 1.25 * usual, "2e-5 to 5e-4"
-    if not lowest <= rate <= highest:
-        direction = "low" if rate < lowest else "high"
-        yield f"`learning_rate` {rate:g} is far too {direction} for {kind} of width {width}. Usual is about {advice}."
 
 
 def length_limit(model: Any) -> int:

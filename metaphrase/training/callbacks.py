@@ -16,7 +16,6 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
@@ -57,18 +56,15 @@ class EarlyEnd(TrainerCallback):
         """Return True if no further update should begin."""
         return False
 
-    def _end(self, args: TrainingArguments, control: TrainerControl) -> None:
-        if self.is_due():
-            self.has_ended = control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
-
     def on_step_end(self, args, state, control, **kwargs):
-        self._end(args, control)
+        EarlyEnd.on_evaluate(self, args, state, control)
         if self.has_ended:
             control.should_evaluate = args.eval_strategy != "no"
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._end(args, control)
+        if self.is_due():
+            self.has_ended = control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.has_ended:

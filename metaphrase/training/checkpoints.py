@@ -37,11 +37,6 @@ _EDITABLE = (".json", ".txt", ".jinja", ".md", ".py", ".yaml")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
-def checkpoint_of_step(run_dir: str | Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint, whether it exists or not."""
-    return Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-
-
 def step_of(checkpoint: Path) -> int:
     """Return the step in a checkpoint's name."""
     return int(_CHECKPOINT.fullmatch(checkpoint.name)[1])

@@ -29,7 +29,7 @@ from transformers import (
     get_scheduler,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
 from transformers.training_args import OptimizerNames
 
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
@@ -54,7 +54,6 @@ from metaphrase.training.callbacks import restore_callbacks
 from metaphrase.training.checkpoints import (
     ARGUMENTS_NAME,
     DEFAULT_METRIC,
-    checkpoint_of_step,
     checkpoints_in,
     scores_in,
     step_of,
@@ -527,7 +526,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self._check_weights()
         # A kill just after the last checkpoint was written leaves those that it makes surplus.
         run = Path(self._get_output_dir(trial))
-        self._discard_surplus(run, checkpoint_of_step(run, self.state.global_step))
+        self._discard_surplus(run, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.max_tokens_per_batch is not None:
             # The parent multiplies by the share of `max_steps` that is done. A stream has no number of pairs.
             num_epochs = self.state.max_steps / self._steps_per_epoch if self._steps_per_epoch else 0
@@ -563,7 +562,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         return settings, layout
 
     def _set_best_folder(self, run: Path) -> None:
-        if self.state.best_global_step and (best := checkpoint_of_step(run, self.state.best_global_step)).is_dir():
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and best.is_dir():
             self.state.best_model_checkpoint = str(best)
 
     # Evaluation
@@ -675,7 +675,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def _save_checkpoint(self, model, trial):
         self._check_weights()
         run = Path(self._get_output_dir(trial))
-        checkpoint = checkpoint_of_step(run, self.state.global_step)
+        checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._is_saving = True
         try:
             super()._save_checkpoint(model, trial)
