@@ -42,7 +42,7 @@ def warn(alerts: Iterable[str]) -> None:
 # Pairs
 
 
-def data_alerts(corpus: PairCorpus) -> Iterator[str]:
+def data_alerts(corpus: Any) -> Iterator[str]:
     """Yield alerts of the pairs of a corpus that is loaded. Pairs that are streamed are not read."""
     parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
     for part in parts if corpus.recipe.objective == "pairs" else ():

@@ -204,10 +204,10 @@ DATA_REPORT_NAME = "data_report.json"
 # The reason of a choice, and the field below it.
 _REASON = re.compile(r"^# (.+)\n(\w+):", re.MULTILINE)
 # A folder with any of these files holds a model.
-_MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
+_MODEL_NAMES: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
 _MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json", ENSEMBLE_NAME)
 # Files that a run replaces.
-_RESULT_NAMES = (RECIPE_NAME, "metrics.json", "validation_predictions.txt", "test_predictions.txt")
+_RESULT_NAMES: tuple[str, ...] = (RECIPE_NAME, "metrics.json", "validation_predictions.txt", "test_predictions.txt")
 _RESULT_NAMES += ("trainer_state.json", "tokenizer.json")
 # Own fields that a resumed run may change. The others decide network, tokenizer, data, optimizer, or what is trained.
 _FREE_GROUPS = ("batches", "evaluation", "search")
@@ -217,12 +217,15 @@ _FREE |= {"max_validation_samples", "max_test_samples", "dataset_validation_spli
 _FREE |= {"average_last", "average_best", "r_drop_alpha", "r_drop_start_step"}
 # Fields of transformers that a resumed run may not change. The checkpoint's optimizer would silently keep its old settings, and
 # the seeds decide which pairs are taken out of training, and their order.
-_SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
+_SETTLED_TRAINING: tuple[str, ...] = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
 _SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
 _SETTLED_TRAINING += ("seed", "data_seed")
 # Pairs of fields of which a run has one.
-_ALTERNATIVES = (("max_tokens_per_batch", "per_device_train_batch_size"), ("max_steps", "num_train_epochs"))
-_ALTERNATIVES += (("average_last", "average_best"),)
+_ALTERNATIVES = (
+    ("max_tokens_per_batch", "per_device_train_batch_size"),
+    ("max_steps", "num_train_epochs"),
+    ("average_last", "average_best"),
+)
 # Fields that may become `skip` after a fault has ended a run.
 _FAULTS = ("malformed", "invalid_utf8")
 
@@ -271,7 +274,7 @@ def with_fields_of_run(recipe: Recipe, folder: Path) -> Recipe:
         answered |= set(DECODING)
     names = [name for name in before.set_names if name not in answered]
     taken = {name: getattr(before, name) for name in names if recipe.is_open(name)}
-    reasons = {name: reason for name, reason in reasons.items() if name in taken} | recipe.reasons
+    reasons = {name: reason for name, reason in reasons.items() if name in taken} | dict(recipe.reasons)
     # The file keeps its order.
     order = tuple(dict.fromkeys((*names, *recipe.set_names)))
     merged = recipe.replace(**taken, set_names=order, reasons=reasons)

@@ -139,7 +139,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     get_optimizer_cls_and_kwargs = staticmethod(optimizer_class_and_options)
     # The parent's constructor and subclasses may read these early.
-    score = decoded_rows = max_tokens_per_batch = None
+    score: Any = None
+    decoded_rows = max_tokens_per_batch = None
+    compute_loss_func: Any
     # Sum of the losses of all labels, and number of labels, in this process and evaluation.
     evaluation_loss = torch.zeros(2, dtype=torch.float64)
     _needs_loss_alone = False
@@ -338,7 +340,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         return 1 if self.packs_pairs else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
 
     def _loader_by_budget(self, dataset, is_training: bool) -> DataLoader:
-        arguments, batching = self.args, {"batch_size": None}
+        arguments = self.args
+        batching: dict[str, Any] = {"batch_size": None}
         if isinstance(dataset, TokenBudgetStream):
             dataset.length_multiple = self._length_multiple
         else:
@@ -629,7 +632,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
         return loss, generated, labels
 
-    def _decoding_options(self, call: Mapping) -> dict:
+    def _decoding_options(self, call: dict) -> dict:
         """Return arguments of `generate()`: of this call, over those of the trainer. The parent adds training arguments."""
         limits = {"max_length", "max_new_tokens"}
         # `generate()` obeys `max_new_tokens` where both limits are set.

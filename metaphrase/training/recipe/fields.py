@@ -153,7 +153,7 @@ class OwnFields(BaseModel):
     )
     r_drop_start_step: int = _technique("Step at which R-Drop begins. Earlier ones cost half.", 0, "r_drop_alpha", ge=0)
     subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
-    augmentation: dict[Literal[tuple(AUGMENTATIONS)], _Share] = _technique(
+    augmentation: dict[str, _Share] = _technique(
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).", {}
     )
     average_last: int | None = _technique("Save the mean of the last N checkpoints.", ge=2)
@@ -244,8 +244,9 @@ def _training_field(name: str) -> tuple[Any, Any]:
 
 
 # The fields alone: `Seq2SeqTrainingArguments.__post_init__` sets up devices and process groups.
-AllFields = create_model("AllFields", __base__=OwnFields, **{name: _training_field(name) for name in TRAINING_FIELDS})
-OWN_FIELDS = OwnFields.model_fields
+_DEFINITIONS: dict[str, Any] = {name: _training_field(name) for name in TRAINING_FIELDS}
+AllFields: Any = create_model("AllFields", __base__=OwnFields, **_DEFINITIONS)
+OWN_FIELDS: dict[str, Any] = OwnFields.model_fields
 # Fields that `choose_decoding` sets for the finished weights.
 DECODING = ("num_beams", "length_penalty", "early_stopping")
 
@@ -282,12 +283,12 @@ _NEEDS |= {"datasets": "stages", "stages": "datasets"}
 _NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank": "model_name_or_path"}
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
-_OF_EACH_TASK = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
+_OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
 _OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
-_OF_DATASETS = ("train_file", "train_source_file", "dataset_name", "streaming", "num_validation", "num_test")
-_OF_DATASETS += ("objective", "tasks", "max_train_samples")
-_OF_NEW_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
-_OF_NEW_TOKENIZER += ("target_tokenizer_kind", "normalization", "min_frequency", "joiner", "num_sentinels")
+_OF_DATASETS: tuple[str, ...] = ("train_file", "train_source_file", "dataset_name", "streaming", "num_validation")
+_OF_DATASETS += ("num_test", "objective", "tasks", "max_train_samples")
+_OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary")
+_OF_NEW_TOKENIZER += ("lowercase", "target_tokenizer_kind", "normalization", "min_frequency", "joiner", "num_sentinels")
 # Pairs of one field, when it differs from its default and is not false, and fields that contradict it, with the reason.
 _CONFLICTS = (
     *((f"{split}_file", (f"{split}_source_file",), "a split comes from one place") for split in SPLITS),
@@ -346,6 +347,8 @@ def check_recipe(recipe: Any) -> None:
             rule = f"be steps or no with `{name}`, which has no epochs"
             require(getattr(recipe, strategy) != "epoch", strategy, rule)
     require(not recipe.streaming or recipe.max_steps > 0, "streaming", "come with `max_steps`: it has no length")
+    for name in recipe.augmentation:
+        require(name in AUGMENTATIONS, f"augmentation.{name}", f"be one of {', '.join(AUGMENTATIONS)}")
     has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
     rule = "be left out with two vocabularies. Its marks are tokens of a joint one"
     require("terms" not in recipe.augmentation or not has_two, "augmentation.terms", rule)

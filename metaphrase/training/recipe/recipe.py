@@ -375,8 +375,9 @@ def describe_fields() -> str:
     for name, (group, text) in texts.items():
         field = Recipe.model_fields[name]
         shown = "" if field.default in (None, "", {}) else f" [{field.default}]"
-        indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-        lines = f"  --{name}{shown}  ({type_name(field.annotation)})\n" + textwrap.fill(text, width=110, **indents)
+        lines = f"  --{name}{shown}  ({type_name(field.annotation)})\n" + textwrap.indent(
+            textwrap.fill(text, 104), " " * 6
+        )
         groups.setdefault(group, []).append(lines)
     return "\n\n".join([head, *(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())])
 
