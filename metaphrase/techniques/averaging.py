@@ -112,7 +112,6 @@ def select_checkpoints(
     """Return the folders of the last or the best checkpoints that a run still has, the last or the best one at the end.
 
     Args:
-        run_dir: The output directory.
         last: Number of checkpoints to take by step.
         best: Number of checkpoints to take by score; of equals, the later ones.
         metric: Name of the score in the trainer's log; `eval_` may be left out.

@@ -44,10 +44,8 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints_in(run_dir: str | Path) -> list[Path]:
     """Return the checkpoints of a run, whole or not, in the order of their steps."""
-    if not Path(run_dir).is_dir():
-        return []
-    folders = [path for path in Path(run_dir).iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=step_of)
+    paths = Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def what_is_missing(folder: str | Path) -> list[str]:
@@ -63,18 +61,16 @@ def what_is_missing(folder: str | Path) -> list[str]:
         sizes = json.loads(progress.read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError):
         return [f"{PROGRESS_NAME} is cut short or damaged"]
-    problems, files = [], _files(Path(folder))
+    problems = []
     for name, size in sizes.items():
-        present = files[name].stat().st_size if name in files else None
+        path = Path(folder) / name
+        present = path.stat().st_size if path.is_file() else None
+        is_edited = present and name.endswith(_EDITABLE) and name != TRAINER_STATE_NAME
         if present is None:
             problems.append(f"{name} is missing")
-        elif present != size and not (present and name.endswith(_EDITABLE) and name != TRAINER_STATE_NAME):
+        elif present != size and not is_edited:
             problems.append(f"{name} has {present} bytes in place of {size}")
     return problems
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def check_whole(checkpoint: str | Path, run_dir: str | Path | None = None) -> None:
@@ -85,9 +81,8 @@ def check_whole(checkpoint: str | Path, run_dir: str | Path | None = None) -> No
             "start a new run in another folder, from these weights by `model_name_or_path`."
         )
     checkpoint = Path(checkpoint).resolve()
-    last = (
-        last_whole_checkpoint(run_dir) if run_dir is not None and checkpoint.parent == Path(run_dir).resolve() else None
-    )
+    is_own = run_dir is not None and checkpoint.parent == Path(run_dir).resolve()
+    last = last_whole_checkpoint(run_dir) if is_own else None
     if last is not None and step_of(checkpoint) < step_of(Path(last)):
         raise MetaphraseError(
             f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}, "
@@ -111,7 +106,8 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     A checkpoint of that name, such as a damaged one, is deleted just before.
     """
     unfinished = checkpoint.parent / UNFINISHED_NAME / checkpoint.name
-    sizes = {name: path.stat().st_size for name, path in _files(unfinished).items() if name != PROGRESS_NAME}
+    files = [path for path in sorted(unfinished.rglob("*")) if path.is_file() and path.name != PROGRESS_NAME]
+    sizes = {path.relative_to(unfinished).as_posix(): path.stat().st_size for path in files}
     text = json.dumps({**progress, "files": sizes}, indent=2)
     (unfinished / PROGRESS_NAME).write_text(text + "\n", encoding="utf-8")
     for path in [*unfinished.rglob("*"), unfinished]:
@@ -167,7 +163,6 @@ def read_progress(checkpoint: str | Path, settings: dict[str, Any], layout: dict
     """Return a checkpoint's `progress.json`, or None for a checkpoint of a plain Trainer, and compare it with the resumed run.
 
     Args:
-        checkpoint: The checkpoint to resume from.
         settings: Values that must be equal. None is unknown.
         layout: Values that decide which pairs the first N batches of an epoch hold. A warning names those that differ.
 
@@ -351,16 +346,12 @@ def _settled_values(recipe: Recipe) -> dict[str, Any]:
     if recipe.lr_scheduler_type in METRIC_SCHEDULES:
         # The schedule compares values of the metric before and after.
         names += ["metric_for_best_model", "greater_is_better"]
-    values = dict(item for name in names for item in _flat(name, getattr(recipe, name)))
-    return {name: value for name, value in values.items() if name.rpartition(".")[2] not in _FREE}
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(f"{name}.{key}", inner)
-    elif name.endswith(("_file", "_name_or_path")) and isinstance(value, str):
-        # A run may have been moved together with its data, whose folder a saved recipe leaves out.
-        yield name, PurePath(value).name
-    else:
-        yield name, value
+    values, pending = {}, [(name, getattr(recipe, name)) for name in names]
+    for name, value in pending:
+        if isinstance(value, dict):
+            pending += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        elif name.rpartition(".")[2] not in _FREE:
+            # A run may have been moved together with its data, whose folder a saved recipe leaves out.
+            is_path = name.endswith(("_file", "_name_or_path")) and isinstance(value, str)
+            values[name] = PurePath(value).name if is_path else value
+    return values

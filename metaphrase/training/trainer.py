@@ -96,11 +96,7 @@ def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedM
 
 
 def check_optimizer(arguments: TrainingArguments) -> None:
-    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
-
-    Raises:
-        MetaphraseError: Naming the field.
-    """
+    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight."""
     if arguments.optim_target_modules or any(name in arguments.optim for name in _READ_THE_MODEL):
         return
     owner, field = "optim", "optim_args"
