@@ -34,7 +34,7 @@ from transformers import (
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
+from metaphrase.ops.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.trainer import MetaphraseTrainer
 
 VOCAB_SIZES = {"transformer-tiny": 10000, "transformer-base": 32000, "transformer-big": 32000, "t5-large": 32128}

@@ -52,6 +52,10 @@ PLACES: dict[str, str] = {
     "choose_decoding": "metaphrase.choices.completion:choose_decoding",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
+    # Setup of a process that trains on a CPU, and the alert that bfloat16 is slow there.
+    "cpu_setup": "metaphrase.ops.cpu_setup:prepare_cpu",
+    "slow_bfloat16": "metaphrase.ops.cpu_setup:slow_bfloat16_alerts",
+    # Faster operators, and the decoder.
     "training_operators": "metaphrase.ops.packed_stacks:plug_in",
     "projected_loss": "metaphrase.ops.projected_loss:loss_of_head",
     "fast_decoder": "metaphrase.decoding.fast_generation:plug_in",

@@ -35,17 +35,16 @@ from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
+from metaphrase.ops.cpu_setup import has_fast_bfloat16
 from metaphrase.plugins import plugin
 from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
-from metaphrase.training.checkpoints import is_better_lower
 from metaphrase.training.corpora import PairCorpus
-from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment, load
 from metaphrase.training.model_setup import Data, make_model, make_tokenizers
 from metaphrase.training.recipe.fields import VALIDATION_FIELDS
-from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_plainly
+from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_plainly, is_better_lower
 
 logger = logging.getLogger(__name__)
 

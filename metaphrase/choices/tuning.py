@@ -17,12 +17,11 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
-from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
+from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, checkpoint_to_resume, only_writer
 from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer
 from metaphrase.training.model_setup import make_model
-from metaphrase.training.output_dir import checkpoint_to_resume, only_writer
 from metaphrase.training.recipe.fields import decodes, group_of
-from metaphrase.training.recipe.recipe import Recipe, learning_rate, saved_recipe
+from metaphrase.training.recipe.recipe import Recipe, is_better_lower, learning_rate, saved_recipe
 
 try:
     import optuna

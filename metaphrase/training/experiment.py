@@ -39,9 +39,14 @@ from metaphrase.training.callbacks import (
     with_plain_lines,
     without_weight_bars,
 )
-from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME
+from metaphrase.training.checkpoints import (
+    DATA_REPORT_NAME,
+    DEFAULT_METRIC,
+    RECIPE_NAME,
+    checkpoint_to_resume,
+    only_writer,
+)
 from metaphrase.training.corpora import PairCorpus, open_corpus
-from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import is_adapted
 from metaphrase.training.model_setup import (
     Data,
@@ -50,7 +55,6 @@ from metaphrase.training.model_setup import (
     make_tokenizers,
     remove_ineffective_settings,
 )
-from metaphrase.training.output_dir import DATA_REPORT_NAME, checkpoint_to_resume, only_writer
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
@@ -170,8 +174,6 @@ class Experiment:
         trainer = self.make_trainer(model)
         if trainer.is_world_process_zero():
             warn(run_alerts(recipe, arguments, data.encoded, model))
-            if arguments.bf16 and arguments.device.type == "cpu":
-                warn_of_slow_bfloat16()
             # When a checkpoint to resume from was loaded, not refused.
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
