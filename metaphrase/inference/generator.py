@@ -100,6 +100,8 @@ class TextStream:
     """
 
     num_unfinished = num_truncated = num_cut = num_loops = num_looping = num_drafted = num_accepted = 0
+    num_targets: Callable[..., int]
+    generate_stream: Callable[..., Iterator[list[ScoredText]]]
 
     def count(self, counts: Mapping[str, int], hypotheses: Iterable[list[Hypothesis]] = ()) -> None:
         """Add to the counters, by name, and to `num_unfinished` the hypotheses without their end of sequence."""

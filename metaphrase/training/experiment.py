@@ -138,10 +138,6 @@ class Experiment:
         """Return the model to train."""
         return make_model(self.recipe, self.prepare())
 
-    def make_trainer(self, model: PreTrainedModel) -> MetaphraseTrainer:
-        """Return the trainer of a model."""
-        return make_trainer(self.recipe, self.arguments, self.prepare(), model, self.scores, self.deadline)
-
     def train(self) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`.
 
@@ -171,7 +167,7 @@ class Experiment:
         model = self.make_model()
         if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
-        trainer = self.make_trainer(model)
+        trainer = make_trainer(recipe, arguments, data, model, self.scores, self.deadline)
         if trainer.is_world_process_zero():
             warn(run_alerts(recipe, arguments, data.encoded, model))
             # When a checkpoint to resume from was loaded, not refused.
