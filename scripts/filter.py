@@ -39,8 +39,8 @@ def main(arguments: argparse.Namespace) -> None:
         return
     settings, score_pairs, started = chosen_settings(arguments), None, time.perf_counter()
     if "dual_cross_entropy" in settings.rules:
-        names = settings.forward_model, settings.backward_model
-        models = [Generator.from_pretrained(name, engine="torch", device=arguments.device) for name in names]
+        folders = settings.forward_model, settings.backward_model
+        models = [Generator.from_pretrained(folder, engine="torch", device=arguments.device) for folder in folders]
 
         def score_pairs(pairs: Sequence[Pair]) -> Sequence[float]:
             swapped = [pair[::-1] for pair in pairs]
