@@ -1,10 +1,9 @@
 import json
-import signal
 
 import datasets
 import pytest
 from sacrebleu import sentence_bleu, sentence_chrf
-from subcommands import execute, name_of
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.data.pairs import PairSource
@@ -107,29 +106,6 @@ def test_of_equally_near_candidates_the_first_is_selected():
     candidates = [ScoredText(text, None) for text in ("a dog", "the cat", "the  cat")]
     assert backtranslate.nearest(candidates, "the cat", "chrf") is candidates[1]
     assert backtranslate.nearest(candidates, "zzz", "chrf") is candidates[0]
-
-
-@pytest.mark.parametrize(
-    ("verb", "words"),
-    [
-        (backtranslate, ["--input", "mono.de", "--tag", "<BT>", *SAMPLES]),
-        ("distill", ["--input", "train.tsv", "--select", "chrf", "--num_beams", "2", "--num_return_sequences", "2"]),
-    ],
-    ids=["backtranslate", "distill"],
-)
-def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server, verb, words):
-    words = [cli_model, *CPU, "--chunk_size", "2", *[str(folder / word) if "." in word else word for word in words]]
-    execute(verb, [*words, "--output", "whole.tsv"])
-    whole, output = (folder / "whole.tsv").read_bytes(), folder / "out.tsv"
-    resumed = [*words, "--output", str(output), "--resume"]
-    for most_bytes in (len(whole) // 3, 2 * len(whole) // 3):
-        assert server.run(resumed, output, subcommand=name_of(verb), most_bytes=most_bytes) == -signal.SIGXFSZ
-        assert output.read_bytes() == whole[:most_bytes]
-    execute(verb, resumed)
-    assert output.read_bytes() == whole
-    if verb is backtranslate:
-        with pytest.raises(ValueError, match="`output` must hold the lines of this command to be resumed"):
-            execute(verb, [*resumed, "--tag", "<NEW>"])
 
 
 @pytest.mark.parametrize(
