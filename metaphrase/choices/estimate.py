@@ -186,7 +186,7 @@ def estimate_run(
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     read = lengths if staged is None else lengths[np.concatenate(batches)]
     source_tokens, target_tokens = map(int, read.sum(axis=0))
-    computed = sum(shape.tokens for shape in shapes)
+    computed = sum(shape.source_tokens + shape.target_tokens for shape in shapes)
     steps_per_epoch = math.ceil(math.ceil(len(shapes) / sharding.devices) / arguments.gradient_accumulation_steps)
     steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * steps_per_epoch)
     passes = steps
@@ -208,7 +208,7 @@ def estimate_run(
     state = estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
-        lambda shape: shape.tokens,
+        lambda shape: shape.source_tokens + shape.target_tokens,
         lambda shape: shape.target_tokens,
         lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
     )
@@ -217,7 +217,7 @@ def estimate_run(
         for size in sizes
         for shape in nlargest(16, shapes, key=size)
     }
-    largest = max(estimates, key=lambda shape: (state.peak(estimates[shape]), shape.tokens))
+    largest = max(estimates, key=lambda shape: (state.peak(estimates[shape]), sizes[0](shape)))
     other = estimate_activations(model.config, largest, precision, not is_checkpointed)
     hours = None
     if tokens_per_second is not None:
