@@ -76,7 +76,7 @@ class Tuning:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
             raise MetaphraseError(
-                "`streaming`, `tasks`, `stages` and `objective` must be left out of a recipe to tune."
+                "`streaming`, `tasks`, `stages` and `objective` must be left out for `metaphrase tune`."
             )
         self.folder, self.started = Path(recipe.output_dir), started
         self.max_trials = math.inf if max_trials is None else max_trials
@@ -87,13 +87,10 @@ class Tuning:
             checkpoint_to_resume(recipe, self.folder)
         elif is_resumed:
             before = saved_recipe(self.folder / START_NAME)
-            recipe = recipe.replace(
-                **{name: getattr(before, name) for name in before.set_names if recipe.is_open(name)}
-            )
+            fields = {name: getattr(before, name) for name in before.set_names if recipe.is_open(name)}
+            recipe = recipe.replace(**fields)
         else:
-            raise MetaphraseError(
-                f"`output_dir` must not hold another search, got {self.folder}. Pass --resume to go on."
-            )
+            raise MetaphraseError(f"`output_dir` must not hold another search, got {self.folder}. Pass --resume.")
         self.recipe = recipe
         if recipe.search and "max_tokens_per_batch" not in recipe.search:
             # The start of this field may be open.

@@ -94,6 +94,7 @@ _SPLIT = (
     "as de [that of a multilingual tokenizer, or English]"
 )
 _USE_VMAP = "select among the target tokens that vmap.txt of the model permits; see `metaphrase shortlist`"
+_METRICS = "scores: bleu, chrf, chrf++, ter, rouge, exact_match, wer, cer [bleu chrf]"
 _ENGINES = {"choices": ("auto", "torch", "ctranslate2")}
 # Type, default, help and, if needed, more arguments of `add_argument`. The type bool is a switch.
 _SHARED: dict[str, tuple] = {
@@ -119,6 +120,7 @@ _SHARED: dict[str, tuple] = {
     "split_sentences": (str, False, _SPLIT, {"metavar": "LANG", "nargs": "?", "const": True}),
     "bleu_tokenize": (str, None, "sacreBLEU's tokenizer [13a]; none for tokenized text"),
     "lowercase": (bool, False, "ignore case, as sacreBLEU's -lc"),
+    "metrics": (str, ["bleu", "chrf"], _METRICS, {"metavar": "NAME", "nargs": "+"}),
     "max_shard_size": (str, "5GB", "maximum size of a file of weights, such as 500MB", {"metavar": "SIZE"}),
 }
 COLUMNS = ("source_column", "target_column")
@@ -185,11 +187,6 @@ def add_generation(parser: argparse.ArgumentParser) -> Options:
     return group
 
 
-def add_metrics(options: Options) -> None:
-    text = "scores: bleu, chrf, chrf++, ter, rouge, exact_match, wer, cer [bleu chrf]"
-    options.add_argument("--metrics", metavar="NAME", nargs="+", default=["bleu", "chrf"], help=text)
-
-
 def train(parser: argparse.ArgumentParser) -> None:
     """Train a model by a recipe, or from files of pairs alone."""
     parser.usage = "%(prog)s [recipe] [option ...] [--field value ...]"
@@ -211,7 +208,7 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     add("--output", type=path, help="file to write, or folder for metrics.json [metrics.json beside the model]")
     add("--predictions", type=path, help="file to write the decoded targets to")
     add_loaded_model(parser)
-    add_metrics(parser)
+    add_shared(parser, "metrics")
     group = parser.add_argument_group("pairs and scores")
     add_shared(group, *COLUMNS)
     add, kinds = group.add_argument, ("error", "skip")
