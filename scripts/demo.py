@@ -68,9 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
     maps = (attention.weights, attention.source_tokens, attention.target_tokens)
     picture = draw_attention_map(*maps, folder / "attention.png", title="Cross-attention, mean of all heads")
     scores = result["scores"]
-    print(
-        f"\nOn {result['num_examples']} test sentences, each with a combination of words that is not in the training data:"
-    )
+    print(f"\nOn {result['num_examples']} test sentences, whose combinations of words are not in the training data:")
     print(f"  BLEU         {scores['bleu']['score']:6.2f}   ({scores['bleu']['signature']})")
     print(f"  chrF         {scores['chrf']['score']:6.2f}   ({scores['chrf']['signature']})")
     print(f"  exact match  {scores['exact_match']['score']:6.2f}%")

@@ -28,7 +28,6 @@ def folder(tmp_path, monkeypatch):
 
 
 def completed(*words):
-    """Return the experiment on the file of pairs with these words, and the choices."""
     words = ["--train_file", "pairs.tsv", "--output_dir", "run", *words]
     return completion.complete(load_recipe(None, words), is_dry_run=True)
 

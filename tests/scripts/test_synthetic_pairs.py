@@ -17,7 +17,6 @@ SAMPLES = ["--temperature", "3", "--num_return_sequences", "2"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with targets and pairs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mono.de").write_text("".join(f"{line}\n" for line in [*TARGETS, "", "ein\tHund"]), encoding="utf-8")
     rows = zip(SOURCES, TARGETS, strict=True)
