@@ -102,8 +102,10 @@ def test_mistakes_are_one_line_and_plain_ones_load_nothing(words, said, monkeypa
 def test_words_after_a_name_that_may_be_on_the_hub_or_two_dashes_are_values():
     assert parse("explain", ["runs", "--source", "a"]).model == "runs"
     assert parse("average", ["--output", "a", "--", "--odd"]).folders == ["--odd"]
-    arguments = parse("train", ["demo", "--learning_rate", "1", "--dry-run", "--model.hidden_size=8"])
-    assert arguments.dry_run and arguments.fields == ["--learning_rate", "1", "--model.hidden_size=8"]
+    for words in ("demo --dry-run --resume", "--dry_run --resume demo"):
+        arguments = parse("train", [*words.split(), "--seed", "7", "--model.hidden_size=8"])
+        assert arguments.recipe == ["demo"] and arguments.dry_run and arguments.resume
+        assert arguments.fields == ["--seed", "7", "--model.hidden_size=8"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import json
 import datasets
 import pytest
 from sacrebleu import sentence_bleu, sentence_chrf
+from small_runs import write_pairs
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
@@ -18,11 +19,9 @@ SAMPLES = ["--temperature", "3", "--num_return_sequences", "2"]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mono.de").write_text("".join(f"{line}\n" for line in [*TARGETS, "", "ein\tHund"]), encoding="utf-8")
-    rows = zip(SOURCES, TARGETS, strict=True)
-    (tmp_path / "train.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in rows), encoding="utf-8")
-    (tmp_path / "train.en").write_text("".join(f"{line}\n" for line in SOURCES), encoding="utf-8")
-    (tmp_path / "train.de").write_text("".join(f"{line}\n" for line in TARGETS), encoding="utf-8")
+    write_pairs(tmp_path / "train.tsv", zip(SOURCES, TARGETS, strict=True))
+    for name, lines in (("mono.de", [*TARGETS, "", "ein\tHund"]), ("train.en", SOURCES), ("train.de", TARGETS)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return tmp_path
 
 
