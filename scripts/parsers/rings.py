@@ -2,10 +2,24 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable
 
 from metaphrase.scripts.parsers import options
-from metaphrase.scripts.parsers.options import count, file, layer, layers, path
+from metaphrase.scripts.parsers.options import check, count, file, path
+
+
+def layer(word: str) -> int | None:
+    """Parse the number of a layer; None is the mean of all."""
+    check(re.fullmatch(r"-?\d+|mean", word, re.ASCII), "a whole number or mean", word)
+    return None if word == "mean" else int(word)
+
+
+def layers(word: str) -> list[int]:
+    """Parse numbers and ranges of layers."""
+    check(re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", word, re.ASCII), "numbers of layers, such as 0-5,8", word)
+    ends = [[*map(int, span.split("-"))] for span in word.split(",")]
+    return [number for span in ends for number in range(span[0], span[-1] + 1)]
 
 
 def demo(parser: argparse.ArgumentParser) -> None:
