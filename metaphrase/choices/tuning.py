@@ -35,7 +35,6 @@ STUDY_NAME, START_NAME, TABLE_NAME, BEST_NAME = "study.db", "start.yaml", "trial
 # Trials that fit into the time if none is pruned.
 _TRIALS = 8
 _ENDED = ("COMPLETE", "PRUNED", "FAIL")
-_MIN_UPDATES = 100
 # A trial has five evaluations, keeps no checkpoints and ends by its own clock.
 _TRIAL_FIELDS = {"eval_strategy": "steps", "eval_steps": 1 / 5, "save_strategy": "no", "disable_tqdm": True}
 _TRIAL_FIELDS |= {"load_best_model_at_end": False, "eval_on_start": False}
@@ -135,7 +134,7 @@ class Tuning:
         plan = self.study.user_attrs["plan"]
         self.share, self.seconds, updates = plan["share"], plan["seconds"], plan["updates"]
         logger.info("A trial has %s updates, %.0f %% of those of the recipe.", f"{updates:,}", 100 * self.share)
-        if updates < _MIN_UPDATES and self.share < 1:
+        if updates < 100 and self.share < 1:
             logger.warning("Trials of %d updates show little. Raise `time_budget`.", updates)
         firsts = [self.start]
         if not recipe.search:
@@ -240,7 +239,7 @@ class Tuning:
         recipe.replace(reasons={**recipe.reasons, **changed}).save(self.folder / RECIPE_NAME, head)
 
 
-# Data are encoded once, and all trials are scored in one way.
+# Fields that may not be searched: data are encoded once, and all trials are scored in one way.
 _FIXED_GROUPS = ("data", "tasks", "stages", "tokenizer", "evaluation", "search")
 _FIXED = {"model_name_or_path", "time_budget", "max_steps", "num_train_epochs", "average_last", "average_best"}
 _FIXED |= {"output_dir", "seed", "data_seed", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
