@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from metaphrase.data.pairs import READERS, PairProblem, PairSource
 from metaphrase.errors import MetaphraseError
@@ -45,7 +46,7 @@ def distill(arguments: argparse.Namespace) -> None:
             candidates = [nearest(candidates, record[1], select)]
         return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
-    written = {"num_targets": None if select is None else 1}
+    written: dict[str, Any] = {"num_targets": None if select is None else 1}
     if pairs is not None:
         # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
         written |= {"records": read_pairs(pairs), "total": sum(1 for _ in pairs.records())}

@@ -23,12 +23,11 @@ from metaphrase.training.recipe.recipe import load_recipe
 
 logger = logging.getLogger(__name__)
 
-DECODINGS = {
+DECODINGS: dict[str, dict] = {
     "greedy": {"num_beams": 1},
     "beam 4": {"num_beams": 4},
     "nucleus 0.9": {"num_beams": 1, "do_sample": True, "top_p": 0.9, "top_k": 0},
 }
-NUM_SAMPLES = 4
 
 # Only this subcommand writes the file. It marks a folder that may be replaced.
 MARKER_NAME = "made_by_demo.txt"
@@ -57,22 +56,18 @@ def main(arguments: argparse.Namespace) -> None:
     generator = Generator.from_pretrained(folder)
     tests = [line.split("\t") for line in (folder / "data" / "test.tsv").read_text(encoding="utf-8").splitlines()]
     set_seed(42)
-    sources = [source for source, _ in tests[:NUM_SAMPLES]]
-    decoded = {name: generator.generate(sources, **options) for name, options in DECODINGS.items()}
-    for index, (source, reference) in enumerate(tests[:NUM_SAMPLES]):
-        print(f"\n{'source':<12} {source}\n{'reference':<12} {reference}")
-        for name, translations in decoded.items():
-            print(f"{name:<12} {translations[index]}")
+    sources, references = map(list, zip(*tests[:4], strict=True))
+    rows = {"source": sources, "reference": references}
+    rows |= {name: generator.generate(sources, **options) for name, options in DECODINGS.items()}
+    for texts in zip(*rows.values(), strict=True):
+        print("".join(f"\n{name:<12} {text}" for name, text in zip(rows, texts, strict=True)))
     # In a subordinate clause the German verb moves to the end.
-    attention = cross_attention(
-        generator, next((s for s, t in tests if ", weil " in t and len(s.split()) <= 12), tests[0][0]), num_beams=1
-    )
+    shown = next((text for text, target in tests if ", weil " in target and len(text.split()) <= 12), tests[0][0])
+    attention = cross_attention(generator, shown, num_beams=1)
     maps = (attention.weights, attention.source_tokens, attention.target_tokens)
     picture = draw_attention_map(*maps, folder / "attention.png", title="Cross-attention, mean of all heads")
     scores = result["scores"]
-    print(
-        f"\nOn {result['num_examples']} test sentences, each with a combination of words that is not in the training data:"
-    )
+    print(f"\nOn {result['num_examples']} test sentences, whose combinations of words are not in the training data:")
     print(f"  BLEU         {scores['bleu']['score']:6.2f}   ({scores['bleu']['signature']})")
     print(f"  chrF         {scores['chrf']['score']:6.2f}   ({scores['chrf']['signature']})")
     print(f"  exact match  {scores['exact_match']['score']:6.2f}%")

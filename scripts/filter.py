@@ -38,8 +38,8 @@ def main(arguments: argparse.Namespace) -> None:
         return
     settings, score_pairs, started = chosen_settings(arguments), None, time.perf_counter()
     if "dual_cross_entropy" in settings.rules:
-        names = settings.forward_model, settings.backward_model
-        models = [Generator.from_pretrained(name, engine="torch", device=arguments.device) for name in names]
+        folders = settings.forward_model, settings.backward_model
+        models = [Generator.from_pretrained(folder, engine="torch", device=arguments.device) for folder in folders]
 
         def score_pairs(pairs: Sequence[Pair]) -> Sequence[float]:
             swapped = [pair[::-1] for pair in pairs]
@@ -108,9 +108,8 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
 
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     """Check the outputs before any work. Return True if `resume` is given, and all outputs are newer than the inputs."""
-    outputs, is_one = arguments.output, len(arguments.output) == 1
-    is_known = not is_one or outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
-    if len(outputs) > 2 or not is_known:
+    outputs = arguments.output
+    if len(outputs) > 2 or (len(outputs) == 1 and not outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))):
         raise MetaphraseError(
             f"`output` must be a .tsv or .jsonl file (or with .gz after it), or two text files, got {' '.join(outputs)!r}."
         )

@@ -8,12 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from transformers import set_seed
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
-from metaphrase.inference.generator import ScoredText, TextStream
+from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import OutputFile, check_files, format_targets
 from metaphrase.plugins import needed_plugin
 from metaphrase.scripts.parsers import (
@@ -67,7 +68,7 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
 
 
 @contextlib.contextmanager
-def load(arguments: argparse.Namespace, options: dict) -> Iterator[TextStream]:
+def load(arguments: argparse.Namespace, options: dict) -> Iterator[Any]:
     """Load a generator, an ensemble, a pool of processes or two models. A draft model goes to the pool, or into `options`."""
     names, loading = [arguments.model, *(arguments.ensemble or [])], chosen_loading_options(arguments)
     # Drafts and pivots take no part in an ensemble of teachers.

@@ -15,15 +15,13 @@ from metaphrase.scripts.parsers import given_options
 
 logger = logging.getLogger(__name__)
 
-# Options of the command line that are fields of `Facts`.
-CARD_OPTIONS = ("license", "base_model", "datasets")
-
 
 def main(arguments: argparse.Namespace) -> None:
     folder, repo_id = Path(arguments.folder), arguments.repo_id
     validate_repo_id(repo_id)
     check_folder(folder)
-    options = given_options(arguments, CARD_OPTIONS)
+    # Fields of `Facts`.
+    options = given_options(arguments, ("license", "base_model", "datasets"))
     card_options = [*options, "overwrite_card"] if arguments.overwrite_card else [*options]
     is_web = web_files(folder) is not None
     # A card by somebody else is kept, and so is that of an export for browsers.

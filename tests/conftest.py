@@ -62,7 +62,6 @@ def model():
 
 @pytest.fixture
 def pairs():
-    """A few pairs of ids for `small_trainers.make_trainer`."""
     return small_pairs()
 
 
@@ -126,7 +125,6 @@ def pipe(generators):
 
 @pytest.fixture(scope="session")
 def cli_model(tmp_path_factory):
-    """The folder of a tiny model with a byte tokenizer."""
     return str(save_generator(tiny_generator(kind="byte"), tmp_path_factory.mktemp("cli") / "model"))
 
 
@@ -137,7 +135,6 @@ def other_cli_model(tmp_path_factory):
 
 @pytest.fixture
 def files(tmp_path):
-    """The paths of a file of sources and a file of targets."""
     source, target = tmp_path / "test.en", tmp_path / "test.de"
     source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
     target.write_text("\n".join(TARGETS) + "\n", encoding="utf-8")
@@ -146,7 +143,6 @@ def files(tmp_path):
 
 @pytest.fixture(scope="session")
 def corpus():
-    """A few pairs of the demo corpus for each split."""
     from metaphrase.demo.corpus import make_demo_corpus
 
     splits = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)

@@ -15,7 +15,6 @@ def generate(model, inputs, **options):
 
 
 def assert_same_text(outputs, expected):
-    """Check that tokens, logits of each step, and scores are the same."""
     assert outputs.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(torch.stack(outputs.logits), torch.stack(expected.logits), **CLOSE)
     if "sequences_scores" in expected:

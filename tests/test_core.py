@@ -52,7 +52,6 @@ assert torch.equal(*outputs)
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
-    """A folder with the package, of which only the core is left."""
     folder = tmp_path_factory.mktemp("core")
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", *(RINGS if name == "metaphrase" else ()))

@@ -51,7 +51,6 @@ LONG = (*TRAINING, "serve")
 
 
 def save_model(folder, model_type, auto_class=AutoModelForSeq2SeqLM, **fields):
-    """Save an untrained model of transformers."""
     auto_class.from_config(AutoConfig.for_model(model_type, **fields)).save_pretrained(folder)
 
 

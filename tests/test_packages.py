@@ -51,7 +51,6 @@ def imported_names(file):
 
 @functools.cache
 def imported_modules(file):
-    """Return the modules of this package that a file imports, without itself."""
     full_names = imported_names(file)
     names = [name.removeprefix("metaphrase.") for name in full_names if name.startswith("metaphrase")]
     modules = {name if name in MODULES else name.rpartition(".")[0] for name in names}

@@ -33,6 +33,8 @@ from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
 from metaphrase.training.training_loss import TrainingLoss, smooths_labels
 
+# Steps to time, fewer if they take longer than four seconds.
+TIMED_STEPS = 12
 _NOTE_ON_PROCESS = (
     "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
 )
@@ -186,7 +188,7 @@ def estimate_run(
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     read = lengths if staged is None else lengths[np.concatenate(batches)]
     source_tokens, target_tokens = map(int, read.sum(axis=0))
-    computed = sum(shape.tokens for shape in shapes)
+    computed = sum(shape.source_tokens + shape.target_tokens for shape in shapes)
     steps_per_epoch = math.ceil(math.ceil(len(shapes) / sharding.devices) / arguments.gradient_accumulation_steps)
     steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * steps_per_epoch)
     passes = steps
@@ -208,7 +210,7 @@ def estimate_run(
     state = estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
-        lambda shape: shape.tokens,
+        lambda shape: shape.source_tokens + shape.target_tokens,
         lambda shape: shape.target_tokens,
         lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
     )
@@ -217,7 +219,7 @@ def estimate_run(
         for size in sizes
         for shape in nlargest(16, shapes, key=size)
     }
-    largest = max(estimates, key=lambda shape: (state.peak(estimates[shape]), shape.tokens))
+    largest = max(estimates, key=lambda shape: (state.peak(estimates[shape]), sizes[0](shape)))
     other = estimate_activations(model.config, largest, precision, not is_checkpointed)
     hours = None
     if tokens_per_second is not None:
@@ -256,12 +258,6 @@ def estimate_run(
     )
 
 
-# Steps to time, fewer if they take longer than this.
-TIMED_STEPS, TIMED_SECONDS = 12, 4.0
-# Larger models are not made for a timing.
-MAX_TIMED_PARAMETERS = 300_000_000
-
-
 def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written."""
     if experiment.recipe.streaming:
@@ -283,7 +279,8 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     # Adapters replace the layers that they wrap.
     model = model.get_base_model() if is_adapted(model) else model
     rate = None
-    if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
+    # Larger models are not made for a timing.
+    if model.num_parameters() <= 300_000_000 and devices is None and arguments.world_size == 1:
         rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
     estimate = estimate_run(
         model,
@@ -338,6 +335,6 @@ def _measured_rate(
             torch.accelerator.synchronize()
         end = time.perf_counter()
         rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / (end - start))
-        if len(rates) > 3 and end - begin > TIMED_SECONDS:
+        if len(rates) > 3 and end - begin > 4:
             break
     return statistics.median(rates[1:])

@@ -62,15 +62,6 @@ class BatchShape:
         names = ("pairs", "source_tokens", "target_tokens", "source_scores", "target_scores", "cross_scores")
         return replace(self, **{name: times * getattr(self, name) for name in names})
 
-    @property
-    def tokens(self) -> int:
-        return self.source_tokens + self.target_tokens
-
-    def width(self, side: str) -> int:
-        """Return the columns of attention scores on the side `source` or `target`."""
-        longest = self.longest_source if side == "source" else self.longest_target
-        return grid_width(longest) if self.is_packed else longest
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -113,15 +104,11 @@ class ActivationEstimate:
 @lru_cache
 def kept_by_activation(name: str) -> int:
     """Return how many tensors of its input's size any activation function of transformers keeps, beside its output."""
-    states, saved = torch.linspace(-1, 1, 1024, requires_grad=True), {}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        return saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+    states, saved = torch.linspace(-1, 1, 1024, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         # The product has a storage of its own, like the output of a projection.
         output = ACT2FN[name](states * 1.0)
-    full = {pointer for pointer, tensor in saved.items() if tensor.numel() >= states.numel()}
+    full = {tensor.untyped_storage().data_ptr() for tensor in saved if tensor.numel() >= states.numel()}
     return len(full - {output.untyped_storage().data_ptr()})
 
 
@@ -188,11 +175,12 @@ def _stack(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
     """Return the bytes that a stack keeps for embeddings, position biases and final norms, and for each layer."""
     sizes, tokens = config.stack_sizes(STACKS[side]), getattr(shape, f"{side}_tokens")
     heads, norm = sizes.attention_heads, _norm(config, precision, sizes.hidden_size)
+    longest = getattr(shape, f"longest_{side}")
     # Scores of a head in layers whose windows are computed in blocks.
     block_scores = 0
     if SLIDING in sizes.layer_types and (side == "source" or (shape.is_packed and not config.merged_attention)):
         (left, right), size = sizes.window, block_size(sizes.window)
-        if getattr(shape, f"longest_{side}") > 1 + (left if side == "target" else min(left, right)):
+        if longest > 1 + (left if side == "target" else min(left, right)):
             block_scores = -(-tokens // size) * size * (left + size + right)
     token = INDEX_BYTES + MASK_BYTES * sizes.hidden_size * (config.dropout > 0)
     token += norm * (config.embedding_norm + config.final_norm)
@@ -209,7 +197,8 @@ def _stack(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
         is_shared = kind == "alibi" or config.relative_attention_shared
         # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
         rows = shape.pairs if side == "source" and shape.is_packed else 1
-        outside += (1 if is_shared else num_layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
+        width = grid_width(longest) if shape.is_packed else longest
+        outside += (1 if is_shared else num_layers) * rows * heads * width**2 * FLOAT32_BYTES
     blocks = {kind: block_scores if kind == SLIDING else 0 for kind in sizes.layer_types}
     layers = {kind: _layer(config, shape, precision, side, scores) for kind, scores in blocks.items()}
     return outside, [layers[kind] for kind in sizes.layer_types]
@@ -227,7 +216,8 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
         if precision.on_accelerator and not has_cap:
             return 0
         if shape.is_packed and not precision.on_accelerator and not has_blocks:
-            entry = element if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
+            is_half = grid_width(getattr(shape, f"longest_{keys}")) >= MIN_HALF_WIDTH
+            entry = element if is_half else FLOAT32_BYTES
             # Larger scores are computed again.
             return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
         # A CPU's kernel for padded rows and blocks has no dropout and no trained bias: then plain products in float32 are used.

@@ -34,7 +34,6 @@ STUDY_NAME, START_NAME, TABLE_NAME, BEST_NAME = "study.db", "start.yaml", "trial
 # Trials that fit into the time if none is pruned.
 _TRIALS = 8
 _ENDED = ("COMPLETE", "PRUNED", "FAIL")
-_MIN_UPDATES = 100
 # A trial has five evaluations, keeps no checkpoints and ends by its own clock.
 _TRIAL_FIELDS = {"eval_strategy": "steps", "eval_steps": 1 / 5, "save_strategy": "no", "disable_tqdm": True}
 _TRIAL_FIELDS |= {"load_best_model_at_end": False, "eval_on_start": False}
@@ -75,7 +74,7 @@ class Tuning:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
             raise MetaphraseError(
-                "`streaming`, `tasks`, `stages` and `objective` must be left out of a recipe to tune."
+                "`streaming`, `tasks`, `stages` and `objective` must be left out for `metaphrase tune`."
             )
         self.folder, self.started = Path(recipe.output_dir), started
         self.max_trials = math.inf if max_trials is None else max_trials
@@ -86,13 +85,10 @@ class Tuning:
             checkpoint_to_resume(recipe, self.folder)
         elif is_resumed:
             before = saved_recipe(self.folder / START_NAME)
-            recipe = recipe.replace(
-                **{name: getattr(before, name) for name in before.set_names if recipe.is_open(name)}
-            )
+            fields = {name: getattr(before, name) for name in before.set_names if recipe.is_open(name)}
+            recipe = recipe.replace(**fields)
         else:
-            raise MetaphraseError(
-                f"`output_dir` must not hold another search, got {self.folder}. Pass --resume to go on."
-            )
+            raise MetaphraseError(f"`output_dir` must not hold another search, got {self.folder}. Pass --resume.")
         self.recipe = recipe
         if recipe.search and "max_tokens_per_batch" not in recipe.search:
             # The start of this field may be open.
@@ -137,7 +133,7 @@ class Tuning:
         plan = self.study.user_attrs["plan"]
         self.share, self.seconds, updates = plan["share"], plan["seconds"], plan["updates"]
         logger.info("A trial has %s updates, %.0f %% of those of the recipe.", f"{updates:,}", 100 * self.share)
-        if updates < _MIN_UPDATES and self.share < 1:
+        if updates < 100 and self.share < 1:
             logger.warning("Trials of %d updates show little. Raise `time_budget`.", updates)
         firsts = [self.start]
         if not recipe.search:
@@ -242,7 +238,7 @@ class Tuning:
         recipe.replace(reasons={**recipe.reasons, **changed}).save(self.folder / RECIPE_NAME, head)
 
 
-# Data are encoded once, and all trials are scored in one way.
+# Fields that may not be searched: data are encoded once, and all trials are scored in one way.
 _FIXED_GROUPS = ("data", "tasks", "stages", "tokenizer", "evaluation", "search")
 _FIXED = {"model_name_or_path", "time_budget", "max_steps", "num_train_epochs", "average_last", "average_best"}
 _FIXED |= {"output_dir", "seed", "data_seed", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}

@@ -15,14 +15,14 @@ from metaphrase.storage.generation_options import GENERATION_OPTIONS
 Options = Any
 
 
-def _check(is_valid: object, text: str, word: str) -> None:
+def check(is_valid: object, text: str, word: str) -> None:
     if not is_valid:
         raise argparse.ArgumentTypeError(f"must be {text}, got {word!r}")
 
 
 def boolean(word: str) -> bool:
     values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
-    _check(word.lower() in values, "true or false", word)
+    check(word.lower() in values, "true or false", word)
     return values[word.lower()]
 
 
@@ -32,17 +32,17 @@ def boolean_or_never(word: str) -> bool | str:
 
 
 def count(word: str) -> int:
-    _check(re.fullmatch(r"\d+", word, re.ASCII), "a whole number of at least 0", word)
+    check(re.fullmatch(r"\d+", word, re.ASCII), "a whole number of at least 0", word)
     return int(word)
 
 
 def file(word: str) -> str:
-    _check(Path(word).exists() and not Path(word).is_dir(), "a file that exists", word)
+    check(Path(word).exists() and not Path(word).is_dir(), "a file that exists", word)
     return word
 
 
 def path(word: str) -> str:
-    _check(word not in ("", "-"), "a path", word)
+    check(word not in ("", "-"), "a path", word)
     return word
 
 
@@ -54,7 +54,7 @@ def path_or_dash(word: str) -> str | None:
 def model(word: str) -> str:
     is_path = word.startswith((".", "/", "~")) or word.count("/") > 1
     is_valid = Path(word).is_dir() if is_path else not Path(word).is_file()
-    _check(is_valid, "a folder that exists, or a name on the Hub", word)
+    check(is_valid, "a folder that exists, or a name on the Hub", word)
     return word
 
 
@@ -66,25 +66,12 @@ def part(word: str) -> tuple[int, int]:
     """Parse a part of the input: its number, from 1, and the number of parts."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", word, re.ASCII)
     number, num_parts = map(int, numbers.groups()) if numbers else (0, 0)
-    _check(1 <= number <= num_parts, "K/N with K from 1 to N", word)
+    check(1 <= number <= num_parts, "K/N with K from 1 to N", word)
     return number, num_parts
 
 
-def layer(word: str) -> int | None:
-    """Parse the number of a layer; None is the mean of all."""
-    _check(re.fullmatch(r"-?\d+|mean", word, re.ASCII), "a whole number or mean", word)
-    return None if word == "mean" else int(word)
-
-
-def layers(word: str) -> list[int]:
-    """Parse numbers and ranges of layers."""
-    _check(re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", word, re.ASCII), "numbers of layers, such as 0-5,8", word)
-    ends = [[*map(int, span.split("-"))] for span in word.split(",")]
-    return [number for span in ends for number in range(span[0], span[-1] + 1)]
-
-
 def repo_id(word: str) -> str:
-    _check("/" in word, "user/name or organization/name", word)
+    check("/" in word, "user/name or organization/name", word)
     return word
 
 
@@ -94,6 +81,7 @@ _SPLIT = (
     "as de [that of a multilingual tokenizer, or English]"
 )
 _USE_VMAP = "select among the target tokens that vmap.txt of the model permits; see `metaphrase shortlist`"
+_METRICS = "scores: bleu, chrf, chrf++, ter, rouge, exact_match, wer, cer [bleu chrf]"
 _ENGINES = {"choices": ("auto", "torch", "ctranslate2")}
 # Type, default, help and, if needed, more arguments of `add_argument`. The type bool is a switch.
 _SHARED: dict[str, tuple] = {
@@ -119,6 +107,7 @@ _SHARED: dict[str, tuple] = {
     "split_sentences": (str, False, _SPLIT, {"metavar": "LANG", "nargs": "?", "const": True}),
     "bleu_tokenize": (str, None, "sacreBLEU's tokenizer [13a]; none for tokenized text"),
     "lowercase": (bool, False, "ignore case, as sacreBLEU's -lc"),
+    "metrics": (str, ["bleu", "chrf"], _METRICS, {"metavar": "NAME", "nargs": "+"}),
     "max_shard_size": (str, "5GB", "maximum size of a file of weights, such as 500MB", {"metavar": "SIZE"}),
 }
 COLUMNS = ("source_column", "target_column")
@@ -185,11 +174,6 @@ def add_generation(parser: argparse.ArgumentParser) -> Options:
     return group
 
 
-def add_metrics(options: Options) -> None:
-    text = "scores: bleu, chrf, chrf++, ter, rouge, exact_match, wer, cer [bleu chrf]"
-    options.add_argument("--metrics", metavar="NAME", nargs="+", default=["bleu", "chrf"], help=text)
-
-
 def train(parser: argparse.ArgumentParser) -> None:
     """Train a model by a recipe, or from files of pairs alone."""
     parser.usage = "%(prog)s [recipe] [option ...] [--field value ...]"
@@ -211,7 +195,7 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     add("--output", type=path, help="file to write, or folder for metrics.json [metrics.json beside the model]")
     add("--predictions", type=path, help="file to write the decoded targets to")
     add_loaded_model(parser)
-    add_metrics(parser)
+    add_shared(parser, "metrics")
     group = parser.add_argument_group("pairs and scores")
     add_shared(group, *COLUMNS)
     add, kinds = group.add_argument, ("error", "skip")

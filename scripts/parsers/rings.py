@@ -2,10 +2,24 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable
 
 from metaphrase.scripts.parsers import options
-from metaphrase.scripts.parsers.options import count, file, layer, layers, path
+from metaphrase.scripts.parsers.options import check, count, file, path
+
+
+def layer(word: str) -> int | None:
+    """Parse the number of a layer; None is the mean of all."""
+    check(re.fullmatch(r"-?\d+|mean", word, re.ASCII), "a whole number or mean", word)
+    return None if word == "mean" else int(word)
+
+
+def layers(word: str) -> list[int]:
+    """Parse numbers and ranges of layers."""
+    check(re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", word, re.ASCII), "numbers of layers, such as 0-5,8", word)
+    ends = [[*map(int, span.split("-"))] for span in word.split(",")]
+    return [number for span in ends for number in range(span[0], span[-1] + 1)]
 
 
 def demo(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +133,7 @@ def compare(parser: argparse.ArgumentParser) -> None:
     add("--train_target_file", type=file, help="training targets, for the frequency of words [the references]")
     add("--names", metavar="NAME", nargs="+", help="names of the systems [those of the files]")
     add("--output", type=path, nargs="+", default=[], help="report to write beside the text: .json, .html or both")
-    options.add_metrics(parser)
-    options.add_shared(parser, *options.SCORING)
+    options.add_shared(parser, "metrics", *options.SCORING)
     add("--paired_bs_n", type=count, default=1000, help="paired bootstrap resamples, as in sacreBLEU")
     add("--paired_ar_n", type=count, default=10_000, help="approximate randomization trials, as in sacreBLEU")
     add("--num_sentences", type=count, default=20, help="sentences of largest differences in --output")

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 from pronunciations import PRONUNCIATIONS
+from small_runs import write_pairs
 from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
 
@@ -22,13 +23,11 @@ SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.de
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = "".join(f"{source}\t{target}\n" for source, target in PRONUNCIATIONS[:300])
-    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    write_pairs(tmp_path / "pairs.tsv", PRONUNCIATIONS[:300])
     return tmp_path
 
 
 def completed(*words):
-    """Return the experiment on the file of pairs with these words, and the choices."""
     words = ["--train_file", "pairs.tsv", "--output_dir", "run", *words]
     return completion.complete(load_recipe(None, words), is_dry_run=True)
 
@@ -86,7 +85,7 @@ def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
         for place in ("here", "there", "inside", "outside", "above", "below")
     ]
     pairs += [("a shark sees a dog here", "sees ( shark , dog , here )")]
-    (folder / "pairs.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+    write_pairs(folder / "pairs.tsv", pairs)
     options = ["--validation_file", "pairs.tsv", *SMALL]
     experiment, choices = completed(*options)
     assert experiment.recipe.augmentation == {"rare_words": 0.3}

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 from pronunciations import PRONUNCIATIONS
 from small_experiments import make_recipe
+from small_runs import write_pairs
 from subcommands import execute
 
 from metaphrase.choices import tuning
@@ -140,8 +141,7 @@ def test_what_cannot_be_tuned_is_refused(fields, message, data, tmp_path):
 
 def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = "".join(f"{source}\t{target}\n" for source, target in PRONUNCIATIONS[:300])
-    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    write_pairs(tmp_path / "pairs.tsv", PRONUNCIATIONS[:300])
     sizes = "--model.hidden_size 16 --model.encoder_layers 1 --model.decoder_layers 1 --max_steps 2"
     execute(tune, ["pairs.tsv", "--trials", "2", *sizes.split(), "--time_budget", "1h"])
     lines = capsys.readouterr().out.splitlines()

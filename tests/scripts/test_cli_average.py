@@ -14,7 +14,6 @@ from metaphrase.scripts.__main__ import run
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of the trainer with three checkpoints, scored by what is given."""
     folder, scores = tmp_path_factory.mktemp("trained") / "run", iter([5.0, 9.0, 7.0])
     options = {"max_steps": 3, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     options |= {"learning_rate": 0.01, "generation_max_length": 6, "score": lambda *_: {"bleu": next(scores)}}

@@ -17,7 +17,6 @@ FEW = ["--paired_bs_n", "20", "--paired_ar_n", "30"]
 
 @pytest.fixture
 def systems(files, tmp_path, monkeypatch):
-    """The words of a command line that compares two systems."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("\n".join([*TARGETS[:3], "", "Katze"]) + "\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("\n".join([*reversed(TARGETS[:3]), *TARGETS[3:]]) + "\n", encoding="utf-8")

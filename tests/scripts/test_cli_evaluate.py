@@ -1,6 +1,5 @@
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -51,24 +50,14 @@ def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words
     assert ("loss" in result) == ("--ensemble" not in words)
 
 
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory):
-    path = tmp_path_factory.mktemp("scored")
-    folder = save_generator(tiny_generator(), path / "model")
-    for name, texts in (("test.en", SOURCES), ("test.de", TARGETS)):
-        (path / name).write_text("\n".join(texts), encoding="utf-8")
-    words = [str(folder), "--device", "cpu", "--metrics", "chrf"]
-    words += ["--source", str(path / "test.en"), "--target", str(path / "test.de"), "--confidence_n", "0"]
-    execute(evaluate, words)
-    return folder, words
-
-
 @pytest.fixture
-def scored_folder(scored, tmp_path, monkeypatch):
-    folder, words = scored
+def scored_folder(files, tmp_path, monkeypatch):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    return Path(shutil.copytree(folder, tmp_path / "model")), [str(tmp_path / "model"), *words[1:]]
+    words = [str(folder), "--device", "cpu", "--metrics", "chrf", "--source", files[0], "--target", files[1]]
+    execute(evaluate, [*words, "--confidence_n", "0"])
+    return folder, [*words, "--confidence_n", "0"]
 
 
 def test_evaluate_again_replaces_what_it_measured(scored_folder):
@@ -84,7 +73,7 @@ def test_evaluate_again_replaces_what_it_measured(scored_folder):
 def test_scores_of_other_pairs_or_settings_stay_in_the_folder(words, scored_folder, tmp_path, caplog, monkeypatch):
     folder, same = scored_folder
     earlier = (folder / "metrics.json").read_text(encoding="utf-8")
-    turned = tmp_path / "test.de"
+    turned = tmp_path / "turned.de"
     turned.write_text("\n".join(reversed(TARGETS)), encoding="utf-8")
     words = [*same, *(str(turned) if word == "TURNED" else word for word in words)]
     execute(evaluate, words)

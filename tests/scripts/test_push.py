@@ -176,7 +176,6 @@ def test_files_of_other_tokenizers_and_pictures_of_the_card_go_up(folder):
 
 
 def shard(folder, num_shards):
-    """Make the weights the first of several files."""
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     index = {"weight_map": {str(number): f"model-{number}.safetensors" for number in range(1, num_shards + 1)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -1,4 +1,5 @@
 import pytest
+from small_runs import write_pairs
 from subcommands import execute
 from tiny_generator import SOURCES, TARGETS
 
@@ -20,8 +21,7 @@ def words(cli_model, tmp_path):
     rows = [(f"{SOURCES[n % 5]} {SOURCES[n % 3]}", TARGETS[n % 5]) for n in range(NUM_LINES)]
     (tmp_path / "in.txt").write_text("".join(f"{source}\n" for source, _ in rows), encoding="utf-8")
     # A header, so that pairs and lines differ in number.
-    text = "".join(f"{source}\t{target}\n" for source, target in [("source", "target"), *rows])
-    (tmp_path / "in.tsv").write_text(text, encoding="utf-8")
+    write_pairs(tmp_path / "in.tsv", [("source", "target"), *rows])
     return lambda subcommand: [
         *(cli_model, "--device", "cpu", "--chunk_size", str(CHUNK_SIZE)),
         *("--input", str(tmp_path / ("in.tsv" if subcommand == "distill" else "in.txt"))),
@@ -66,8 +66,7 @@ def test_filtered_shards_together_are_the_whole_output_but_for_duplicates(tmp_pa
     monkeypatch.chdir(tmp_path)
     rows = [(f"The house of {name} is big.", f"La casa de {name} es grande.") for name in "abcdefghijkl"]
     rows += [("A dog.", "A dog."), ("", "Nada."), *rows[:5]]
-    text = "".join(f"{source}\t{target}\n" for source, target in rows)
-    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    write_pairs(tmp_path / "pairs.tsv", rows)
 
     def run(output, skipped, *more):
         execute(filter, ["pairs.tsv", "--output", output, *more, "--skip_rules", "encoding", *skipped])

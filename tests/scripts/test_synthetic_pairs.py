@@ -1,10 +1,10 @@
 import json
-import signal
 
 import datasets
 import pytest
 from sacrebleu import sentence_bleu, sentence_chrf
-from subcommands import execute, name_of
+from small_runs import write_pairs
+from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.data.pairs import PairSource
@@ -18,13 +18,10 @@ SAMPLES = ["--temperature", "3", "--num_return_sequences", "2"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with targets and pairs."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mono.de").write_text("".join(f"{line}\n" for line in [*TARGETS, "", "ein\tHund"]), encoding="utf-8")
-    rows = zip(SOURCES, TARGETS, strict=True)
-    (tmp_path / "train.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in rows), encoding="utf-8")
-    (tmp_path / "train.en").write_text("".join(f"{line}\n" for line in SOURCES), encoding="utf-8")
-    (tmp_path / "train.de").write_text("".join(f"{line}\n" for line in TARGETS), encoding="utf-8")
+    write_pairs(tmp_path / "train.tsv", zip(SOURCES, TARGETS, strict=True))
+    for name, lines in (("mono.de", [*TARGETS, "", "ein\tHund"]), ("train.en", SOURCES), ("train.de", TARGETS)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return tmp_path
 
 
@@ -107,29 +104,6 @@ def test_of_equally_near_candidates_the_first_is_selected():
     candidates = [ScoredText(text, None) for text in ("a dog", "the cat", "the  cat")]
     assert backtranslate.nearest(candidates, "the cat", "chrf") is candidates[1]
     assert backtranslate.nearest(candidates, "zzz", "chrf") is candidates[0]
-
-
-@pytest.mark.parametrize(
-    ("verb", "words"),
-    [
-        (backtranslate, ["--input", "mono.de", "--tag", "<BT>", *SAMPLES]),
-        ("distill", ["--input", "train.tsv", "--select", "chrf", "--num_beams", "2", "--num_return_sequences", "2"]),
-    ],
-    ids=["backtranslate", "distill"],
-)
-def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server, verb, words):
-    words = [cli_model, *CPU, "--chunk_size", "2", *[str(folder / word) if "." in word else word for word in words]]
-    execute(verb, [*words, "--output", "whole.tsv"])
-    whole, output = (folder / "whole.tsv").read_bytes(), folder / "out.tsv"
-    resumed = [*words, "--output", str(output), "--resume"]
-    for most_bytes in (len(whole) // 3, 2 * len(whole) // 3):
-        assert server.run(resumed, output, subcommand=name_of(verb), most_bytes=most_bytes) == -signal.SIGXFSZ
-        assert output.read_bytes() == whole[:most_bytes]
-    execute(verb, resumed)
-    assert output.read_bytes() == whole
-    if verb is backtranslate:
-        with pytest.raises(ValueError, match="`output` must hold the lines of this command to be resumed"):
-            execute(verb, [*resumed, "--tag", "<NEW>"])
 
 
 @pytest.mark.parametrize(

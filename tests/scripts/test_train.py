@@ -12,7 +12,6 @@ from metaphrase.hub_card.card import FIGURE_NAME, is_own_card
 from metaphrase.inference import Generator, progress
 from metaphrase.scripts import train
 from metaphrase.scripts.__main__ import run
-from metaphrase.scripts.parsers import parse
 from metaphrase.storage.folders import members_of
 from metaphrase.training.callbacks import EndOnInterrupt
 from metaphrase.training.experiment import Experiment
@@ -104,16 +103,6 @@ def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(obje
     assert "No scores are known" in card and f"({FIGURE_NAME})" in card
     # Earlier scores belong to other weights.
     assert not (folder / "metrics.json").exists() and (folder / "metrics_of_earlier_weights.json").is_file()
-
-
-OPTIONS = "--dry_run --resume --seed 7"
-
-
-@pytest.mark.parametrize("order", [f"demo.yaml {OPTIONS}", OPTIONS.replace("--seed", "demo.yaml --seed")])
-def test_recipe_stands_before_or_behind_the_options_without_a_value(order):
-    arguments = parse("train", order.split())
-    assert (arguments.recipe, arguments.fields) == (["demo.yaml"], ["--seed", "7"])
-    assert arguments.dry_run and arguments.resume
 
 
 def test_help_is_short_and_the_fields_have_a_list_of_their_own(capsys):

@@ -15,13 +15,13 @@ class Server(JobServer):
     def __init__(self):
         super().__init__(__file__)
 
-    def run(self, words, output, *, subcommand="generate", most_bytes=None, seen_bytes=None):
+    def run(self, words, output, *, most_bytes=None, seen_bytes=None):
         """Run a command and return its status: 0, or the negative number of the signal that ended it.
 
         It is ended in the middle of the write beyond `most_bytes`, or killed as soon as its output has `seen_bytes`.
         """
         job = {"words": words, "output": str(output), "most_bytes": most_bytes, "seen_bytes": seen_bytes}
-        return self.ask({"subcommand": subcommand, **job})
+        return self.ask(job)
 
 
 def carry_out(job):
@@ -31,7 +31,7 @@ def carry_out(job):
     def work():
         if job["most_bytes"] is not None:
             generate.OutputFile = limited(generate.OutputFile, job["most_bytes"])
-        execute(job["subcommand"], job["words"])
+        execute(generate, job["words"])
 
     child = fork(work)
     if job["seen_bytes"] is not None:
@@ -68,6 +68,6 @@ def kill_when_seen(child, output, seen_bytes):
 
 
 if __name__ == "__main__":
-    from metaphrase.scripts import backtranslate  # noqa: F401 (children find them imported)
+    from metaphrase.scripts import generate  # noqa: F401 (children find it imported)
 
     serve(carry_out)

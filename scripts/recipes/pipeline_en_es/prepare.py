@@ -11,7 +11,8 @@ NUM_VALIDATION, NUM_TEST, NUM_SMALL, NUM_TEXTS = 500, 2000, 10_000, 100_000
 
 
 def main() -> None:
-    pairs = [tuple(line.split("\t")[:2]) for line in Path(sys.argv[1]).read_text("utf-8").split("\n") if "\t" in line]
+    rows = [line.split("\t") for line in Path(sys.argv[1]).read_text("utf-8").split("\n") if "\t" in line]
+    pairs = [(row[0], row[1]) for row in rows]
     folder, draw = Path(sys.argv[2]), random.Random(1)
     folder.mkdir(parents=True, exist_ok=True)
     targets: dict[str, list[str]] = {}
@@ -26,9 +27,9 @@ def main() -> None:
     known = {target for _, target in small} | excluded_targets
     texts = [text for text in dict.fromkeys(target for _, target in train) if text not in known]
     splits = {"validation": scored[:NUM_VALIDATION], "test": scored[NUM_VALIDATION:], "train": train, "small": small}
-    for name, rows in splits.items():
-        write(folder / f"{name}.tsv", ["\t".join(row) for row in rows])
-        write(folder / f"{name}_reverse.tsv", ["\t".join(reversed(row)) for row in rows])
+    for name, split in splits.items():
+        write(folder / f"{name}.tsv", ["\t".join(pair) for pair in split])
+        write(folder / f"{name}_reverse.tsv", ["\t".join(reversed(pair)) for pair in split])
     write(folder / "text.es", draw.sample(texts, min(NUM_TEXTS, len(texts))))
     for side, language in enumerate(("en", "es")):
         write(folder / f"test.{language}", [pair[side] for pair in splits["test"]])
