@@ -345,10 +345,10 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
             f"`max_source_length` and `max_target_length` must hold the pair of a block of {_SHORTEST_BLOCK} tokens, "
             f"{objective.lengths(_SHORTEST_BLOCK)}, got {max_source_length} and {max_target_length}."
         )
-    needed, sentinels = objective.num_sentinels(longest), getattr(objective, "sentinel_ids", ())
-    if needed > len(sentinels):
+    needed, present = objective.num_sentinels(longest), len(getattr(objective, "sentinel_ids", ()))
+    if needed > present:
         raise MetaphraseError(
-            f"`num_sentinels` must be at least {needed} for blocks of {longest} tokens, got a tokenizer with {len(sentinels)}."
+            f"`num_sentinels` must be at least {needed} for blocks of {longest} tokens, got {present}."
         )
     return longest
 
@@ -413,8 +413,7 @@ def text_blocks(
     """Join all documents in order, each with its end-of-sequence token, and cut them into blocks.
 
     `datasets` caches the result by data set, tokenizer and length, on disk if `texts` is on disk. One process cuts, because each
-    block begins where the last one ended. A fast tokenizer uses all cores anyway. Tokens behind the last block are not used, and
-    counted. The result has the column `input_ids`.
+    block begins where the last one ended. Tokens behind the last block are not used, and counted.
     """
     if not tokenizers.is_joint:
         raise MetaphraseError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")

@@ -1,5 +1,3 @@
-"""Tests of pictures of attention: sizes, labels and fonts."""
-
 import warnings
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of `analysis.words`: each token belongs to its word, by offsets, by decoding and by marks."""
-
 import pytest
 from sentencepiece_models import write_marian_tokenizer
 from tiny_generator import SOURCES, TARGETS

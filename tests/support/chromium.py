@@ -40,9 +40,8 @@ def requested_urls(browser):
 
 def texts(browser, selector):
     """Return the texts of all elements, white space as it is."""
-    return browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector
-    )
+    script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+    return browser.execute_script(script, selector)
 
 
 def one(browser, selector):

@@ -1,5 +1,3 @@
-"""Converted models of other families with random weights, and assertions that both are equal."""
-
 import operator
 import random
 import sys

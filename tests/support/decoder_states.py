@@ -1,5 +1,3 @@
-"""Models and batches for tests of decoder states, and comparisons with forward passes."""
-
 import torch
 from tiny_models import random_batch, tiny_model
 

@@ -1,5 +1,3 @@
-"""Models, batches and arguments for the tests of the estimates."""
-
 import torch
 from small_runs import QUIET
 from tiny_models import tiny_model

@@ -1,5 +1,3 @@
-"""Recipes of small runs on the pairs of the fixture `data`."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,8 @@
-"""Models and sources for tests of the searches: Metaphrase ones and those of transformers, with large random weights."""
-
 import functools
 
 import torch
 from converted_models import fill_randomly
-from tiny_models import random_batch, tiny_model
+from tiny_models import random_sources, tiny_model
 from transformers import AutoModelForSeq2SeqLM, BartConfig, MarianConfig, PreTrainedModel, T5Config
 
 ENDS = [4, 9, 12, 25, 31]
@@ -37,8 +35,7 @@ def search_model(name: str) -> PreTrainedModel:
 
 def search_sources(model: PreTrainedModel, batch: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
     """Sources of different lengths."""
-    inputs = random_batch(tiny_model().config, batch=batch, source=11, seed=seed)
-    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return random_sources(tiny_model().config, batch=batch, source=11, seed=seed)
 
 
 def one_of(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:

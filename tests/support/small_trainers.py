@@ -1,5 +1,3 @@
-"""Trainers of a small model on a few pairs of ids."""
-
 import dataclasses
 
 import torch
@@ -51,11 +49,10 @@ def with_lengths(pairs):
 def tiny_bart():
     """With positions to spare, and the same weights at each call."""
     torch.manual_seed(3)
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-    fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
-    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))
+    fields = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    fields |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0, "forced_eos_token_id": None}
+    fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return BartForConditionalGeneration(BartConfig(vocab_size=60, max_position_embeddings=32, **fields))
 
 
 def model_of_two_passes(**fields):
