@@ -24,17 +24,14 @@ def small_pairs(count=12, vocab_size=60):
 
 def make_trainer(model, pairs, folder, **options):
     fields = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
-    own = {name: options.pop(name) for name in options.keys() - fields}
+    own = {"eval_dataset": pairs} | {name: options.pop(name) for name in options.keys() - fields}
     settings = {"predict_with_generate": True, "save_strategy": "no"}
     settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
-    return MetaphraseTrainer(
-        model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own
-    )
+    return MetaphraseTrainer(model=model, args=arguments, train_dataset=pairs, data_collator=PairCollator(0), **own)
 
 
 def loss_for_each_token(model, pairs):
-    """The mean loss of all labels, one pair after the other."""
     with torch.no_grad():
         losses = [model.eval()(**PairCollator(0)([pair])).loss.item() * len(pair["labels"]) for pair in pairs]
     return sum(losses) / sum(len(pair["labels"]) for pair in pairs)
