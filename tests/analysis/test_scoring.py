@@ -1,5 +1,3 @@
-"""Forced decoding: each token's log-probability is the model's own, batched or alone, and that of generation."""
-
 import math
 
 import pytest

@@ -30,7 +30,6 @@ def marian(tmp_path_factory):
 
 
 def written(tokenizer, ids, word_ids, word):
-    """Return the decoded tokens of a word."""
     return tokenizer.decode([token for token, index in zip(ids, word_ids, strict=True) if index == word]).strip()
 
 

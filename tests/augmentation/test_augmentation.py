@@ -166,7 +166,6 @@ def wrap(model):
 
 
 def drawn_shares(tokenizer, alpha, word, num_draws=20_000):
-    """Return the share of each segmentation of a word."""
     sampler, generator = SubwordSampler(tokenizer, alpha), random.Random(0)
     [encoding] = tokenizer([word], add_special_tokens=False).encodings
     draws = Counter(tuple(sampler(encoding, generator)) for _ in range(num_draws))

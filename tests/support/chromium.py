@@ -1,5 +1,3 @@
-"""Chromium for tests of pages."""
-
 import contextlib
 import json
 import shutil
@@ -33,7 +31,6 @@ def chromium():
 
 
 def requested_urls(browser):
-    """Return the URLs that the browser asked for since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [item["params"]["request"]["url"] for item in messages if item["method"] == "Network.requestWillBeSent"]
 

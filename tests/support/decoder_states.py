@@ -19,7 +19,6 @@ def make_state(state_class, model, encoder_output, mask):
 
 
 def whole(model, encoder_output, mask, targets):
-    """Return the output of a forward pass over all tokens."""
     with torch.inference_mode():
         return model.get_decoder()(
             targets, encoder_hidden_states=encoder_output, encoder_attention_mask=mask, use_cache=False

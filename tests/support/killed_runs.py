@@ -161,7 +161,6 @@ class Server(JobServer):
 
 
 def carry_out(job):
-    """Fork the processes of a job. Return how they ended, and what they wrote."""
     children = [fork(functools.partial(train, job, rank)) for rank in range(job["processes"])]
     statuses = {}
     while len(statuses) < len(children):

@@ -1,5 +1,3 @@
-"""A server on the loopback network for tests."""
-
 import contextlib
 import threading
 import time
@@ -31,7 +29,6 @@ def upper_service(generator: Generator | None = None, **options) -> Service:
 
 
 def demo_service() -> Service:
-    """Return a service with the model runs/demo for English and German."""
     batcher = Batcher()
     model = Generator.from_pretrained("runs/demo"), batcher
     return Service([ServedModel("demo", *model, languages=("en", "de"), task="translation")], batcher)

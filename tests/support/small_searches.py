@@ -34,18 +34,15 @@ def search_model(name: str) -> PreTrainedModel:
 
 
 def search_sources(model: PreTrainedModel, batch: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Sources of different lengths."""
     return random_sources(tiny_model().config, batch=batch, source=11, seed=seed)
 
 
 def one_of(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-    """One source without its padding."""
     length = int(inputs["attention_mask"][row].sum())
     return {name: tensor[row : row + 1, :length] for name, tensor in inputs.items()}
 
 
 def log_probabilities(model: PreTrainedModel, source: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities of the next token of each target (targets, V), without a cache."""
     source = {name: tensor.expand(len(targets), -1) for name, tensor in source.items()}
     with torch.inference_mode():
         outputs = model(**source, decoder_input_ids=targets, use_cache=False)

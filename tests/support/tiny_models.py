@@ -156,7 +156,6 @@ def random_batch(
 
 
 def random_sources(config: MetaphraseConfig, **options: Any) -> dict[str, torch.Tensor]:
-    """Return the `input_ids` and `attention_mask` of `random_batch`."""
     batch = random_batch(config, **options)
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
