@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from metaphrase.analysis.scoring import dual_scores, mean_entropies
+from metaphrase.analysis.scoring import dual_scores
 from metaphrase.data.pairs import PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
@@ -111,9 +112,7 @@ def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> Pa
         Generator.from_pretrained(name, engine="torch", device=arguments.device)
         for name in (settings.forward_model, settings.backward_model)
     )
-    return lambda pairs: dual_scores(
-        mean_entropies(forward, pairs), mean_entropies(backward, [pair[::-1] for pair in pairs])
-    )
+    return functools.partial(dual_scores, forward, backward)
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:

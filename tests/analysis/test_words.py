@@ -3,14 +3,8 @@ from sentencepiece_models import write_marian_tokenizer
 from tiny_generator import SOURCES, TARGETS
 from transformers import ByT5Tokenizer, MarianTokenizer
 
-from metaphrase.tokenization import (
-    TOKENIZER_KINDS,
-    TokenizerPair,
-    train_tokenizer,
-    words_of_decoded,
-    words_of_source,
-    words_of_target,
-)
+from metaphrase.analysis.words import words_of_decoded, words_of_source, words_of_target
+from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
 
 TEXTS = ["the small dog runs", "  zwei  kleine Hunde,\tdie laufen. ", "läuft 中文 weg", "a", "x\u00a0y\u2003z"]
 
