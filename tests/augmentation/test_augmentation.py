@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 from tiny_generator import SOURCES, TARGETS
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
@@ -158,25 +158,15 @@ def test_prefixes_and_special_tokens_stay(tokenizers):
 TEXTS = [*SOURCES, *TARGETS, "the cats, dogs' dog's <2de> </s> 12 Katzen!"]
 
 
-def wrap(model):
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken("<unk>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
-def drawn_shares(tokenizer, alpha, word, num_draws=20_000):
-    sampler, generator = SubwordSampler(tokenizer, alpha), random.Random(0)
-    [encoding] = tokenizer([word], add_special_tokens=False).encodings
-    draws = Counter(tuple(sampler(encoding, generator)) for _ in range(num_draws))
-    return {" ".join(tokenizer.convert_ids_to_tokens(ids)): count / num_draws for ids, count in draws.items()}
-
-
 @pytest.mark.parametrize("merges", [[("a", "b"), ("b", "c"), ("ab", "c")], [("b", "c"), ("a", "b"), ("a", "bc")]])
 def test_bpe_dropout_has_the_probabilities_of_the_paper(merges):
     vocabulary = {piece: index for index, piece in enumerate(["<unk>", "a", "b", "c", "ab", "bc", "abc"])}
-    model = models.BPE(vocabulary, merges, unk_token="<unk>")
-    shares = drawn_shares(wrap(model), 0.25, "abc")
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    backend.add_special_tokens([AddedToken("<unk>", special=True)])
+    tokenizer, generator = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), random.Random(0)
+    sampler, [encoding] = SubwordSampler(tokenizer, 0.25), tokenizer(["abc"], add_special_tokens=False).encodings
+    draws = Counter(tuple(sampler(encoding, generator)) for _ in range(20_000))
+    shares = {" ".join(tokenizer.convert_ids_to_tokens(ids)): count / 20_000 for ids, count in draws.items()}
     # The merge that was learned first comes first, at any place of the word. A state whose merges are all skipped is the end.
     expected = {"abc": 0.75 * 0.75, "ab c": 0.75 * 0.25, "a bc": 0.25 * 0.75, "a b c": 0.25 * 0.25}
     assert shares == pytest.approx(expected, abs=0.015)

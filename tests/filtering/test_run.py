@@ -151,11 +151,8 @@ def test_another_command_and_a_second_run_are_refused(tmp_path):
     with open_folder(path, False, rules=["copy"]) as folder:
         folder.save({"read": 1})
         for resume in (True, False):
-            with (
-                pytest.raises(ValueError, match="`output` must be written by one run at a time"),
-                open_folder(path, resume, rules=["copy"]),
-            ):
-                pass
+            with pytest.raises(ValueError, match="`output` must be written by one run at a time"):
+                open_folder(path, resume, rules=["copy"]).__enter__()
     with pytest.raises(ValueError, match=r"`rules` must be \['copy'\] as in the stopped run in .*, got \['empty'\]"):
         open_folder(path, True, rules=["empty"])
     assert open_folder(path, False, rules=["empty"]).state == {}
