@@ -14,7 +14,7 @@ from metaphrase.data.pairs import PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
 from metaphrase.filtering.rules import RULES, FilterSettings
-from metaphrase.filtering.run import PairScorer, filter_pairs, partial_path, sample_pairs
+from metaphrase.filtering.run import PairScorer, filter_pairs, format_report, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.scripts.parsers import given_options
@@ -65,14 +65,14 @@ def main(arguments: argparse.Namespace) -> None:
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt("Use --resume to go on.") from None
-    logger.info("%s", report)
-    logger.info("%d pairs in %.1f seconds.", report.num_read, time.perf_counter() - started)
-    for rule, count in report.dropped.items():
-        if count > _NOTABLE_SHARE * report.num_read:
+    logger.info("%s", format_report(report))
+    logger.info("%d pairs in %.1f seconds.", report["read"], time.perf_counter() - started)
+    for rule, count in report["dropped"].items():
+        if count > _NOTABLE_SHARE * report["read"]:
             hint = f" If they are good pairs, pass --skip_rules {rule}." if rule in RULES else ""
             logger.warning(
                 "`%s` dropped %.0f %% of the pairs. See the examples of --report.%s",
-                *(rule, 100 * count / report.num_read, hint),
+                *(rule, 100 * count / report["read"], hint),
             )
 
 
