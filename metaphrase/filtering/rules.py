@@ -57,7 +57,7 @@ def normal_form(text: str) -> str:
 
 
 @functools.cache
-def script_of(letter: str) -> str:
+def _script_of(letter: str) -> str:
     """Return the script of a letter, such as "LATIN"; an empty text for marks, digits and letters without a script."""
     if not letter.isalpha():
         return ""
@@ -148,7 +148,7 @@ class PairRules:
         # For both sides the usual scripts, and a table that leaves only the letters of others.
         self.scripts = [_usual_scripts(pair[side] for pair in sample) for side in (0, 1)]
         self.foreign_letters = [
-            _Table(lambda letter, usual=frozenset({*scripts, ""}): None if script_of(letter) in usual else letter)
+            _Table(lambda letter, usual=frozenset({*scripts, ""}): None if _script_of(letter) in usual else letter)
             for scripts in self.scripts
         ]
         if "encoding" in self._active:
@@ -208,7 +208,7 @@ class PairRules:
 def _usual_scripts(texts: Iterable[str]) -> set[str]:
     scripts: Counter[str] = Counter()
     for letter, count in Counter(itertools.chain.from_iterable(texts)).items():
-        scripts[script_of(letter)] += count
+        scripts[_script_of(letter)] += count
     del scripts[""]
     return {name for name, count in scripts.items() if count >= _USUAL_SHARE * scripts.total()}
 
