@@ -334,16 +334,12 @@ def _recording_modules(model: PreTrainedModel) -> Iterator[tuple[list[Stage], li
         if isinstance(output, torch.Tensor) and not isinstance(module, nn.Dropout):
             stages.append(Stage(name, type(module).__name__, tuple(output.shape)))
 
-    handles = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             layer = next((part for part in name.split(".") if part.isdigit()), "0")
             if name and layer == "0":
-                handles.append(module.register_forward_hook(functools.partial(record, name)))
+                hooks.enter_context(module.register_forward_hook(functools.partial(record, name)))
         yield stages, positions
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _read_positions(name: str, output) -> list[PositionMap]:

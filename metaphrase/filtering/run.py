@@ -1,6 +1,5 @@
 """A run of all rules over the pairs of a corpus, chunk by chunk, which can be killed and resumed."""
 
-import contextlib
 import gzip
 import hashlib
 import itertools
@@ -179,7 +178,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     return "\n".join([f"{'rule':<20}{'pairs':>12}{'share':>9}", *lines])
 
 
-class WorkFolder(contextlib.AbstractContextManager):
+class WorkFolder:
     """Folder `OUTPUT.partial` with the files of an unfinished run, and the last saved `state`, which says how far they go.
 
     A run appends to the files and then saves the state. A resumed run first cuts off what was appended after the state.
