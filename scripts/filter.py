@@ -2,18 +2,19 @@
 
 import argparse
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from metaphrase.analysis.scoring import dual_scores, mean_entropies
+from metaphrase.analysis.scoring import dual_scores
 from metaphrase.data.pairs import PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
-from metaphrase.filtering.rules import RULES, FilterSettings, Pair
-from metaphrase.filtering.run import filter_pairs, partial_path, sample_pairs
+from metaphrase.filtering.rules import RULES, FilterSettings
+from metaphrase.filtering.run import filter_pairs, format_report, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.scripts.parsers import given_options
@@ -40,11 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
     if "dual_cross_entropy" in settings.rules:
         folders = settings.forward_model, settings.backward_model
         models = [Generator.from_pretrained(folder, engine="torch", device=arguments.device) for folder in folders]
-
-        def score_pairs(pairs: Sequence[Pair]) -> Sequence[float]:
-            swapped = [pair[::-1] for pair in pairs]
-            return dual_scores(*map(mean_entropies, models, (pairs, swapped)))
-
+        score_pairs = functools.partial(dual_scores, *models)
     with contextlib.ExitStack() as stack:
         bars: list[ProgressBar] = []
 
@@ -68,15 +65,15 @@ def main(arguments: argparse.Namespace) -> None:
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt("Use --resume to go on.") from None
-    logger.info("%s", report)
-    logger.info("%d pairs in %.1f seconds.", report.num_read, time.perf_counter() - started)
-    for rule, count in report.dropped.items():
+    logger.info("%s", format_report(report))
+    logger.info("%d pairs in %.1f seconds.", report["read"], time.perf_counter() - started)
+    for rule, count in report["dropped"].items():
         # A rule that drops a larger share may not suit the corpus.
-        if count > 0.2 * report.num_read:
+        if count > 0.2 * report["read"]:
             hint = f" If they are good pairs, pass --skip_rules {rule}." if rule in RULES else ""
             logger.warning(
                 "`%s` dropped %.0f %% of the pairs. See the examples of --report.%s",
-                *(rule, 100 * count / report.num_read, hint),
+                *(rule, 100 * count / report["read"], hint),
             )
 
 

@@ -31,7 +31,6 @@ class AttentionMap:
 
     Attributes:
         weights: `(target, source)` in float32. Row i sums to 1 and is the attention while predicting target token i.
-        target_ids: Ids of the target tokens, one for each row, with the end of sequence.
         source: The source text without `source_prefix`.
         source_word_ids: Index of the word of each column; `None` for special tokens and the prefix. The attribute is `None` if
             the tokens cannot be mapped to words. `target_word_ids` are those of the rows.
@@ -74,13 +73,12 @@ def cross_attentions(
         generator: Model and tokenizers. The model keeps its mode and its attention kernel. A batch has at most `batch_size`
             pairs, and at most `MAX_TOKENS_PER_BATCH` or `max_tokens_per_batch` tokens of either side.
         targets: One for each source. By default the model generates them.
-        layer: A decoder layer, from 0; negative numbers count from the last.
-        head: A head of that layer, from 0; negative numbers count from the last.
+        layer: A decoder layer, from 0. `head` is one of its heads. Negative numbers count from the last.
         **generation_kwargs: As for `generate()`, if the model generates the targets.
 
     Raises:
-        MetaphraseError: If the numbers of sources and targets differ, a source without target is blank, the layer or head does
-            not exist, generation options are given with targets, or the model returns no cross-attention.
+        MetaphraseError: If the numbers of sources and targets differ, a source without target is blank, there is no such layer
+            or head, generation options are given with targets, or the model returns no cross-attention.
     """
     if targets is not None and generation_kwargs:
         raise MetaphraseError(f"Generation options have no effect with a target, got {', '.join(generation_kwargs)}.")
@@ -121,9 +119,8 @@ def cross_attentions(
         for row, index in enumerate(batch):
             ids = source_ids[index], target_ids[index]
             heads = torch.stack([weights[row, :, : len(ids[1]), : len(ids[0])] for weights in layers])
-            source_words, source_word_ids = words_of_source(
-                tokenizers.source, sources[index], uncut_ids[index], generator.source_prefix
-            )
+            texts = sources[index], uncut_ids[index], generator.source_prefix
+            source_words, source_word_ids = words_of_source(tokenizers.source, *texts)
             if source_word_ids is not None:
                 source_word_ids = shorten(source_word_ids, len(ids[0]), [None] * len(end))
             target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
@@ -180,21 +177,18 @@ def aligned_layer(model: PreTrainedModel) -> int:
 
 
 def word_weights(attention: AttentionMap) -> np.ndarray:
-    """Return the attention from target words to source words.
+    """Return the attention from target words to source words, `(target words, source words)` in float32.
 
     Weights are summed over the tokens of a source word and averaged over the tokens of a target word. Special tokens and the
     prefix are left out, so a row may sum to less than 1. A word without a token of its own has zeros.
-
-    Returns:
-        `(target words, source words)` in float32.
 
     Raises:
         MetaphraseError: If the tokens cannot be mapped to words.
 
     Source: section 4.1 of Clark et al. 2019 (arXiv 1906.04341), there for an encoder's self-attention.
     """
-    for side, ids in (("source", attention.source_word_ids), ("target", attention.target_word_ids)):
-        if ids is None:
+    for side in ("source", "target"):
+        if getattr(attention, f"{side}_word_ids") is None:
             text = getattr(attention, side)
             raise MetaphraseError(f"The tokens of the {side} must make up its words, got {text!r}, where they do not.")
     into_source = membership(attention.source_word_ids, len(attention.source_words))
@@ -233,10 +227,7 @@ def alignment_error_rate(
 ) -> float:
     """Return the alignment error rate of a corpus, 0 at best: `1 - (|A & S| + |A & P|) / (|A| + |S|)`.
 
-    Args:
-        predicted: Links of each sentence (A).
-        sure: Links that a sentence must have (S).
-        possible: Links that a sentence may have (P). Sure links are possible, too.
+    For each sentence, A are the predicted links, S those that it must have, and P those that it may have. S links are P, too.
 
     Source: section 2.3 of Och and Ney 2003, "A systematic comparison of various statistical alignment models".
     """

@@ -55,17 +55,14 @@ class Step:
 
 @dataclass
 class BeamNode:
-    """Candidate of a beam search: a hypothesis and its newest token.
-
-    The state is `kept` for the next step, `finished`, `pruned`, or `open` if the search ended before the next step.
-    """
+    """Candidate of a beam search: a hypothesis and its newest token."""
 
     parent: int | None  # index of the node before, `None` at the first step
     step: int  # number of the decoding step, from 0
     id: int
     token: str
     total: float  # sum of log-probabilities up to the newest token
-    state: str = "pruned"
+    state: str = "pruned"  # or `kept` for the next step, `finished`, or `open` if the search ended before the next step
     rank: int | None = None  # among the results, from 1
     score: float | None = None  # of a result: the total divided by a power of the length
 
@@ -193,15 +190,11 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class PositionMap:
-    """Position encoding that a module returned.
-
-    The kind is `added` to the embeddings, `rotary` (cosines that rotate queries and keys), or `bias` of the attention scores.
-    The values are `(1, length, features)` in float32, and those of a bias `(heads, query, key)`.
-    """
+    """Position encoding that a module returned."""
 
     name: str
-    kind: str
-    values: np.ndarray
+    kind: str  # `added` to the embeddings, `rotary` (cosines that rotate queries and keys), or `bias` of the attention scores
+    values: np.ndarray  # (1, length, features) in float32; of a bias (heads, query, key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,16 +334,12 @@ def _recording_modules(model: PreTrainedModel) -> Iterator[tuple[list[Stage], li
         if isinstance(output, torch.Tensor) and not isinstance(module, nn.Dropout):
             stages.append(Stage(name, type(module).__name__, tuple(output.shape)))
 
-    handles = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             layer = next((part for part in name.split(".") if part.isdigit()), "0")
             if name and layer == "0":
-                handles.append(module.register_forward_hook(functools.partial(record, name)))
+                hooks.enter_context(module.register_forward_hook(functools.partial(record, name)))
         yield stages, positions
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _read_positions(name: str, output) -> list[PositionMap]:

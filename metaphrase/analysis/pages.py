@@ -42,10 +42,7 @@ def write_explanation_page(
 
 
 def write_page(path: str | os.PathLike, template: str, title: str, **fields: str) -> Path:
-    """Write an HTML page in one step, from a template in this folder with `{{name}}` for each field.
-
-    The title is text, and the other fields are HTML. `{{style}}` is the style that all pages share.
-    """
+    """Write an HTML page in one step, from a template with `{{name}}` for each field: HTML, but for the title."""
     template, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (template, "page.css"))
     fields |= {"title": html.escape(spell_out(title, ("Cc", "Cs"))), "style": style}
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match.group(1)], template)
@@ -150,7 +147,7 @@ def describe_tests(report: dict[str, Any]) -> str:
 
 
 def write_comparison_page(report: dict[str, Any], path: str | os.PathLike) -> Path:
-    """Write the report of `metaphrase.analysis.comparison.compare` as a page that loads no other file."""
+    """Write the report of `compare` as a page that loads no other file."""
     baseline, *systems = report["systems"]
     sections = []
     for part, direction in itertools.product(report["differences"], ("better", "worse")):

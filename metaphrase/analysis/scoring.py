@@ -140,33 +140,27 @@ def forced_inputs(
     return {**pad_sources(sources, model), "decoder_input_ids": torch.tensor(rows, device=model.device)}
 
 
-def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:
+def dual_scores(forward: Generator, backward: Generator, pairs: Sequence[tuple[str, str]]) -> list[float]:
     """Return for each pair a score from 0 to 1, which is high if two models expect the pair, and equally so.
 
-    With the `mean_entropies` F of a model from source to target, and B of one from target to source, the score is
-    exp(-|F - B| - (F + B) / 2). A pair that is too long for a model has the score 0.
+    With the mean negative log-probability F of a target token in nats, and B of a source token by the model from target to
+    source, the score is exp(-|F - B| - (F + B) / 2). Pairs have no blank sides. One that is too long has the score 0.
 
     Source: Junczys-Dowmunt 2018, Dual Conditional Cross-Entropy Filtering of Noisy Parallel Corpora.
     """
+    entropies = []
+    for generator, texts in ((forward, pairs), (backward, [pair[::-1] for pair in pairs])):
+        sources = generator.encode([source for source, _ in texts])
+        targets = encode_forced(generator.tokenizers, [target for _, target in texts])
+        limits = longest_source(generator.model) or math.inf, longest_target(generator.model) or math.inf
+        rows = enumerate(zip(sources, targets, strict=True))
+        fitting = [i for i, (source, target) in rows if len(source) <= limits[0] and len(target) <= limits[1]]
+        scores = generator.score([texts[index][0] for index in fitting], [targets[index] for index in fitting])
+        entropies.append([math.inf] * len(texts))
+        for index, score in zip(fitting, scores, strict=True):
+            entropies[-1][index] = -score.mean
     # Infinite minus infinite would be no number.
     return [
         math.exp(-abs(first - second) - (first + second) / 2) if math.isfinite(first + second) else 0.0
-        for first, second in zip(forward, backward, strict=True)
+        for first, second in zip(*entropies, strict=True)
     ]
-
-
-def mean_entropies(generator: Generator, pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """Return the mean negative log-probability of each target, in nats per token. Pairs have no blank sides.
-
-    A pair that is too long for the model has an infinite one. Errors are those of `Generator.score`.
-    """
-    sources = generator.encode([source for source, _ in pairs])
-    targets = encode_forced(generator.tokenizers, [target for _, target in pairs])
-    limits = longest_source(generator.model) or math.inf, longest_target(generator.model) or math.inf
-    rows = enumerate(zip(sources, targets, strict=True))
-    fitting = [i for i, (source, target) in rows if len(source) <= limits[0] and len(target) <= limits[1]]
-    scores = generator.score([pairs[index][0] for index in fitting], [targets[index] for index in fitting])
-    entropies = [math.inf] * len(pairs)
-    for index, score in zip(fitting, scores, strict=True):
-        entropies[index] = -score.mean
-    return entropies

@@ -23,23 +23,16 @@ _REPLACEMENT = "\ufffd"
 def words_of_source(
     tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], prefix: str = "", argument: str = "text"
 ) -> tuple[list[str], WordIds | None]:
-    """Return the words of a source, and the index of each token's word.
+    """Return the words of a text, and the index of each id's word: None for special tokens and the prefix.
 
-    Args:
-        text: The source without the prefix.
-        ids: Ids of prefix and text, with special tokens.
-        prefix: Text before the source. Its tokens belong to no word.
-
-    Returns:
-        The words, and one index per id: None for special tokens and the prefix. The indices are None as a whole if the
-        tokenizer has no offsets and its tokens do not add up to the words, such as with unknown characters.
+    The indices are None as a whole if the tokenizer has no offsets and its tokens do not add up to the words, such as with
+    unknown characters. `ids` are those of prefix and text, with special tokens.
     """
     words, pieces = _split(text, find_joiner(tokenizer))
-    word_ids = None
     if tokenizer.is_fast:
         word_ids = word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
-    if word_ids is not None:
-        return words, word_ids
+        if word_ids is not None:
+            return words, word_ids
     num_with_prefix = len((prefix + text).split())
     word_ids = _ids_by_decoding(tokenizer, ids)
     if 1 + max((index for index in word_ids if index is not None), default=-1) != num_with_prefix:

@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from random import Random
 from typing import Any
@@ -37,8 +38,6 @@ Context = tuple[str, bool, frozenset[tuple[str, str]]]
 class RareWords:
     """Rare words, with their translations, that may take the places of other words.
 
-    A model that sees a word once does not learn that it may stand wherever similar words stand.
-
     Source: Andreas 2020, section 3, arXiv 1904.09545: fragments that share an environment are interchangeable. Akyürek and
     Andreas 2022, arXiv 2201.12926: a word is replaced together with its translation.
 
@@ -52,14 +51,20 @@ class RareWords:
 
     @classmethod
     def learn(cls, pairs: Iterable[tuple[str, str]]) -> "RareWords":
-        """Learn which words may replace which, from pairs of texts with spaces between words.
-
-        A word may replace another word that is seen in all of its contexts, and in more.
-        """
+        """Learn from pairs of texts with spaces: a word may replace another one that is seen in all of its contexts, and more."""
         split = [(source.split(), target.split()) for source, target in pairs]
         counts = Counter(word for source, _ in split for word in set(source))
         translations = _find_translations(split)
-        contexts = _find_contexts(split, translations)
+        contexts: dict[str, set[Context]] = defaultdict(set)
+        for source, target in split:
+            # The two words behind each word of the target.
+            behind: dict[str, set[tuple[str, str]]] = defaultdict(set)
+            for word, *after in zip(target, [*target[1:], _OUTSIDE], [*target[2:], _OUTSIDE, _OUTSIDE], strict=False):
+                behind[word].add(tuple(after))
+            for before, word, after in zip([_OUTSIDE, *source], source, [*source[1:], _OUTSIDE], strict=False):
+                if translations.get(word) in behind:
+                    outputs = frozenset(behind[translations[word]])
+                    contexts[word] |= {(before, False, outputs), (after, True, outputs)}
         words_in: dict[Context, list[str]] = defaultdict(list)
         for word, contexts_of_word in contexts.items():
             for context in contexts_of_word:
@@ -73,11 +78,7 @@ class RareWords:
         return cls(translations, dict(substitutes))
 
     def draw(self, source: str, target: str, random: Random) -> tuple[tuple[str, str], tuple[str, str]] | None:
-        """Draw a word of a pair and another one for its place, the rarer ones more often.
-
-        Returns:
-            For source and target, the word and its replacement. None if the pair has no word to replace.
-        """
+        """Draw for source and target a word and its replacement, the rarer ones more often. None if the pair has no such word."""
         words, target_words = dict.fromkeys(source.split()), set(target.split())
         counts = Counter(map(self.translations.get, words))
         replaceable = [word for word in words if word in self.substitutes]
@@ -118,23 +119,6 @@ def _find_translations(pairs: Sequence[tuple[list[str], list[str]]]) -> dict[str
     return translations
 
 
-def _find_contexts(
-    pairs: Sequence[tuple[list[str], list[str]]], translations: Mapping[str, str]
-) -> dict[str, set[Context]]:
-    contexts: dict[str, set[Context]] = defaultdict(set)
-    for source, target in pairs:
-        behind: dict[str, set[tuple[str, str]]] = defaultdict(set)
-        padded = [*target, _OUTSIDE, _OUTSIDE]
-        for index, word in enumerate(target):
-            behind[word].add((padded[index + 1], padded[index + 2]))
-        padded = [_OUTSIDE, *source, _OUTSIDE]
-        for index, word in enumerate(source, start=1):
-            if translations.get(word) in behind:
-                after = frozenset(behind[translations[word]])
-                contexts[word] |= {(padded[index - 1], False, after), (padded[index + 1], True, after)}
-    return contexts
-
-
 _MAX_TERMS = 3
 _IDS = ("input_ids", "labels")
 # Pairs on which the growth of the lengths is measured.
@@ -152,10 +136,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpochPairs(torch.utils.data.Dataset):
-    """Pairs that depend on the epoch, which lies in shared memory, so that persistent workers see it change.
-
-    `set_epoch` must be called before each epoch.
-    """
+    """Pairs that depend on the epoch, which lies in shared memory, so that persistent workers see it change."""
 
     def __init__(self):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -165,7 +146,7 @@ class EpochPairs(torch.utils.data.Dataset):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the pairs, also in all workers of this process."""
+        """Set the epoch, also in all workers of this process."""
         self._epoch.fill_(epoch)
 
     def __setstate__(self, state: dict) -> None:
@@ -306,9 +287,7 @@ class Augmenter:
     ) -> list[dict[str, list[int]]]:
         """Return new `input_ids` and `labels` of pairs with texts, in an epoch. Rows are the numbers of the pairs in all data."""
         generators = [Random(f"{self.seed} {epoch} {row}") for row in rows]
-        texts = [
-            self.change_texts(*map(pair.get, SIDES), random) for pair, random in zip(pairs, generators, strict=True)
-        ]
+        texts = [self.change_texts(*map(pair.get, SIDES), draw) for pair, draw in zip(pairs, generators, strict=True)]
         sides = []
         encoders = self.tokenizers.encode_sources, self.tokenizers.encode_targets
         for encode, sampler, side in zip(encoders, self._samplers, zip(*texts, strict=True), strict=True):
@@ -316,7 +295,7 @@ class Augmenter:
             def segment(number: int, encoding: Encoding, sampler=sampler) -> list[int]:
                 return sampler(encoding, generators[number])
 
-            sides.append(encode(list(side), None if sampler is None else segment))
+            sides.append(encode(list(side), sampler and segment))
         changed = []
         for pair, (_, target), *ids in zip(pairs, texts, *sides, strict=True):
             # A side that is too long stays as it was.
@@ -333,12 +312,17 @@ class Augmenter:
         if not any(rates.values()):
             return source, target
         if self._rare_words is not None and random.random() < rates["rare_words"]:
-            source, target = self._replace_word(source, target, random)
+            bare = (" ".join(self._unchanged.split(text)[::2]) for text in (source, target))
+            if drawn := self._rare_words.draw(*bare, random):
+                replace = (
+                    partial(re.compile(rf"(?<!\S){re.escape(old)}(?!\S)").sub, lambda _, new=new: new)
+                    for old, new in drawn
+                )
+                source, target = map(self._outside_tokens, replace, (source, target))
         case, has_missing, has_typos, has_terms = (random.random() for _ in range(4))
-        if case < rates["uppercase"]:
-            source, target = (self._outside_tokens(str.upper, text) for text in (source, target))
-        elif case < rates["uppercase"] + rates["titlecase"]:
-            source, target = (self._outside_tokens(_capitalize, text) for text in (source, target))
+        if case < rates["uppercase"] + rates["titlecase"]:
+            change = str.upper if case < rates["uppercase"] else _capitalize
+            source, target = (self._outside_tokens(change, text) for text in (source, target))
         if has_missing < rates["missing_punctuation"]:
             bare = [text.rstrip().rstrip(_END_PUNCTUATION) for text in (source, target)]
             is_shorter = [len(text) < len(whole.rstrip()) for text, whole in zip(bare, (source, target), strict=True)]
@@ -348,18 +332,6 @@ class Augmenter:
             source = self._outside_tokens(lambda text: _misspell(text, random), source)
         if has_terms < rates["terms"]:
             source = self._insert_terms(source, target, random)
-        return source, target
-
-    def _replace_word(self, source: str, target: str, random: Random) -> tuple[str, str]:
-        texts = source, target
-        drawn = self._rare_words.draw(*(" ".join(self._unchanged.split(text)[::2]) for text in texts), random)
-        if drawn is None:
-            return texts
-        patterns = [re.compile(rf"(?<!\S){re.escape(old)}(?!\S)") for old, _ in drawn]
-        source, target = (
-            self._outside_tokens(lambda part, pattern=pattern, new=new: pattern.sub(lambda _: new, part), text)
-            for pattern, (_, new), text in zip(patterns, drawn, texts, strict=True)
-        )
         return source, target
 
     def _insert_terms(self, source: str, target: str, random: Random) -> str:
@@ -385,7 +357,6 @@ class Augmenter:
         return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
 
     def augment(self, pairs: datasets.Dataset) -> "AugmentedPairs":
-        """Return encoded pairs, which have their texts, with the changes of each epoch."""
         return AugmentedPairs(pairs, self)
 
 
@@ -412,14 +383,12 @@ def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
         rare_words = learn_rare_words(corpus)
         if not rare_words.substitutes:
             raise MetaphraseError(
-                "`augmentation.rare_words` must be left out for pairs without words that may stand in the place of others."
+                "`augmentation.rare_words` must be left out: no words may stand in the place of others."
             )
     if "terms" in rates:
-        terms = learn_terms(_sample(corpus))
+        terms = learn_terms(sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1])
         if not terms:
-            raise MetaphraseError(
-                "`augmentation.terms` must be left out for pairs without words that are found to translate each other."
-            )
+            raise MetaphraseError("`augmentation.terms` must be left out: no words are found to translate each other.")
         logger.info("%sLearned %d terms, to insert some into sources.", corpus.label, len(terms))
     return Augmenter(
         tokenizers, corpus.seed, corpus.limits, recipe.subword_sampling, rates, corpus.prefixes, terms, rare_words
@@ -428,11 +397,7 @@ def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
 
 def learn_rare_words(corpus: PairCorpus) -> RareWords:
     """Learn words of the training pairs, with their translations, that may take the places of others."""
-    return RareWords.learn(_sample(corpus))
-
-
-def _sample(corpus: PairCorpus) -> list[tuple[str, str]]:
-    return sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
+    return RareWords.learn(sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1])
 
 
 class AugmentedPairs(EpochPairs):
@@ -440,13 +405,10 @@ class AugmentedPairs(EpochPairs):
 
     `dataset["source_length"]` and `dataset["target_length"]` are the lengths to plan batches by: those of the plain pairs, times
     the mean growth by the changes. So batches have about their token budget; some have more, others less.
-
-    Attributes:
-        pairs: The plain pairs of `encode_pairs`, with their texts.
-        column_names: Names of `dataset[name]`, and the fields of a pair.
     """
 
     def __init__(self, pairs: datasets.Dataset, augmenter: Augmenter):
+        """Take the plain pairs of `encode_pairs`, with their texts."""
         super().__init__()
         self.pairs, self.augmenter = pairs, augmenter
         self.column_names = [name for name in pairs.column_names if name not in SIDES]

@@ -28,8 +28,7 @@ DEFAULT_SENTINELS = 100  # as T5
 MASK_TOKEN = "<mask>"
 SENTENCE_MARKS = (".", "!", "?", "…", "。", "！", "？", "．", "؟", "।")
 CLOSING_MARKS = "\"'”’»)]}」』）"
-# Names of the modes R, S and X in the paper of UL2, and in the published models.
-MODE_TOKENS = ({"R": "[R]", "S": "[S]", "X": "[X]"}, {"R": "[NLU]", "S": "[S2S]", "X": "[NLG]"})
+MODE_TOKENS = {"R": "[R]", "S": "[S]", "X": "[X]"}
 # Mode, mean span length in tokens, noise density.
 _UL2_SPANS = (("R", 3.0, 0.15), ("R", 8.0, 0.15), ("X", 3.0, 0.5), ("X", 8.0, 0.5), ("X", 64.0, 0.15), ("X", 64.0, 0.5))
 _UL2_SUFFIX_FRACTION = 0.25
@@ -203,8 +202,8 @@ class MixtureOfDenoisers(Objective):
     Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
     """
 
-    def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int] | None = None):
-        """Take the token before the source by mode; None for no token. The first sentinel also replaces the rest of a block."""
+    def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int]):
+        """Take the token before the source by mode, if there is any. The first sentinel also replaces the rest of a block."""
         self.sentinel_ids, self.eos_token_id, self.mode_token_ids = sentinel_ids, eos_token_id, mode_token_ids
         tokens = {"sentinel_ids": sentinel_ids, "eos_token_id": eos_token_id}
         self.spans = [
@@ -220,7 +219,7 @@ class MixtureOfDenoisers(Objective):
         sides = [spans.lengths(block_length) for _, spans in self.spans]
         sides.append((block_length + 1, self.longest_suffix(block_length) + 2))
         source, target = map(max, zip(*sides, strict=True))
-        return source + (self.mode_token_ids is not None), target
+        return source + bool(self.mode_token_ids), target
 
     def num_sentinels(self, block_length: int) -> int:
         return max(spans.num_sentinels(block_length) for _, spans in self.spans)
@@ -236,7 +235,7 @@ class MixtureOfDenoisers(Objective):
             mode, end = "S", len(block)
             start = end - int(generator.integers(1, self.longest_suffix(end), endpoint=True))
             source, target = replace_spans(block, np.array([[start, end]]), self.sentinel_ids, self.eos_token_id)
-        return source if self.mode_token_ids is None else np.insert(source, 0, self.mode_token_ids[mode]), target
+        return np.insert(source, 0, self.mode_token_ids[mode]) if self.mode_token_ids else source, target
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple
     """Return the special tokens that an objective of `make_objective` adds to a tokenizer."""
     if name in ("text_infilling", "prefix_lm"):
         return (MASK_TOKEN,) if name == "text_infilling" else ()
-    return (*(MODE_TOKENS[0].values() if name == "ul2" else ()), *sentinel_tokens(num_sentinels))
+    return (*(MODE_TOKENS.values() if name == "ul2" else ()), *sentinel_tokens(num_sentinels))
 
 
 def make_objective(
@@ -274,7 +273,7 @@ def make_objective(
 ) -> Objective:
     """Make an objective: `span_corruption` (T5), `ul2`, `prefix_lm`, or `text_infilling` with sentence permutation (BART).
 
-    The tokenizer has the tokens of `objective_tokens(name)`, or of a published T5, UL2 or BART. None is the value of the paper.
+    The tokenizer has the tokens of `objective_tokens(name)`, as those of published T5 and BART. None is the value of the paper.
     """
     options = {"noise_density": noise_density, "mean_span_length": mean_span_length}
     options = {option: value for option, value in options.items() if value is not None}
@@ -295,8 +294,7 @@ def make_objective(
         return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
     if name == "span_corruption":
         return SpanCorruption(sentinel_ids=sentinels, eos_token_id=eos, **options)
-    modes = next((names for names in MODE_TOKENS if any(name in vocabulary for name in names.values())), None)
-    mode_token_ids = None if modes is None else {mode: vocabulary[name] for mode, name in modes.items()}
+    mode_token_ids = {mode: vocabulary[name] for mode, name in MODE_TOKENS.items() if name in vocabulary}
     return MixtureOfDenoisers(sentinels, eos, mode_token_ids)
 
 
@@ -353,10 +351,10 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
             f"`max_source_length` and `max_target_length` must hold the pair of a block of {_SHORTEST_BLOCK} tokens, "
             f"{objective.lengths(_SHORTEST_BLOCK)}, got {max_source_length} and {max_target_length}."
         )
-    needed, sentinels = objective.num_sentinels(longest), getattr(objective, "sentinel_ids", ())
-    if needed > len(sentinels):
+    needed, present = objective.num_sentinels(longest), len(getattr(objective, "sentinel_ids", ()))
+    if needed > present:
         raise MetaphraseError(
-            f"`num_sentinels` must be at least {needed} for blocks of {longest} tokens, got a tokenizer with {len(sentinels)}."
+            f"`num_sentinels` must be at least {needed} for blocks of {longest} tokens, got {present}."
         )
     return longest
 
@@ -421,8 +419,7 @@ def text_blocks(
     """Join all documents in order, each with its end-of-sequence token, and cut them into blocks.
 
     `datasets` caches the result by data set, tokenizer and length, on disk if `texts` is on disk. One process cuts, because each
-    block begins where the last one ended. A fast tokenizer uses all cores anyway. Tokens behind the last block are not used, and
-    counted. The result has the column `input_ids`.
+    block begins where the last one ended. Tokens behind the last block are not used, and counted.
     """
     if not tokenizers.is_joint:
         raise MetaphraseError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")

@@ -408,10 +408,9 @@ def make_demo_summaries(
 ) -> dict[str, list[Pair]]:
     """Make the pairs of text and summary, all distinct: `{"train": [(text, summary), ...], "validation": ..., "test": ...}`.
 
-    A text has two or three English sentences. Its summary keeps subject, verb and objects of each. It leaves out adjectives,
-    relative clauses, adverbs, material around the main clause, and optional phrases. Of *I know that the dog sleeps* it keeps the
-    subordinate clause. The text determines the summary, so exact match is a fair score. The splits are those of the corpus: no
-    sentence of a training text has a held-out combination of words, and each sentence of a test text has one.
+    A text has two or three English sentences. Its summary keeps subject, verb and objects of each, and of *I know that the dog
+    sleeps* the subordinate clause. The text determines the summary, so exact match is a fair score. The splits are those of the
+    corpus: no sentence of a training text has a held-out combination of words, and each sentence of a test text has one.
     """
     counts = dict(zip(SPLITS, (num_train, num_validation, num_test), strict=True))
     pairs: dict[str, dict[str, str]] = {split: {} for split in SPLITS}

@@ -57,17 +57,11 @@ def join_sides(
 
 
 class WordPairs(NamedTuple):
-    """All pairs of a source word and a target word, or token, of the same pair of texts.
+    """All pairs of a source word and a target word, or token, of the same pair of texts. Tuples are for both sides."""
 
-    Attributes:
-        words: Numbers of all source words, one text after the other, and of all target words.
-        texts: Index of the text of each word, for both sides.
-        positions: Index in `words` of both words of each pair.
-    """
-
-    words: tuple[np.ndarray, np.ndarray]
-    texts: tuple[np.ndarray, np.ndarray]
-    positions: tuple[np.ndarray, np.ndarray]
+    words: tuple[np.ndarray, np.ndarray]  # their numbers, one text after the other
+    texts: tuple[np.ndarray, np.ndarray]  # index of the text of each word
+    positions: tuple[np.ndarray, np.ndarray]  # index in `words` of both words of each pair
     num_texts: int
 
     @classmethod
@@ -101,11 +95,9 @@ class AlignmentModel:
     The score of a pair is the log-likelihood ratio of its words, given the other side and by themselves. Each expected count
     is lowered by 1, so that no pair is its own evidence: a misaligned pair in the corpus scores as low as any other.
 
-    Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
+    Pairs with a score below `threshold` are rather misaligned. `noise_share` is the estimated share of such pairs in the corpus.
 
-    Attributes:
-        threshold: Pairs with a lower score are rather misaligned.
-        noise_share: Estimated share of misaligned pairs in the corpus.
+    Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], seed: int = 0):

@@ -7,7 +7,7 @@ import re
 import statistics
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -63,7 +63,7 @@ def normal_form(text: str) -> str:
 
 
 @functools.cache
-def script_of(letter: str) -> str:
+def _script_of(letter: str) -> str:
     """Return the script of a letter, such as "LATIN"; an empty text for marks, digits and letters without a script."""
     if not letter.isalpha():
         return ""
@@ -109,6 +109,12 @@ _CLOSING = "\"'”’»«“)]）］】」』 "
 _END = frozenset(".!?…。！？｡؟۔।॥։;:")
 
 
+# In the order in which they are applied. A pair falls by the first one that it breaks.
+RULES = ("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers")
+RULES += ("links", "brackets", "repetition", "duplicate", "language", "alignment")
+RULES += ("dual_cross_entropy", "targets_per_source")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FilterSettings:
     """Rules and thresholds. The names are those of the options of `metaphrase filter`, which describe them."""
@@ -140,7 +146,7 @@ class PairRules:
 
     def __init__(self, settings: FilterSettings, sample: Sequence[Pair]):
         """Prepare the rules. A sample of pairs shows the usual ratio of lengths and the usual scripts."""
-        active = RULES if settings.rules is None else settings.rules
+        self._active = set(RULES if settings.rules is None else settings.rules)
         self.settings, sample, self.usual_ratio = settings, sample[:_PAIRS_FOR_FACTS], 1.0
         ratios = [self.length_ratio(*pair) for pair in sample if pair[0].strip() and pair[1].strip()]
         if len(ratios) >= _MIN_PAIRS_FOR_RATIO:
@@ -148,74 +154,87 @@ class PairRules:
         # For both sides the usual scripts, and a table that leaves only the letters of others.
         self.scripts = [_usual_scripts(pair[side] for pair in sample) for side in (0, 1)]
         self.foreign_letters = [
-            _Table(lambda letter, usual=frozenset({*scripts, ""}): None if script_of(letter) in usual else letter)
+            _Table(lambda letter, usual=frozenset({*scripts, ""}): None if _script_of(letter) in usual else letter)
             for scripts in self.scripts
         ]
-        if "encoding" in active:
+        if "encoding" in self._active:
             self.is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
-        self._active = [(name, breaks) for name, breaks in PAIR_RULES.items() if name in active]
 
     def broken_rule(self, source: str, target: str, forms: Pair) -> str | None:
         """Return the name of the first rule that a pair breaks, from the texts and their normal forms."""
-        return next((name for name, breaks in self._active if breaks(self, source, target, forms)), None)
+        pair, settings, active = (source, target), self.settings, self._active
+        if "empty" in active and not (source.strip() and target.strip()):
+            return "empty"
+        if "characters" in active and max(map(len, pair)) > settings.max_characters:
+            return "characters"
+        if "encoding" in active and any(map(self._is_broken, pair)):
+            return "encoding"
+        if "letters" in active and min(map(_letter_share, pair, forms)) < settings.min_letter_share:
+            return "letters"
+        if "script" in active and any(map(self._is_foreign, forms, (0, 1))):
+            return "script"
+        ratio, most = self.length_ratio(source, target), settings.max_length_ratio
+        if "length_ratio" in active and not 1 / most <= ratio <= most:
+            return "length_ratio"
+        if "copy" in active and forms[0] == forms[1]:
+            return "copy"
+        first_ends, second_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in pair)
+        is_short = (ratio if second_ends else 1 / ratio) < _TRUNCATED_LENGTH
+        if "end_punctuation" in active and first_ends != second_ends and is_short:
+            return "end_punctuation"
+        # A form has 0 for each digit.
+        if "numbers" in active and ("0" in forms[0] or "0" in forms[1]) and _have_other_numbers(source, target):
+            return "numbers"
+        if "links" in active and _num_links(source) != _num_links(target):
+            return "links"
+        if "brackets" in active and (_BRACKET.search(source) is None) != (_BRACKET.search(target) is None):
+            return "brackets"
+        if "repetition" in active and any(map(_repeats, pair)):
+            return "repetition"
+        return None
 
     def length_ratio(self, source: str, target: str) -> float:
         """Return the ratio of the lengths of source and target, divided by the usual one."""
         return (len(source) + _EXTRA_CHARACTERS) / (len(target) + _EXTRA_CHARACTERS) / self.usual_ratio
 
+    def _is_broken(self, text: str) -> bool:
+        if text.isascii():
+            return not text.isprintable() and _CONTROL.search(text) is not None
+        # ftfy would take longer than all other rules, if it saw every text.
+        has_bytes = _BYTES.search(text) is not None or "Ã " in text
+        return _CONTROL.search(text) is not None or (has_bytes and self.is_bad(text))
 
-def _usual_scripts(texts: Collection[str]) -> set[str]:
+    def _is_foreign(self, form: str, side: int) -> bool:
+        scripts = self.scripts[side]
+        if form.isascii() and ("LATIN" in scripts or not scripts):
+            return False
+        return len(form.translate(self.foreign_letters[side])) > _MAX_FOREIGN_SHARE * len(form)
+
+
+def _usual_scripts(texts: Iterable[str]) -> set[str]:
     scripts: Counter[str] = Counter()
     for letter, count in Counter(itertools.chain.from_iterable(texts)).items():
-        scripts[script_of(letter)] += count
+        scripts[_script_of(letter)] += count
     del scripts[""]
     return {name for name, count in scripts.items() if count >= _USUAL_SHARE * scripts.total()}
-
-
-def _is_broken(rules: PairRules, text: str) -> bool:
-    if text.isascii():
-        return not text.isprintable() and _CONTROL.search(text) is not None
-    # ftfy would take longer than all other rules, if it saw every text.
-    has_bytes = _BYTES.search(text) is not None or "Ã " in text
-    return _CONTROL.search(text) is not None or (has_bytes and rules.is_bad(text))
 
 
 def _letter_share(text: str, form: str) -> float:
     return (len(form) - form.count("0")) / max(len(text) - text.count(" "), 1)
 
 
-def _is_foreign(rules: PairRules, form: str, side: int) -> bool:
-    scripts = rules.scripts[side]
-    if form.isascii() and ("LATIN" in scripts or not scripts):
-        return False
-    return len(form.translate(rules.foreign_letters[side])) > _MAX_FOREIGN_SHARE * len(form)
+def _have_other_numbers(source: str, target: str) -> bool:
+    def digits(number: str) -> str:
+        return "".join(str(unicodedata.decimal(digit)) for digit in number.translate(_SEPARATORS))
 
-
-def _is_truncated(rules: PairRules, source: str, target: str, forms: Pair) -> bool:
-    source_ends, target_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in (source, target))
-    if source_ends == target_ends:
-        return False
-    ratio = rules.length_ratio(source, target)
-    return (ratio if target_ends else 1 / ratio) < _TRUNCATED_LENGTH
-
-
-def _have_other_numbers(rules: PairRules, source: str, target: str, forms: Pair) -> bool:
-    # A form has 0 for each digit.
-    if "0" not in forms[0] and "0" not in forms[1]:
-        return False
     first, second = (
         # Without zeros in front: 6:00 is 6.
-        Counter(number.lstrip("0") for number in map(_digits, _NUMBER.findall(text)) if number.strip("0"))
+        Counter(number.lstrip("0") for number in map(digits, _NUMBER.findall(text)) if number.strip("0"))
         for text in (source, target)
     )
     if not first or not second:
         return sum(map(len, first | second)) > _MAX_DIGITS_AS_WORDS
     return 2 * (first & second).total() < _MIN_NUMBER_OVERLAP * (first.total() + second.total())
-
-
-def _digits(number: str) -> str:
-    """Return the digits of a number as those of ASCII."""
-    return "".join(str(unicodedata.decimal(digit)) for digit in number.translate(_SEPARATORS))
 
 
 def _num_links(text: str) -> int:
@@ -229,30 +248,6 @@ def _repeats(text: str) -> bool:
     if len(words) < _MIN_WORDS_OF_REPETITION or 2 * len(set(words)) > len(words):
         return False
     return max(Counter(zip(words, words[1:], words[2:], strict=False)).values()) > _MAX_REPEATS
-
-
-# Tells if a pair breaks a rule, from the rules, source, target, and normal forms of both. A table keeps the loop over rules
-# short: it runs for every pair.
-PAIR_RULES: dict[str, Callable[[PairRules, str, str, Pair], bool]] = {
-    "empty": lambda rules, source, target, forms: not source.strip() or not target.strip(),
-    "characters": lambda rules, *texts: max(map(len, texts[:2])) > rules.settings.max_characters,
-    "encoding": lambda rules, source, target, forms: _is_broken(rules, source) or _is_broken(rules, target),
-    "letters": lambda rules, *texts: min(map(_letter_share, texts[:2], texts[2])) < rules.settings.min_letter_share,
-    "script": lambda rules, source, target, forms: any(_is_foreign(rules, forms[side], side) for side in (0, 1)),
-    "length_ratio": lambda rules, source, target, forms: (
-        not (
-            1 / rules.settings.max_length_ratio <= rules.length_ratio(source, target) <= rules.settings.max_length_ratio
-        )
-    ),
-    "copy": lambda rules, source, target, forms: forms[0] == forms[1],
-    "end_punctuation": _is_truncated,
-    "numbers": _have_other_numbers,
-    "links": lambda rules, source, target, forms: _num_links(source) != _num_links(target),
-    "brackets": lambda rules, *texts: (_BRACKET.search(texts[0]) is None) != (_BRACKET.search(texts[1]) is None),
-    "repetition": lambda rules, source, target, forms: _repeats(source) or _repeats(target),
-}
-# In the order in which they are applied. A pair falls by the first one that it breaks.
-RULES = (*PAIR_RULES, "duplicate", "language", "alignment", "dual_cross_entropy", "targets_per_source")
 
 
 def load_detector(settings: FilterSettings) -> Callable[[str, str], bool]:

@@ -1,6 +1,5 @@
 """A run of all rules over the pairs of a corpus, chunk by chunk, which can be killed and resumed."""
 
-import contextlib
 import gzip
 import hashlib
 import itertools
@@ -9,7 +8,6 @@ import logging
 import os
 import random
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -175,37 +173,27 @@ def sample_pairs(records: Iterable[Record], most: int, name: str = "The corpus")
     return num_records, sample
 
 
-class FilterReport:
-    """Counts of a run by rule, with the first examples of each."""
-
-    def __init__(self, content: dict[str, Any] | None = None):
-        content = content or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
-        self.num_read, self.num_kept, self.examples = content["read"], content["kept"], content["examples"]
-        self.dropped = Counter(content["dropped"])
-
-    def add(self, verdicts: Sequence[Verdict]) -> None:
-        self.num_read += len(verdicts)
-        for rule, (source, target) in verdicts:
-            if not rule:
-                self.num_kept += 1
-                continue
-            self.dropped[rule] += 1
-            if len(examples := self.examples.setdefault(rule, [])) < NUM_EXAMPLES:
+def count_verdicts(report: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
+    """Add verdicts to a report, which has counts by rule and the first examples of each, rules in their order."""
+    report["read"] += len(verdicts)
+    report["kept"] += sum(not rule for rule, _ in verdicts)
+    for rule, (source, target) in verdicts:
+        if rule:
+            report["dropped"][rule] = report["dropped"].get(rule, 0) + 1
+            if len(examples := report["examples"].setdefault(rule, [])) < NUM_EXAMPLES:
                 examples.append({"source": source, "target": target})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return counts and examples for JSON, rules in their order."""
-        order = [rule for rule in (*PROBLEMS, *RULES) if rule in self.dropped]
-        dropped, examples = ({rule: values[rule] for rule in order} for values in (self.dropped, self.examples))
-        return {"read": self.num_read, "kept": self.num_kept, "dropped": dropped, "examples": examples}
-
-    def __str__(self) -> str:
-        rows = [*self.to_dict()["dropped"].items(), ("kept", self.num_kept)]
-        lines = [f"{name:<20}{count:>12,}{count / max(self.num_read, 1):>9.2%}" for name, count in rows]
-        return "\n".join([f"{'rule':<20}{'pairs':>12}{'share':>9}", *lines])
+    for name in ("dropped", "examples"):
+        report[name] = {rule: report[name][rule] for rule in (*PROBLEMS, *RULES) if rule in report[name]}
 
 
-class WorkFolder(contextlib.AbstractContextManager):
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return the table of a report."""
+    rows = [*report["dropped"].items(), ("kept", report["kept"])]
+    lines = [f"{name:<20}{count:>12,}{count / max(report['read'], 1):>9.2%}" for name, count in rows]
+    return "\n".join([f"{'rule':<20}{'pairs':>12}{'share':>9}", *lines])
+
+
+class WorkFolder:
     """Folder `OUTPUT.partial` with the files of an unfinished run, and the last saved `state`, which says how far they go.
 
     A run appends to the files and then saves the state. A resumed run first cuts off what was appended after the state.
@@ -304,8 +292,8 @@ def filter_pairs(
     resume: bool = False,
     on_start: Callable[[int, int], None] = lambda total, done: None,
     on_chunk: Callable[[int], None] = lambda count: None,
-) -> FilterReport:
-    """Write the pairs that break no rule, and return the report.
+) -> dict[str, Any]:
+    """Write the pairs that break no rule, and return the report of `count_verdicts`.
 
     Args:
         outputs: One file of pairs, `.tsv` or `.jsonl`, or two text files; each may end in `.gz`.
@@ -322,22 +310,22 @@ def filter_pairs(
     key |= {"shard": shard, "columns": source.columns, "max_line_characters": source.max_line_characters}
     identity = {"file": stats, "output": [str(path) for path in files.values()]}
     folder = WorkFolder(files, key | identity, resume=resume)
-    result = FilterReport(folder.state.get("report"))
+    result = folder.state.get("report") or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
     pair_filter = None if folder.state.get("is_finished") else PairFilter(source, settings, score_pairs)
     with folder:
         if pair_filter is not None:
             folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)
-            on_start(len(part), result.num_read)
+            on_start(len(part), result["read"])
             format_pair = (
                 tsv_line if "output_1" in files else pair_formatter(files["output_0"].name.removesuffix(".gz"))
             )
             hashes = ((folder.path / name) for name in ("pairs", "sources"))
             seen_pairs, seen_sources = (SeenHashes(path.read_bytes() if path.exists() else b"") for path in hashes)
-            records = itertools.islice(source.records(), part.start + result.num_read, part.stop)
+            records = itertools.islice(source.records(), part.start + result["read"], part.stop)
             while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
                 verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
-                result.add(verdicts)
+                count_verdicts(result, verdicts)
                 pairs = [pair for rule, pair in verdicts if not rule]
                 lines = {"output_0": itertools.starmap(format_pair, pairs)}
                 if "output_1" in files:
@@ -349,14 +337,14 @@ def filter_pairs(
                     folder.append(name, "".join(texts).encode("utf-8"))
                 folder.append("pairs", pair_hashes)
                 folder.append("sources", source_hashes)
-                folder.save({"report": result.to_dict()})
+                folder.save({"report": result})
                 on_chunk(len(chunk))
             if report is not None:
-                content = result.to_dict() | {"files": [name for name, *_ in stats], "settings": key}
+                content = result | {"files": [name for name, *_ in stats], "settings": key}
                 if pair_filter.alignment is not None:
                     model = pair_filter.alignment
                     content["alignment"] = {"misaligned_share": model.noise_share, "threshold": model.threshold}
                 folder.append("report", json_text(content).encode("utf-8"))
-            folder.save({"report": result.to_dict(), "is_finished": True})
+            folder.save({"report": result, "is_finished": True})
         folder.finish()
     return result

@@ -1,5 +1,3 @@
-"""Alignment: layers, heads, rows and readable tokens of a map, words of its tokens, and a model left as it was."""
-
 import numpy as np
 import pytest
 import torch

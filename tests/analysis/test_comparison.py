@@ -1,5 +1,3 @@
-"""Comparison of systems: every figure against sacreBLEU's own classes on the same texts, or a count by hand."""
-
 import numpy as np
 import pytest
 from sacrebleu import significance
@@ -15,7 +13,6 @@ WORDS = ["the", "cat", "dog", "sleeps", "runs", "on", "mat", "in", "house", "big
 
 
 def noisy(texts, share, seed):
-    """Return texts with a share of their words replaced."""
     random = np.random.default_rng(seed)
     return [
         " ".join(word if random.random() > share else str(random.choice(WORDS)) for word in text.split())

@@ -1,5 +1,3 @@
-"""Explanation: its numbers are those of plain forward passes and of `generate()`, for every family."""
-
 import numpy as np
 import pytest
 import torch

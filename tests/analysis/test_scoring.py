@@ -1,5 +1,3 @@
-"""Forced decoding: each token's log-probability is the model's own, batched or alone, and that of generation."""
-
 import math
 
 import pytest
@@ -9,7 +7,7 @@ from tiny_generator import SOURCES, TARGETS, tiny_generator
 from tiny_languages import mbart_tokenizer
 
 from metaphrase.analysis import scoring
-from metaphrase.analysis.scoring import dual_scores, mean_entropies
+from metaphrase.analysis.scoring import dual_scores
 from metaphrase.inference import cross_attentions, decode
 from metaphrase.tokenization import TokenizerPair
 
@@ -131,11 +129,10 @@ def test_pairs_that_do_not_match_are_refused(call):
 def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_long():
     forward, backward = tiny_generator(), tiny_generator(seed=1)
     pairs = [*zip(SOURCES, TARGETS, strict=True), (SOURCES[0], "a" * 300), ("a" * 300, TARGETS[0])]
-    swapped = [pair[::-1] for pair in pairs]
-    scores = dual_scores(mean_entropies(forward, pairs), mean_entropies(backward, swapped))
+    scores = dual_scores(forward, backward, pairs)
     both = zip(forward.score(SOURCES, TARGETS), backward.score(TARGETS, SOURCES), strict=True)
     expected = [math.exp(-abs(f.mean - b.mean) + (f.mean + b.mean) / 2) for f, b in both]
     assert scores == pytest.approx([*expected, 0, 0], rel=1e-4) and len(set(scores)) == 6
-    assert mean_entropies(forward, []) == []
+    assert dual_scores(forward, backward, []) == []
     with pytest.raises(ValueError, match="must be a single torch model here, got an ensemble"):
-        mean_entropies(tiny_generator(members=[backward]), pairs)
+        dual_scores(tiny_generator(members=[backward]), backward, pairs)

@@ -1,18 +1,10 @@
-"""Tests of `analysis.words`: each token belongs to its word, by offsets, by decoding and by marks."""
-
 import pytest
 from sentencepiece_models import write_marian_tokenizer
 from tiny_generator import SOURCES, TARGETS
 from transformers import ByT5Tokenizer, MarianTokenizer
 
-from metaphrase.tokenization import (
-    TOKENIZER_KINDS,
-    TokenizerPair,
-    train_tokenizer,
-    words_of_decoded,
-    words_of_source,
-    words_of_target,
-)
+from metaphrase.analysis.words import words_of_decoded, words_of_source, words_of_target
+from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
 
 TEXTS = ["the small dog runs", "  zwei  kleine Hunde,\tdie laufen. ", "läuft 中文 weg", "a", "x\u00a0y\u2003z"]
 
@@ -32,7 +24,6 @@ def marian(tmp_path_factory):
 
 
 def written(tokenizer, ids, word_ids, word):
-    """Return the decoded tokens of a word."""
     return tokenizer.decode([token for token, index in zip(ids, word_ids, strict=True) if index == word]).strip()
 
 

@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 from tiny_generator import SOURCES, TARGETS
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
@@ -158,26 +158,15 @@ def test_prefixes_and_special_tokens_stay(tokenizers):
 TEXTS = [*SOURCES, *TARGETS, "the cats, dogs' dog's <2de> </s> 12 Katzen!"]
 
 
-def wrap(model):
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken("<unk>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
-def drawn_shares(tokenizer, alpha, word, num_draws=20_000):
-    """Return the share of each segmentation of a word."""
-    sampler, generator = SubwordSampler(tokenizer, alpha), random.Random(0)
-    [encoding] = tokenizer([word], add_special_tokens=False).encodings
-    draws = Counter(tuple(sampler(encoding, generator)) for _ in range(num_draws))
-    return {" ".join(tokenizer.convert_ids_to_tokens(ids)): count / num_draws for ids, count in draws.items()}
-
-
 @pytest.mark.parametrize("merges", [[("a", "b"), ("b", "c"), ("ab", "c")], [("b", "c"), ("a", "b"), ("a", "bc")]])
 def test_bpe_dropout_has_the_probabilities_of_the_paper(merges):
     vocabulary = {piece: index for index, piece in enumerate(["<unk>", "a", "b", "c", "ab", "bc", "abc"])}
-    model = models.BPE(vocabulary, merges, unk_token="<unk>")
-    shares = drawn_shares(wrap(model), 0.25, "abc")
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    backend.add_special_tokens([AddedToken("<unk>", special=True)])
+    tokenizer, generator = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), random.Random(0)
+    sampler, [encoding] = SubwordSampler(tokenizer, 0.25), tokenizer(["abc"], add_special_tokens=False).encodings
+    draws = Counter(tuple(sampler(encoding, generator)) for _ in range(20_000))
+    shares = {" ".join(tokenizer.convert_ids_to_tokens(ids)): count / 20_000 for ids, count in draws.items()}
     # The merge that was learned first comes first, at any place of the word. A state whose merges are all skipped is the end.
     expected = {"abc": 0.75 * 0.75, "ab c": 0.75 * 0.25, "a bc": 0.25 * 0.75, "a b c": 0.25 * 0.25}
     assert shares == pytest.approx(expected, abs=0.015)
@@ -212,3 +201,62 @@ def test_bpe_without_dropout_is_the_plain_segmentation(kind):
     pair, sampler = TokenizerPair(tokenizer, tokenizer), SubwordSampler(tokenizer, 0)
     rows = pair.encode_sources(TEXTS, lambda _, encoding: sampler(encoding, random.Random(0)))
     assert rows == pair.encode_sources(TEXTS)
+
+
+AGENTS, LEMMAS = ("cat", "dog", "bird"), {"saw": "see", "liked": "like"}
+SENTENCES = [
+    (f"the {agent} {verb} the {theme} .", f"{lemma} ( {agent} , {theme} )")
+    for agent in AGENTS
+    for verb, lemma in LEMMAS.items()
+    for theme in AGENTS
+    if agent != theme
+]
+# Each is seen once: a noun before a verb, and a verb between nouns.
+SENTENCES += [
+    ("the shark saw the dog .", "see ( shark , dog )"),
+    ("the cat blessed the bird .", "bless ( cat , bird )"),
+]
+
+
+def test_a_rare_word_replaces_words_that_are_seen_in_all_its_contexts():
+    rare = RareWords.learn(SENTENCES)
+    assert rare.translations["blessed"] == "bless" and rare.translations["shark"] == "shark"
+    new = {old: set(words) for old, words in rare.substitutes.items()}
+    assert "blessed" in new["saw"] & new["liked"]
+    assert "shark" in new["cat"]
+    # No verb takes the place of a noun, and no frequent word that of a rare one.
+    assert "shark" not in new["saw"] | new["liked"] and "blessed" not in new["cat"]
+    assert not {"shark", "blessed", "the", "."} & set(new)
+
+
+def test_a_translation_is_the_word_that_goes_with_a_word_the_most():
+    # `(` stands in all targets. Of two words that always stand together, the one of equal spelling is the translation,
+    # and `map` translates `map`, not `old`.
+    pairs = [("red cat", "( cat red )"), ("red dog", "( dog red )"), ("old map", "( map ancient )"), ("a b", "( x y )")]
+    translations = RareWords.learn(pairs).translations
+    assert translations["red"] == "red" and translations["cat"] == "cat" and translations["map"] == "map"
+    assert translations["old"] == "ancient"
+    assert not {"a", "b"} & set(translations)
+    # No target word stands in nearly all targets of a word.
+    assert RareWords.learn([("so a", "X"), ("so b", "Y"), ("so c", "X")]).translations.get("so") is None
+
+
+def test_rarer_words_are_drawn_more_often():
+    rare = RareWords({"saw": "see", "met": "meet", "blessed": "bless"}, {"saw": {"met": 99, "blessed": 1}})
+    draws = [rare.draw("he saw", "see ( he )", random.Random(seed)) for seed in range(500)]
+    assert set(draws) == {(("saw", "met"), ("see", "meet")), (("saw", "blessed"), ("see", "bless"))}
+    assert draws.count((("saw", "met"), ("see", "meet"))) < 25
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        # No word that may be replaced; two words with one translation; no translation in the target.
+        ("he ran", "run ( he )"),
+        ("he saw that she sees", "see ( he , see ( she ) )"),
+        ("he saw", "look ( he )"),
+    ],
+)
+def test_a_pair_without_a_safe_replacement_has_none(source, target):
+    rare = RareWords({"saw": "see", "sees": "see", "blessed": "bless"}, {"saw": {"blessed": 1}})
+    assert rare.draw(source, target, random.Random(0)) is None

@@ -1,5 +1,3 @@
-"""The demo corpus and its summaries: forms and combinations of the splits, and equal files for equal arguments."""
-
 import hashlib
 import json
 import re
@@ -7,22 +5,9 @@ from collections import Counter
 
 import pytest
 
-from metaphrase.demo.corpus import (
-    MAX_WORDS,
-    MIN_OCCURRENCES,
-    MIN_WORDS,
-    Sampler,
-    combinations,
-    core_of,
-    make_demo_corpus,
-    make_demo_summaries,
-    split_of_combination,
-    split_of_sentence,
-    words_of,
-    write_demo_corpus,
-    write_demo_summaries,
-)
-from metaphrase.demo.grammar import to_english
+from metaphrase.demo import corpus as demo
+from metaphrase.demo.corpus import Sampler, core_of, make_demo_corpus, make_demo_summaries
+from metaphrase.demo.grammar import to_english, to_german
 
 CORES = {
     "Although the brother wants to know this castle, the small king has the brown suitcase.": "The king has the suitcase.",
@@ -59,8 +44,8 @@ def test_texts_of_two_and_of_three_sentences_alternate(summaries):
 
 
 def test_one_combination_in_eight_is_held_out(drawn):
-    distinct = {pair for sentence in drawn.values() for pair in combinations(sentence)}
-    shares = Counter((type(first), split_of_combination((first, second))) for first, second in distinct)
+    distinct = {pair for sentence in drawn.values() for pair in demo.combinations(sentence)}
+    shares = Counter((type(first), demo.split_of_combination((first, second))) for first, second in distinct)
     for kind in {type(first) for first, _ in distinct}:
         held_out = 1 - shares[kind, "train"] / sum(shares[kind, split] for split in ("train", "validation", "test"))
         assert 0.10 < held_out < 0.15
@@ -75,12 +60,14 @@ def test_lines_are_distinct_and_of_held_out_splits_familiar(corpus):
     for pairs in corpus.values():
         for english, german in pairs:
             assert line.fullmatch(english) and line.fullmatch(german) and english[-1] == german[-1]
-            assert MIN_WORDS <= len(english.split()) <= MAX_WORDS
+            assert demo.MIN_WORDS <= len(english.split()) <= demo.MAX_WORDS
     for side in (0, 1):
-        frequencies = Counter(word for pair in corpus["train"] for word in words_of(pair[side]))
-        held_out = {word for name in ("validation", "test") for pair in corpus[name] for word in words_of(pair[side])}
+        frequencies = Counter(word for pair in corpus["train"] for word in demo.words_of(pair[side]))
+        held_out = {
+            word for name in ("validation", "test") for pair in corpus[name] for word in demo.words_of(pair[side])
+        }
         # Fewer pairs than by default need fewer occurrences in proportion.
-        assert min(frequencies[word] for word in held_out) >= MIN_OCCURRENCES * 6000 // 30_000
+        assert min(frequencies[word] for word in held_out) >= demo.MIN_OCCURRENCES * 6000 // 30_000
 
 
 def test_corpus_is_the_same_everywhere():
@@ -89,9 +76,9 @@ def test_corpus_is_the_same_everywhere():
     assert digest == "ad52eb951baa04c6e56ba7691c8ac3ee6cdb224148d12e10d777d1d2b8c91fa6"
 
 
-@pytest.mark.parametrize(("write", "prefix"), [(write_demo_corpus, ""), (write_demo_summaries, "summaries_")])
+@pytest.mark.parametrize(("write", "prefix"), [(demo.write_demo_corpus, ""), (demo.write_demo_summaries, "summaries_")])
 def test_files_hold_the_pairs(write, prefix, tmp_path):
-    make = make_demo_corpus if write is write_demo_corpus else make_demo_summaries
+    make = make_demo_corpus if write is demo.write_demo_corpus else make_demo_summaries
     counts = {"num_train": 200, "num_validation": 0, "num_test": 10, "seed": 5}
     paths, corpus = write(tmp_path / "corpus", **counts), make(**counts)
     assert [path.name for path in paths.values()] == [f"{prefix}{split}.tsv" for split in corpus]
@@ -112,5 +99,40 @@ def test_summaries_have_their_own_combinations(summaries, drawn):
     for split in summaries:
         for text, summary in summaries[split]:
             sentences = [drawn[line] for line in re.findall(r"[^.?]+[.?]", text.replace(". ", ".").replace("? ", "?"))]
-            assert 2 <= len(sentences) <= 3 and {split_of_sentence(sentence) for sentence in sentences} == {split}
+            assert 2 <= len(sentences) <= 3 and {demo.split_of_sentence(sentence) for sentence in sentences} == {split}
             assert summary == " ".join(to_english(core_of(sentence)) for sentence in sentences)
+
+
+GOLD = """\
+No old man lives in the forests. | Kein alter Mann wohnt in den Wäldern.
+Our big child sang on the mountain. | Unser großes Kind hat auf dem Berg gesungen.
+His aunt and my children often went to the castle. | Seine Tante und meine Kinder sind oft zum Schloss gegangen.
+The boy and this girl went to a sad neighbor. | Der Junge und dieses Mädchen sind zu einem traurigen Nachbarn gegangen.
+The happy men show her this mouse. | Die glücklichen Männer zeigen ihr diese Maus.
+Today the woman brings the doctor's child my lamps. | Heute bringt die Frau dem Kind des Arztes meine Lampen.
+Now they help the brown mice. | Jetzt helfen sie den braunen Mäusen.
+I hope that their aunts do not drink coffee. | Ich hoffe, dass ihre Tanten keinen Kaffee trinken.
+She did not swim in the river. | Sie ist nicht im Fluss geschwommen.
+The famous queens knew that I listened to her. | Die berühmten Königinnen wussten, dass ich ihr zugehört habe.
+She answers the tired boy because my mother cannot sleep. | Sie antwortet dem müden Jungen, weil meine Mutter nicht schlafen kann.
+Because we found her, she slept. | Weil wir sie gefunden haben, hat sie geschlafen.
+When this egg is hot, the duck does not come. | Wenn dieses Ei heiß ist, kommt die Ente nicht.
+You run to the park and they clean an ugly shop. | Du rennst zum Park und sie putzen einen hässlichen Laden.
+She carried the umbrella, but the child was old. | Sie hat den Regenschirm getragen, aber das Kind war alt.
+Where does the girl eat their sweet cookie? | Wo isst das Mädchen ihren süßen Keks?
+Who buys the small green knives? | Wer kauft die kleinen grünen Messer?
+Why did I answer her young sister? | Warum habe ich ihrer jungen Schwester geantwortet?
+The queen who buys suitcases laughs. | Die Königin, die Koffer kauft, lacht.
+The boy carried the umbrella that her aunts took. | Der Junge hat den Regenschirm getragen, den ihre Tanten genommen haben.
+This small king should not arrive without him. | Dieser kleine König sollte nicht ohne ihn ankommen.
+Every happy woman should carry the white chairs. | Jede glückliche Frau sollte die weißen Stühle tragen."""
+
+
+def test_sentences_of_every_construction():
+    gold = dict(line.split(" | ") for line in GOLD.splitlines())
+    sampler, drawn = Sampler(11), {}
+    for _ in range(1500):
+        sentence = sampler.sentence()
+        if (english := to_english(sentence)) in gold:
+            drawn[english] = to_german(sentence)
+    assert drawn == gold

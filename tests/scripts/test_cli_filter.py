@@ -3,7 +3,7 @@ import logging
 import pytest
 from subcommands import execute
 
-from metaphrase.analysis.scoring import dual_scores, mean_entropies
+from metaphrase.analysis.scoring import dual_scores
 from metaphrase.inference import Generator
 from metaphrase.scripts import filter as script
 from metaphrase.scripts.__main__ import run
@@ -82,7 +82,7 @@ def test_mistakes_are_refused_before_any_work(pairs, capsys, words, message):
 def test_pairs_that_two_models_do_not_expect_are_dropped(pairs, cli_model, other_cli_model, caplog):
     rows = [line.split("\t") for line in (pairs / "pairs.tsv").read_text(encoding="utf-8").splitlines()][:3]
     forward, backward = (Generator.from_pretrained(name, device="cpu") for name in (cli_model, other_cli_model))
-    scores = dual_scores(mean_entropies(forward, rows), mean_entropies(backward, [row[::-1] for row in rows]))
+    scores = dual_scores(forward, backward, rows)
     least = sorted(scores)[1]
     words = ["pairs.tsv", "--output", "clean.tsv", "--rules", "duplicate", "dual_cross_entropy", "--device", "cpu"]
     words += ["--forward_model", cli_model, "--backward_model", other_cli_model, "--min_dual_score", str(least - 1e-9)]

@@ -1,5 +1,3 @@
-"""Chromium for tests of pages."""
-
 import contextlib
 import json
 import shutil
@@ -33,16 +31,14 @@ def chromium():
 
 
 def requested_urls(browser):
-    """Return the URLs that the browser asked for since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [item["params"]["request"]["url"] for item in messages if item["method"] == "Network.requestWillBeSent"]
 
 
 def texts(browser, selector):
     """Return the texts of all elements, white space as it is."""
-    return browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector
-    )
+    script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+    return browser.execute_script(script, selector)
 
 
 def one(browser, selector):

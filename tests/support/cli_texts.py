@@ -1,5 +1,3 @@
-"""Texts for tests of the command line."""
-
 from tiny_generator import tiny_generator
 
 # Only line feeds separate lines. The other characters that Python counts as line ends stay inside a line.

@@ -1,5 +1,3 @@
-"""Converted models of other families with random weights, and assertions that both are equal."""
-
 import operator
 import random
 import sys
@@ -20,7 +18,6 @@ SOURCE, TARGET = 9, 7
 
 
 def draw(family: str, variant: int) -> random.Random:
-    """Return the random generator of a variant."""
     return random.Random(f"{family} {variant}")
 
 
@@ -138,7 +135,6 @@ def assert_same_weights(theirs: PreTrainedModel, folder: Path) -> None:
 
 
 def check_conversion(theirs: PreTrainedModel, name: str, rng: random.Random, folder: Path) -> None:
-    """Assert all that must hold of a converted model, for inputs drawn by `rng`."""
     theirs.eval()
     theirs.save_pretrained(folder / "theirs")
     convert(folder / "theirs", folder / "ours")

@@ -1,5 +1,3 @@
-"""Models and batches for tests of decoder states, and comparisons with forward passes."""
-
 import torch
 from tiny_models import random_batch, tiny_model
 
@@ -21,7 +19,6 @@ def make_state(state_class, model, encoder_output, mask):
 
 
 def whole(model, encoder_output, mask, targets):
-    """Return the output of a forward pass over all tokens."""
     with torch.inference_mode():
         return model.get_decoder()(
             targets, encoder_hidden_states=encoder_output, encoder_attention_mask=mask, use_cache=False

@@ -1,5 +1,3 @@
-"""Models, batches and arguments for the tests of the estimates."""
-
 import torch
 from small_runs import QUIET
 from tiny_models import tiny_model
@@ -49,7 +47,6 @@ def training_model(**fields):
 
 
 def batch_and_shape(is_packed, pairs=PAIRS):
-    """Pairs of one length, padded or packed, and their shape."""
     shape = BatchShape.of([SOURCE] * pairs, [TARGET] * pairs, is_packed)
     source, target = (torch.randint(4, 70, (pairs, length)) for length in (SOURCE, TARGET))
     if not is_packed:

@@ -1,5 +1,3 @@
-"""A training log to draw, and what a picture says of itself."""
-
 import struct
 
 LOG = [

@@ -29,14 +29,9 @@ print("REPORT " + json.dumps(report))
 
 def report_without_package(script, folder, *arguments):
     """Run a script without package, network and the caller's Python settings, and return its variable `report`."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
-    environment = inherited | {
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "home"),
-        "HF_MODULES_CACHE": str(folder / "modules"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
+    environment |= {"HF_HOME": str(folder / "home"), "HF_MODULES_CACHE": str(folder / "modules")}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-c", _WITHOUT_PACKAGE + script + _END, *map(str, arguments)]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]

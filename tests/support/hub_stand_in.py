@@ -87,8 +87,6 @@ class HubHandler(QuietHandler):
 
 
 class StandIn(ThreadingHTTPServer):
-    """A Hub that keeps uploads in memory."""
-
     def __init__(self):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.url = f"http://127.0.0.1:{self.server_port}"

@@ -25,7 +25,6 @@ class Server(JobServer):
 
 
 def carry_out(job):
-    """Forks a process for the job, and returns its status."""
     from metaphrase.scripts import generate
 
     def work():

@@ -10,17 +10,12 @@ from pathlib import Path
 import torch
 from job_server import JobServer, fork, serve
 from safetensors import torch as safetensors_torch
-from small_trainers import small_pairs
-from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback, modeling_utils
+from small_trainers import make_trainer, small_pairs
+from transformers import EarlyStoppingCallback, TrainerCallback, modeling_utils
 from transformers.trainer_callback import ExportableState
-
-from metaphrase.data.collators import PairCollator
-from metaphrase.training.trainer import MetaphraseTrainer
 
 BASE = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "logging_steps": 3, "seed": 5}
 BASE |= {"learning_rate": 0.01, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}
-BASE |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False}
-BASE |= {"predict_with_generate": True}
 BY_STEPS = {"save_strategy": "steps", "eval_strategy": "steps"}
 BY_EPOCHS = {"save_strategy": "epoch", "eval_strategy": "epoch"}
 BY_SCORE = {"metric_for_best_model": "score", "greater_is_better": True}
@@ -132,32 +127,23 @@ def kill_at_access(folder, event, number):
     sys.addaudithook(hook)
 
 
-def make_trainer(case, output, callbacks=()):
+def trainer_of(case, output, callbacks):
     import datasets
     from tiny_models import tiny_model
 
     sizes = {"hidden_size": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    model = tiny_model(dropout=0.1, encoder_attention_heads=2, decoder_attention_heads=2, **sizes)
     pairs = small_pairs(26, vocab_size=37)
     pairs = datasets.Dataset.from_list([pair | {"length": sum(map(len, pair.values()))} for pair in pairs])
-    callbacks, options = [RunningMean(), *callbacks], {}
+    options = {"eval_dataset": pairs.select(range(6)), "callbacks": [RunningMean(), *callbacks]}
     if case == "patience":
         score = RisesThenStays()
-        callbacks += [score, EarlyStoppingCallback(2)]
-        options = {"score": score, "generation_options": {"max_new_tokens": 3, "do_sample": True}}
-    return MetaphraseTrainer(
-        model=tiny_model(dropout=0.1, encoder_attention_heads=2, decoder_attention_heads=2, **sizes),
-        args=Seq2SeqTrainingArguments(output_dir=output, **(BASE | CASES[case])),
-        train_dataset=pairs,
-        eval_dataset=pairs.select(range(6)),
-        data_collator=PairCollator(0),
-        callbacks=callbacks,
-        **options,
-    )
+        options["callbacks"] += [score, EarlyStoppingCallback(2)]
+        options |= {"score": score, "generation_options": {"max_new_tokens": 3, "do_sample": True}}
+    return make_trainer(model, pairs, output, **BASE | CASES[case] | options)
 
 
 class Server(JobServer):
-    """Runs trainings, and kills them."""
-
     def __init__(self):
         super().__init__(__file__)
 
@@ -175,7 +161,6 @@ class Server(JobServer):
 
 
 def carry_out(job):
-    """Forks the processes of a job. Returns how they ended, and what they wrote."""
     children = [fork(functools.partial(train, job, rank)) for rank in range(job["processes"])]
     statuses = {}
     while len(statuses) < len(children):
@@ -208,7 +193,7 @@ def train(job, rank):
         words = ["--output_dir", job["output"], "--resume_from_checkpoint", str(bool(job["resume"])).lower()]
         Experiment(load_recipe(None, [*job["recipe"], *words])).train()
         return
-    trainer = make_trainer(job["case"], job["output"], callbacks)
+    trainer = trainer_of(job["case"], job["output"], callbacks)
     trainer.train(resume_from_checkpoint=job["resume"])
     trainer.save_model()
     trainer.save_state()

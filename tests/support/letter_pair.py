@@ -1,5 +1,3 @@
-"""Helpers shared by several tests: letter pair."""
-
 SOURCE_END, TARGET_END = 1, 2
 
 

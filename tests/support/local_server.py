@@ -1,5 +1,3 @@
-"""A server on the loopback network for tests."""
-
 import contextlib
 import threading
 import time
@@ -31,24 +29,16 @@ def upper_service(generator: Generator | None = None, **options) -> Service:
 
 
 def demo_service() -> Service:
-    """Return a service with the model runs/demo for English and German."""
     batcher = Batcher()
-    generator = Generator.from_pretrained("runs/demo")
-    return Service([ServedModel("demo", generator, batcher, languages=("en", "de"), task="translation")], batcher)
+    model = Generator.from_pretrained("runs/demo"), batcher
+    return Service([ServedModel("demo", *model, languages=("en", "de"), task="translation")], batcher)
 
 
 @contextlib.contextmanager
 def running(service: Service, **app_options) -> Iterator[str]:
     """Run a server in a thread. Yields its URL."""
-    config = uvicorn.Config(
-        make_app(service, **app_options),
-        host="127.0.0.1",
-        port=0,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=10,
-    )
-    server = uvicorn.Server(config)
+    quiet = {"log_config": None, "access_log": False, "timeout_graceful_shutdown": 10}
+    server = uvicorn.Server(uvicorn.Config(make_app(service, **app_options), host="127.0.0.1", port=0, **quiet))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

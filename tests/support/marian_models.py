@@ -32,7 +32,6 @@ def options_of(network, size):
 
 
 def draw_weights(options):
-    """Return random weights by Marian's names."""
     size, is_pre = options["dim-vocabs"][0], options["transformer-preprocess"] == "n"
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     shapes = {"decoder_ff_logit_out_b": (1, size)}
@@ -147,7 +146,6 @@ def yaml_bytes(options):
 
 
 def write_bin(path, items):
-    """Write a binary file of (name, type, shape, data)."""
     names = [name.encode() + b"\0" for name, *_ in items]
     content = struct.pack("<QQ", 1, len(items))
     content += b"".join(

@@ -16,14 +16,8 @@ def results_of(head, body, encoder, inputs):
         }
         torch.manual_seed(3)
         # Ends of rows would move the random numbers of the rows that remain.
-        sampling = {
-            "max_new_tokens": 5,
-            "min_new_tokens": 5,
-            "do_sample": True,
-            "top_p": 0.9,
-            "num_return_sequences": 3,
-        }
-        results["samples"] = head.generate(**source, **sampling)
+        sampling = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": True, "top_p": 0.9}
+        results["samples"] = head.generate(**source, **sampling, num_return_sequences=3)
     head.train()
     results["loss"] = head(**inputs, labels=inputs["decoder_input_ids"]).loss
     results["loss"].backward()

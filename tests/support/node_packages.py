@@ -1,5 +1,3 @@
-"""Node with transformers.js, for tests of exports for the web."""
-
 import json
 import os
 import shutil
@@ -30,16 +28,8 @@ def run_node(folder: Path, script: str, values: object = None) -> str:
         link.symlink_to(node_modules())
     path = folder / "script.mjs"
     path.write_text(script, encoding="utf-8")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        ["node", path.name],
-        cwd=folder,
-        input=json.dumps(values),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
+    options = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    options |= {"env": os.environ | {"HF_HUB_OFFLINE": "1"}, "input": json.dumps(values)}
+    result = subprocess.run(["node", path.name], cwd=folder, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -1,5 +1,3 @@
-"""Batches of packed rows, and comparisons of gradients."""
-
 import torch
 
 SOURCES, TARGETS = (5, 1, 19, 8), (3, 7, 2, 18)

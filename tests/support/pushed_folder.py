@@ -1,5 +1,3 @@
-"""A folder to push: the files that must not leave the machine, and the words of a command."""
-
 UNSAFE = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "pytorch_model.bin", "cache.pkl")
 # Files of nobody, and leavings of other weights, which no one loads.
 FOREIGN = ("data.parquet", "notes/text.txt", "customers.json", "train_corpus.txt", "model_before.safetensors")

@@ -1,5 +1,3 @@
-"""Helpers shared by several tests: random lengths."""
-
 import numpy as np
 
 

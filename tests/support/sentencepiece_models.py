@@ -1,5 +1,3 @@
-"""Models of sentencepiece, trained on a few texts."""
-
 import io
 import json
 from pathlib import Path

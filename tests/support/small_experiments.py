@@ -1,5 +1,3 @@
-"""Recipes of small runs on the pairs of the fixture `data`."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -38,16 +36,13 @@ ONE_STEP = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file":
 
 
 def train(data: Path, output: Path, **fields: Any) -> dict:
-    """Carry out a small run, and return its scores."""
     return Experiment(make_recipe(data, output, **fields)).train()
 
 
 def read_log(folder: Path, name: str = "eval_loss") -> list[dict]:
-    """Return the entries of a run's log that hold a name."""
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     return [entry for entry in state["log_history"] if name in entry]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the state dict of the final model in a run folder."""
     return AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict()

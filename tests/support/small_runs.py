@@ -1,5 +1,3 @@
-"""Small runs: dimensions for recipes, and a trainer of three steps for the tests of checkpoints."""
-
 import json
 
 from tiny_models import tiny_model

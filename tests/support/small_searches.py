@@ -1,10 +1,8 @@
-"""Models and sources for tests of the searches: Metaphrase ones and those of transformers, with large random weights."""
-
 import functools
 
 import torch
 from converted_models import fill_randomly
-from tiny_models import random_batch, tiny_model
+from tiny_models import random_sources, tiny_model
 from transformers import AutoModelForSeq2SeqLM, BartConfig, MarianConfig, PreTrainedModel, T5Config
 
 ENDS = [4, 9, 12, 25, 31]
@@ -36,19 +34,15 @@ def search_model(name: str) -> PreTrainedModel:
 
 
 def search_sources(model: PreTrainedModel, batch: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Sources of different lengths."""
-    inputs = random_batch(tiny_model().config, batch=batch, source=11, seed=seed)
-    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return random_sources(tiny_model().config, batch=batch, source=11, seed=seed)
 
 
 def one_of(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-    """One source without its padding."""
     length = int(inputs["attention_mask"][row].sum())
     return {name: tensor[row : row + 1, :length] for name, tensor in inputs.items()}
 
 
 def log_probabilities(model: PreTrainedModel, source: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities of the next token of each target (targets, V), without a cache."""
     source = {name: tensor.expand(len(targets), -1) for name, tensor in source.items()}
     with torch.inference_mode():
         outputs = model(**source, decoder_input_ids=targets, use_cache=False)

@@ -1,5 +1,3 @@
-"""Trainers of a small model on a few pairs of ids."""
-
 import dataclasses
 
 import torch
@@ -26,17 +24,14 @@ def small_pairs(count=12, vocab_size=60):
 
 def make_trainer(model, pairs, folder, **options):
     fields = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
-    own = {name: options.pop(name) for name in options.keys() - fields}
+    own = {"eval_dataset": pairs} | {name: options.pop(name) for name in options.keys() - fields}
     settings = {"predict_with_generate": True, "save_strategy": "no"}
     settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
-    return MetaphraseTrainer(
-        model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own
-    )
+    return MetaphraseTrainer(model=model, args=arguments, train_dataset=pairs, data_collator=PairCollator(0), **own)
 
 
 def loss_for_each_token(model, pairs):
-    """The mean loss of all labels, one pair after the other."""
     with torch.no_grad():
         losses = [model.eval()(**PairCollator(0)([pair])).loss.item() * len(pair["labels"]) for pair in pairs]
     return sum(losses) / sum(len(pair["labels"]) for pair in pairs)
@@ -51,11 +46,10 @@ def with_lengths(pairs):
 def tiny_bart():
     """With positions to spare, and the same weights at each call."""
     torch.manual_seed(3)
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-    fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
-    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))
+    fields = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    fields |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0, "forced_eos_token_id": None}
+    fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return BartForConditionalGeneration(BartConfig(vocab_size=60, max_position_embeddings=32, **fields))
 
 
 def model_of_two_passes(**fields):

@@ -1,5 +1,3 @@
-"""The source files of the package."""
-
 import ast
 from pathlib import Path
 

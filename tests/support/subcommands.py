@@ -1,11 +1,8 @@
-"""A subcommand of the command line, carried out in this process."""
-
 from metaphrase.scripts.__main__ import find_main
 from metaphrase.scripts.parsers import parse
 
 
 def name_of(subcommand):
-    """Return the name of a subcommand, given as its module or its name."""
     return subcommand if isinstance(subcommand, str) else subcommand.__name__.rpartition(".")[2]
 
 

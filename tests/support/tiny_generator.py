@@ -61,7 +61,6 @@ def diverged_generator() -> Generator:
 
 
 def save_generator(generator: Generator, folder: Path) -> Path:
-    """Save model and tokenizers as training does, and return the folder."""
     generator.model.save_pretrained(folder)
     generator.tokenizers.save_pretrained(folder)
     return folder

@@ -1,5 +1,3 @@
-"""Multilingual tokenizers over a few letters, like those of NLLB and mBART."""
-
 from transformers import MBartTokenizer, NllbTokenizer
 
 LETTERS = "▁abcdehilnoprst"

@@ -149,21 +149,15 @@ def random_batch(
 ) -> dict[str, torch.Tensor]:
     """Return random ids for a model: `input_ids`, `attention_mask`, and `decoder_input_ids` or `labels`.
 
-    Args:
-        config: Its vocabularies and special ids are used. Of the special ids only padding and the start token occur.
-        source: Columns of the source. Each row has two tokens fewer than the row before, but at least one.
-        target: Columns of the target. `decoder_input_ids` have no padding.
-        padding: Side of the padding in the source, `left` or `right`. With None all rows have the same length.
-        with_labels: True returns `labels`, with -100 at the end of rows, instead of `decoder_input_ids`.
+    Of the special ids only padding and the start token occur. `source` and `target` are columns. Each row of the source has two
+    tokens fewer than the row before, but at least one, with `padding` at its side. With None all rows have the same length.
     """
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, config.vocab_size, (batch, source), generator=generator)
     lengths = [source if padding is None else max(1, source - 2 * row) for row in range(batch)]
     attention_mask = padding_mask(lengths, source, padding or "right")
-    inputs = {
-        "input_ids": input_ids.masked_fill(attention_mask == 0, config.pad_token_id),
-        "attention_mask": attention_mask,
-    }
+    input_ids = input_ids.masked_fill(attention_mask == 0, config.pad_token_id)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     target_ids = torch.randint(3, config.decoder_vocab_size, (batch, target), generator=generator)
     if with_labels:
         lengths = [max(1, target - row) for row in range(batch)]
@@ -175,7 +169,6 @@ def random_batch(
 
 
 def random_sources(config: MetaphraseConfig, **options: Any) -> dict[str, torch.Tensor]:
-    """Return the `input_ids` and `attention_mask` of `random_batch`."""
     batch = random_batch(config, **options)
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 

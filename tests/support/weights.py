@@ -1,5 +1,3 @@
-"""Comparisons of the weights of models, and of their ties."""
-
 import pytest
 import torch
 

@@ -1,19 +1,21 @@
-"""Explanation page: one file that loads no other, inert texts, the numbers of the model, and clicks in Chromium."""
-
 import base64
 import dataclasses
 import functools
 import html
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
+import torch
 from chromium import chromium, one, texts
+from figure_files import png_size
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.analysis.explanation import PositionMap
-from metaphrase.analysis.pages import write_explanation_page
+from metaphrase.analysis.pages import draw_attention_map, write_explanation_page
+from metaphrase.hub_card.figures import DOTS_PER_INCH
 from metaphrase.inference import explain
 
 EVIL = """</script><script>window.hacked=1</script> <b id="x">&amp; 'q' "q" <!-- {{data}} \\u003c $& שלום \u202e 👩‍💻 \x07"""
@@ -92,7 +94,6 @@ def chrome():
 
 @pytest.fixture
 def browser(chrome, path):
-    """A browser that shows the page."""
     chrome.get(path.as_uri())
     assert chrome.get_log("browser") == []
     return chrome
@@ -190,3 +191,26 @@ def test_hostile_text_is_inert(browser, shown):
     assert "\u202e" not in "".join(texts(browser, "main"))
     assert browser.execute_script("return [window.hacked ?? null, document.querySelectorAll('#x').length]") == [None, 0]
     assert browser.get_log("browser") == []
+
+
+def test_attention_map_grows_with_its_tokens_and_keeps_long_labels_whole(tmp_path):
+    def draw(rows, columns, label="t", **options):
+        weights = torch.eye(rows, columns, requires_grad=True)  # one scale, hence one width of the colour bar
+        return png_size(draw_attention_map(weights, ["s"] * columns, [label] * rows, tmp_path / "map.png", **options))
+
+    small, large = draw(5, 15), draw(8, 21)
+    cell = 0.34 * DOTS_PER_INCH
+    assert large[0] - small[0] == pytest.approx(6 * cell, abs=3) and large[1] > small[1]
+    label = "a_rather_long_token_indeed"
+    longer = draw(5, 15, label, title="Layer 1")
+    assert longer[0] > small[0] + 8 * len(label) and longer[1] > small[1]
+
+
+def test_attention_map_takes_any_token_without_a_warning(tmp_path):
+    tokens = ["日本", "🙂", "$x$", "^_{", "a\nb", "", " ", r"$\frac$", "▁the", "\u200d"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = draw_attention_map(np.eye(10), tokens, tokens, tmp_path / "map.png", title=r"日本 $\frac$")
+    assert min(png_size(path)) > 10 * 0.34 * DOTS_PER_INCH
+    with pytest.raises(ValueError, match=r"got \(2, 3\) for 3 target and 2 source tokens"):
+        draw_attention_map(np.ones((2, 3)) / 3, ["a", "b"], ["x", "y", "z"], tmp_path / "map.png")
