@@ -89,12 +89,11 @@ class QueuedGenerator(Generator):
 
 
 class Batcher:
-    """Decodes the sentences of all requests in one or more threads.
+    """Decodes the sentences of all requests in threads, each of which decodes a batch of its own.
 
-    Each thread decodes a batch of its own. Batches are in turn of the request that came first and of the one with the
-    fewest tokens left. So a long document does not hold up a short text, nor many short texts a document. The longest
-    sentence of the request decides on the batch: sentences of similar length, of all requests with equal options. A sentence
-    has the same target in any batch. A request that cannot end in time gets a `TimeoutError` as soon as that is clear.
+    Batches are in turn of the request that came first and of the one with the fewest tokens left. So a long document does not
+    hold up a short text, nor many short texts a document. The batch has the longest sentence of the request, and those of
+    similar length of all requests with equal options. A request that cannot end in time gets a `TimeoutError` at once.
     """
 
     def __init__(self, num_threads: int = 1):

@@ -61,8 +61,7 @@ class ServedModel:
     ) -> "ServedModel":
         """Load a model from a folder or the Hub, with the arguments `loading` of `Generator.from_pretrained`.
 
-        A name such as en-de tells the languages. Other names leave them to the recipe of the folder. By default the name is that
-        of the folder, and the task is translation for a model with languages.
+        A name such as en-de tells the languages, else the recipe does. A model with languages translates by default.
         """
         [folder, *_] = members_of(path) or [Path(path)]
         recipe = read_fields(folder / "recipe.yaml", yaml.safe_load) or {}
@@ -79,10 +78,7 @@ class ServedModel:
     def open(
         self, ticket: Ticket, source_lang: str | None, target_lang: str | None
     ) -> tuple[Generator, dict[str, int]]:
-        """Return a generator for one request, and the generation options for its target language.
-
-        Codes of languages are those of `source_languages` and `target_languages`, or as the tokenizer spells them.
-        """
+        """Return a generator for one request from and to two languages, and the generation options for its target language."""
         generator, options, pair = self.generator, {}, (source_lang, target_lang)
         for code, known in zip(pair, (self.source_languages, self.target_languages), strict=True):
             if code and known and base_code(code) not in known:

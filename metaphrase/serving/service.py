@@ -99,10 +99,7 @@ class Service:
 
     @functools.cached_property
     def routes(self) -> dict[tuple[str, str], ServedModel | Pivot]:
-        """The first model that translates between two languages, or else two models, by source and target language.
-
-        Of several languages between the two, English comes first, and then the order of the models.
-        """
+        """The first model that translates between two languages, or else two models, by source and target language."""
         direct: dict[tuple[str, str], ServedModel] = {}
         for model in self.models.values():
             if model.task == "translation":
@@ -113,6 +110,7 @@ class Service:
             into[target].append(source)
             out_of[source].append(target)
         routes: dict[tuple[str, str], ServedModel | Pivot] = dict(direct)
+        # Of several languages between the two, English comes first, and then the order of the models.
         for middle in sorted(into, key=lambda code: code != "en"):
             for source, target in itertools.product(into[middle], out_of.get(middle, ())):
                 if source != target and (source, target) not in routes:
@@ -129,22 +127,15 @@ class Service:
 
     def find_translator(self, source: str | None, target: str) -> ServedModel | Pivot:
         """Return the route between two languages; `None` is any source language. Raises `UnknownModelError` if there is none."""
-        if source is not None:
-            route = self.routes.get((base_code(source), base_code(target)))
-        else:
-            route = next((route for (_, code), route in self.routes.items() if code == base_code(target)), None)
-        if route is not None:
+        code = base_code(target)
+        sources = [base_code(source)] if source is not None else self.targets_by_source
+        if route := next((self.routes[first, code] for first in sources if (first, code) in self.routes), None):
             return route
         pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
         raise UnknownModelError(
             f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
         )
-
-    def list_pivots(self) -> list[str]:
-        """Return the pairs of languages that two models translate, such as de-en-fr."""
-        routes = self.routes.items()
-        return [f"{source}-{route.language}-{target}" for (source, target), route in routes if isinstance(route, Pivot)]
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
@@ -179,10 +170,7 @@ class Service:
             raise OverloadError(str(error) or "The request took longer than the server allows.") from error
 
     async def run(self, request: Request, query: Query, function: Callable[[Ticket], Result]) -> Result:
-        """Check a query, and run a function of its ticket in another thread.
-
-        The ticket is cancelled when the client goes away.
-        """
+        """Check a query, and run a function of its ticket in another thread. A client that goes away cancels the ticket."""
         check_query(query, self.limits)
         with self.admit(query.seed) as ticket:
 
@@ -207,10 +195,7 @@ class Service:
         return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
     async def translate(self, request: Request, query: Query) -> tuple[Answer, list[list[dict[str, Any]]]]:
-        """Translate texts, each by a model for its language, which is identified where the query has none.
-
-        Returns the targets, and the source languages of each text, as `identify_languages`.
-        """
+        """Translate texts from the query's language, or from that of each text. Returns also what `identify_languages` does."""
         check_query(query, self.limits)
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
@@ -253,10 +238,7 @@ def check_query(query: Query, limits: Limits) -> None:
 
 
 def open_model(model: ServedModel, query: Query, ticket: Ticket) -> tuple[Generator, dict[str, Any], str | bool]:
-    """Return the generator of a request, its options of `generate()`, and its value of `split_sentences`.
-
-    This is the language to split texts by, True for the generator's, or False to keep them whole.
-    """
+    """Return the generator of a request, its options of `generate()`, and the value of `split_sentences` for `split_texts`."""
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
     is_split = model.task == "translation" if query.split_sentences is None else query.split_sentences
     codes = (base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code)
