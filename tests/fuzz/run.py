@@ -54,8 +54,22 @@ OUTPUTS = ("--output", "--output_dir", "--predictions")
 VALUES: list[Any] = [{}, [], {"a": 1}, [1, "x"], None, True, "", "x", "1", "../x", "\x00", -1, 0, 1, 3, 1.5, -0.5, 1e-9]
 VALUES += [2**31, 2**63, 2**70, -(2**70), float("nan"), float("inf"), 1e300]
 # Numbers as other programs write them, and devices.
-ODD_WORDS = ["-inf", "1e400", "0x10", "1_0", "\u0661", "1,5", " 1", "+1", "1.0", "nan%"]
-ODD_WORDS += ["meta", "cuda:99", "mps", "CPU"]
+ODD_WORDS = [
+    "-inf",
+    "1e400",
+    "0x10",
+    "1_0",
+    "\u0661",
+    "1,5",
+    " 1",
+    "+1",
+    "1.0",
+    "nan%",
+    "meta",
+    "cuda:99",
+    "mps",
+    "CPU",
+]
 # Texts that are no mistake, but unusual. The time of attention grows with the square of their length.
 ODD_TEXTS = ["", " ", "\u2028", "\x00", "\u202eabc", "e\u0301" * 40, "\U0001f9d1\u200d\U0001f680", '"', "a" * 2000]
 # Fields that a file of a tiny model lacks.
@@ -67,15 +81,14 @@ ADDED = {
     "trainer_state.json": "log_history global_step best_model_checkpoint",
     "recipe.yaml": "tasks source_language token source_prefix train_file",
 }
-RECIPE = {
-    "tokenizer_kind": "char",
-    "seed": 3,
-    "preset": "metaphrase-tiny",
-    "model": SMALL,
-    "max_steps": 2,
+RECIPE = {"tokenizer_kind": "char", "seed": 3, "preset": "metaphrase-tiny", "model": SMALL, "max_steps": 2}
+RECIPE |= {
     "report_to": "none",
+    "per_device_train_batch_size": 4,
+    "use_cpu": True,
+    "num_validation": 1,
+    "generation_max_length": 8,
 }
-RECIPE |= {"per_device_train_batch_size": 4, "use_cpu": True, "num_validation": 1, "generation_max_length": 8}
 # Fields and options that mean other machines, other processes, other outputs, or work that a user has chosen.
 LEFT_OUT_FIELDS = ["dataloader", "fsdp", "deepspeed", "parallelism", "torch_compile", "local_rank", "use_cpu", "ddp"]
 LEFT_OUT_FIELDS += ["tpu", "jit", "hub_", "push_to_hub", "auto_find", "num_train_epochs", "max_steps", "neftune"]
@@ -164,7 +177,6 @@ Case = tuple[str, list[str], list[str]]
 
 
 def break_folder(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with a broken file in a folder of a model."""
     base = rng.choice([*paths])
     # Only the broken file needs a copy.
     model = shutil.copytree(paths[base].parent, root / base, copy_function=os.link) / "model"
@@ -180,7 +192,6 @@ def break_folder(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
 
 
 def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with a broken file of texts or pairs."""
     subcommands = ("generate", "evaluate", "attention", "backtranslate", "distill", "shortlist", "tokenize", "filter")
     subcommand = rng.choice((*subcommands, "compare", "train"))
     kind = rng.choice(("bytes", "odd texts", "long line", "compressed"))
@@ -203,7 +214,6 @@ def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Ran
 
 
 def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with a broken recipe: a field of another type or value, an unknown field, or a file that is no recipe."""
     recipe, kind = RECIPE | {"train_file": str(world / "pairs.tsv")}, rng.choice(("field", "field", "network", "bytes"))
     names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if not any(part in name for part in LEFT_OUT_FIELDS)]
     network = [name for name in MetaphraseConfig(vocab_size=9).to_dict() if "layers" not in name]
@@ -222,7 +232,6 @@ def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
 
 
 def break_options(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with options of random values."""
     lines = command_lines(paths["one"], world / "in", world / "pairs.tsv", root / "out")
     subcommand = rng.choice([*lines])
     actions = [action for action in make_parser(subcommand)._actions if action.option_strings]
@@ -343,9 +352,8 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="fuzz_") as root,
         multiprocessing.get_context("fork").Pool(num_jobs) as pool,
     ):
-        jobs = [
-            (arguments.seed * 1000 + job, arguments.number // num_jobs, Path(root, str(job))) for job in range(num_jobs)
-        ]
+        first, number = arguments.seed * 1000, arguments.number // num_jobs
+        jobs = [(first + job, number, Path(root, str(job))) for job in range(num_jobs)]
         results = pool.starmap(work, [(arguments.parts, *job, arguments.match) for job in jobs])
     lines = [line for result in results for line in result]
     failures = [line for line in lines if line["outcome"] in FAILURES]

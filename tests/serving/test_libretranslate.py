@@ -202,17 +202,11 @@ def send_form(url, body, kind="multipart/form-data; boundary=a"):
     return requests.post(url + "/translate_file", data=body.encode(), headers=headers, timeout=20)
 
 
-LEGAL = [
-    r'form-data; name="file"; filename="a\"b.txt"',
-    "form-data; name=file; filename=b.txt",
-    'form-data; NAME="file"; FileName="b.txt"',
-    'form-data; filename="Äpfel und \u4e2d.txt"; name="file"',
-]
+LEGAL = [r'form-data; name="file"; filename="a\"b.txt"', 'form-data; FileName="Äpfel und \u4e2d.txt"; NAME=file']
 FILE = part('form-data; name="file"; filename="b.txt"')
 REFUSED = [
     ("{}", "application/json"),
     ("no boundary", "multipart/form-data"),
-    ("--a--",),
     (FIELDS + part("form-data; name=file") + "--a--\r\n",),
     # RFC 7578 forbids this form of a name.
     (FIELDS + part("form-data; name=file; filename*=UTF-8''b.txt") + "--a--\r\n",),
@@ -223,12 +217,8 @@ REFUSED = [
 ]
 HOSTILE = {
     "a long header": '--a\r\nContent-Disposition: form-data; a="' + ";" * 900_000,
-    "nested parts": "".join(
-        f"--{'a' * n}\r\nContent-Type: multipart/mixed; boundary={'a' * (n + 1)}\r\n\r\n" for n in range(1, 900)
-    ),
     "many parts": "--a\r\n\r\nx\r\n" * 90_000,
     "many fields": part("form-data; name=b", "") * 15_000,
-    "many names": "--a\r\nContent-Disposition: form-data" + "; name='; filename=''" * 40_000,
     "many headers": "--a\r\n" + "X: y\r\n" * 150_000,
 }
 
