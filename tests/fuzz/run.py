@@ -54,22 +54,8 @@ OUTPUTS = ("--output", "--output_dir", "--predictions")
 VALUES: list[Any] = [{}, [], {"a": 1}, [1, "x"], None, True, "", "x", "1", "../x", "\x00", -1, 0, 1, 3, 1.5, -0.5, 1e-9]
 VALUES += [2**31, 2**63, 2**70, -(2**70), float("nan"), float("inf"), 1e300]
 # Numbers as other programs write them, and devices.
-ODD_WORDS = [
-    "-inf",
-    "1e400",
-    "0x10",
-    "1_0",
-    "\u0661",
-    "1,5",
-    " 1",
-    "+1",
-    "1.0",
-    "nan%",
-    "meta",
-    "cuda:99",
-    "mps",
-    "CPU",
-]
+ODD_WORDS = ["-inf", "1e400", "0x10", "1_0", "\u0661", "1,5", " 1", "+1", "1.0", "nan%"]
+ODD_WORDS += ["meta", "cuda:99", "mps", "CPU"]
 # Texts that are no mistake, but unusual. The time of attention grows with the square of their length.
 ODD_TEXTS = ["", " ", "\u2028", "\x00", "\u202eabc", "e\u0301" * 40, "\U0001f9d1\u200d\U0001f680", '"', "a" * 2000]
 # Fields that a file of a tiny model lacks.

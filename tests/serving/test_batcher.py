@@ -52,14 +52,13 @@ def busy(batcher):
         while batcher.num_waiting < count:
             time.sleep(0.001)
 
-    thread = threading.Thread(target=batcher.call, args=(ticket(), lambda: is_running.set() or may_end.wait()))
-    thread.start()
-    is_running.wait()
-    try:
-        yield may_end, wait_for
-    finally:
-        may_end.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(batcher.call, ticket(), lambda: is_running.set() or may_end.wait())
+        is_running.wait()
+        try:
+            yield may_end, wait_for
+        finally:
+            may_end.set()
 
 
 @pytest.fixture
