@@ -12,17 +12,11 @@ class Limits:
     max_body_kilobytes: int = field(default=1024, metadata={"help": "largest body of a request"})
     max_texts: int = field(default=128, metadata={"help": "maximum texts of a request"})
     max_text_characters: int = field(default=100_000, metadata={"help": "maximum characters of all texts of a request"})
-    max_new_tokens_per_text: int = field(
-        default=1024, metadata={"help": "maximum tokens of a target that a client may set"}
-    )
-    max_beams: int = field(
-        default=16, metadata={"help": "maximum beams, and targets of a source, that a client may set"}
-    )
-    max_requests: int = field(
-        default=256, metadata={"help": "maximum requests at once; further ones are refused with status 503"}
-    )
+    max_new_tokens_per_text: int = field(default=1024, metadata={"help": "maximum tokens of a target in a request"})
+    max_beams: int = field(default=16, metadata={"help": "maximum beams, and targets of a source, in a request"})
+    max_requests: int = field(default=256, metadata={"help": "maximum requests at once; further ones get status 503"})
     timeout_seconds: float = field(
-        default=60.0, metadata={"help": "longest time of a request; one that would take longer is refused"}
+        default=60.0, metadata={"help": "longest time of a request; longer ones are refused"}
     )
 
     def __post_init__(self):

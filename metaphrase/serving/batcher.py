@@ -211,9 +211,7 @@ class Batcher:
         for search, seconds in expected.items():
             try:
                 if seconds > search.ticket.check():
-                    raise TimeoutError(
-                        "The request would take longer than the server allows. Send fewer texts at a time."
-                    )
+                    raise TimeoutError("The request would take too long for the server. Send fewer texts at a time.")
             except (CancelledRequest, TimeoutError) as error:
                 self._fail(search, error)
 

@@ -127,14 +127,12 @@ def name_of(code: str) -> str:
 
 def codes_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the languages of a multilingual tokenizer: its own spelling by base code."""
-    m2m_codes = getattr(tokenizer, "lang_code_to_token", None)
-    if m2m_codes:
+    if m2m_codes := getattr(tokenizer, "lang_code_to_token", None):
         return {base_code(code): code for code in m2m_codes}
-    spellings = [
-        token for token in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} if "_" in token.strip("_")
-    ]
+    tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    spellings = [token for token in tokens if "_" in token.strip("_") and not token.startswith("<")]
     # A language may have several scripts. The first one by alphabet stands for it.
-    return {base_code(token): token for token in sorted(spellings, reverse=True) if not token.startswith("<")}
+    return {base_code(token): token for token in sorted(spellings, reverse=True)}
 
 
 def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[dict[str, Any]]]:

@@ -133,9 +133,7 @@ class Service:
             return route
         pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
-        raise UnknownModelError(
-            f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
-        )
+        raise UnknownModelError(f"A model must know the languages ({known}), got {source or 'any'}-{target}.")
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:

@@ -103,21 +103,18 @@ def _strip(text: str) -> Iterator[_Part]:
     yield from ((False, text[:start]), (True, text[start:end]), (False, text[end:]))
 
 
-def _halve(text: str, find_long: Callable[[list[str]], list[bool]]) -> list[str]:
+def _halve(text: str, find_long: Callable[[list[str]], list[bool]]) -> Iterator[str]:
     """Cut a text near its middle, and each part again while it is too long."""
     if len(text) < 2:
-        return [text]
+        yield text
+        return
     third, middle = len(text) // 3, len(text) // 2
     offsets = ([match.end() for match in pattern.finditer(text)] for pattern in _CUTS)
     inside = ([offset for offset in row if third <= offset <= len(text) - third] for row in offsets)
     cut = next((min(row, key=lambda offset: abs(offset - middle)) for row in inside if row), middle)
     parts = [text[:cut], text[cut:]]
-    flags = find_long(parts)
-    return [
-        piece
-        for part, is_long in zip(parts, flags, strict=True)
-        for piece in (_halve(part, find_long) if is_long else [part])
-    ]
+    for part, is_long in zip(parts, find_long(parts), strict=True):
+        yield from _halve(part, find_long) if is_long else [part]
 
 
 # Tokens of a phrase that a target may not repeat, once it is a loop.

@@ -72,6 +72,7 @@ class Sentence:
     text: str
     elements: list[Element]
     atoms: list[Atom]
+    escape: Callable[[str], str]  # turns a part of the target into markup
 
     def find_atoms(self, target: str) -> tuple[dict[Atom, Span], list[Atom]]:
         """Return where a target has the expected text of atoms, and the atoms whose text it lacks."""
@@ -89,15 +90,12 @@ class Sentence:
                 spans[atom] = span
         return spans, missing
 
-    def render(self, target: str, links: Links, escape: Callable[[str], str]) -> tuple[str, int]:
-        """Return the target with all tags and atoms, and the number of atoms that the alignment had to place.
-
-        `escape` turns a part of the target into markup.
-        """
+    def render(self, target: str, links: Links) -> tuple[str, int]:
+        """Return the target with all tags and atoms, and the number of atoms that the alignment had to place."""
         spans, missing = self.find_atoms(target)
         for atom, span in spans.items():
             if atom.ignore_case:
-                atom.output = escape(target[slice(*span)])
+                atom.output = self.escape(target[slice(*span)])
         for atom in missing:
             span = links.find(atom.start, atom.end)
             most_words = 2 * len(self.text[atom.start : atom.end].split()) + 1
@@ -131,10 +129,10 @@ class Sentence:
             for atom in full:
                 first, last = spans[atom]
                 if start <= first and last <= end:
-                    yield escape(target[start:first])
+                    yield self.escape(target[start:first])
                     yield atom.output
                     start = last
-            yield escape(target[start:end])
+            yield self.escape(target[start:end])
 
         def rank(part: Element | Atom) -> int:
             # An element that begins with the sentence is first, one that ends with it is last.
@@ -257,7 +255,7 @@ def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims:
     inside += [atom for atom in marked.atoms if not atom.expected and start < atom.start < end]
     claims.update((atom, False) for atom in inside)
     moved = [replace(atom, start=atom.start - start, end=atom.end - start, parent=find_parent(atom)) for atom in inside]
-    return Sentence(marked.text[start:end], list(copies.values()), moved)
+    return Sentence(marked.text[start:end], list(copies.values()), moved, marked.escape)
 
 
 def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[list[Sentence], list[str]]:

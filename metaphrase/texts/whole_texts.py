@@ -103,16 +103,13 @@ class TextDecoder:
         parts = [part.text for part in marked]
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
         plans = [plan_text(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        planned = [
-            (part, sentence) for part, (sentences, _) in zip(marked, plans, strict=True) for sentence in sentences
-        ]
-        rows = iter(self._decode_sentences(planned, options))
+        rows = iter(self._decode_sentences([sentence for own, _ in plans for sentence in own], options))
         targets = iter([Document(layout=layout).join([next(rows) for _ in sentences]) for sentences, layout in plans])
-        self.counts.update(num_cut=num_cut, num_sentences=len(planned))
+        self.counts["num_cut"] += num_cut
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
-    def _decode_sentences(self, planned: list[tuple[MarkedText, Sentence]], options: dict[str, Any]) -> list[str]:
-        sentences = [sentence for _, sentence in planned]
+    def _decode_sentences(self, sentences: list[Sentence], options: dict[str, Any]) -> list[str]:
+        self.counts["num_sentences"] += len(sentences)
         sources = [sentence.text for sentence in sentences]
         if self.text_format != "text":
             sources = [_SPACES.sub(" ", source) for source in sources]
@@ -128,8 +125,8 @@ class TextDecoder:
         if aligned:
             pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
             links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True))
-        for index, (part, sentence) in enumerate(planned):
-            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), part.escape)
+        for index, sentence in enumerate(sentences):
+            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])))
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
             rendered.append(text)

@@ -79,8 +79,8 @@ def test_a_missing_term_is_inserted_without_loss():
         # The model looks at nothing but the term. Its sentence stays.
         ([2, 2, 2, 2], "{name} der Hund mag es."),
     ):
-        sentence = Sentence(text, [], [Atom(8, 14, "{name}", "{name}")])
-        assert sentence.render(target, Links(source, find_words(target)[:4], best), str) == (expected, 1)
+        sentence = Sentence(text, [], [Atom(8, 14, "{name}", "{name}")], str)
+        assert sentence.render(target, Links(source, find_words(target)[:4], best)) == (expected, 1)
 
 
 @pytest.mark.parametrize(
