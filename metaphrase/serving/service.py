@@ -149,12 +149,10 @@ class Service:
     @contextlib.contextmanager
     def text_work(self, query: Query, ticket: Ticket) -> Iterator[None]:
         """Return a context to split, encode and join the texts of a request. One long request at a time is in it."""
-        if sum(map(len, query.texts)) < _LONG_REQUEST:
-            yield
-            return
-        with self._text_lock:
+        lock = self._text_lock if sum(map(len, query.texts)) >= _LONG_REQUEST else None
+        with lock or contextlib.nullcontext():
             ticket.check()
-            ticket.text_lock = self._text_lock
+            ticket.text_lock = lock
             try:
                 yield
             finally:

@@ -30,19 +30,14 @@ class Links:
     best: list[int | None]
 
     def find(self, start: int, end: int) -> Span | None:
-        """Return the offsets of the target words that belong to a part of the source: one run of words.
-
-        The run has the most words of the part, less those of other parts. So a word far away does not stretch it.
-        """
+        """Return the offsets of the one run of target words that belongs to a part of the source."""
         return self._span_of({index for index, word in enumerate(self.source) if word[0] < end and word[1] > start})
 
     def find_gap(self, offset: int) -> int:
-        """Return the offset in the target for a place between two source words.
-
-        A place directly before a word stays before its target. Any other one stands behind the target of the word before it.
-        """
+        """Return the offset in the target for a place between two source words."""
         following = next((index for index, word in enumerate(self.source) if word[0] == offset), None)
         touches = any(word[1] == offset for word in self.source)
+        # A place directly before a word stays before its target. Any other one stands behind the target of the word before it.
         if following is not None and not touches and (span := self._span_of({following})):
             return span[0]
         for index in reversed([index for index, word in enumerate(self.source) if word[1] <= offset]):
@@ -51,6 +46,7 @@ class Links:
         return 0
 
     def _span_of(self, indices: set[int]) -> Span | None:
+        # The run has the most words of the part, less those of other parts. So a word far away does not stretch it.
         best, best_sum, start, total = None, 0.0, 0, 0.0
         for position, index in enumerate(self.best):
             if total <= 0:

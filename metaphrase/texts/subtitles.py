@@ -40,7 +40,6 @@ class _Event:
     end: float
 
     def goes_on(self, other: "_Event") -> bool:
-        """Return True if the next event continues the sentence of this one."""
         is_near = abs(other.start - self.end) <= _MOST_SECONDS and self.style == other.style
         ends = _SENTENCE_END.search(_strip_tags(self.text)) or _OWN_SENTENCE.match(_strip_tags(other.text))
         return is_near and not ends
@@ -155,10 +154,7 @@ def _strip_tags(text: str) -> str:
 
 
 def _divide(text: str, shares: Sequence[int]) -> list[str]:
-    """Cut a text into parts of about these shares, between words, and outside of elements if there is such a place.
-
-    Chinese and Japanese text is cut anywhere.
-    """
+    """Cut a text into parts of about these shares, between words (Chinese anywhere), and outside of elements if possible."""
     pieces = [match.group() for match in _PIECE.finditer(text)]
     lengths, depths, length, depth = [], [], 0, 0
     for piece in pieces:

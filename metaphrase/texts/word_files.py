@@ -40,11 +40,9 @@ _NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}
 
 
 class WordFile:
-    """A .docx file.
+    """A .docx file. Its `texts` are the paragraphs of the body, tables, text boxes, headers, footers and notes, as XML.
 
-    Attributes:
-        texts: The texts to decode, as XML: the paragraphs of the body, tables, text boxes, headers, footers and notes. Formatted
-            words are in elements. Images, references and fields are elements that stay as they are.
+    Formatted words are in elements. Images, references and fields are elements that stay as they are.
     """
 
     def __init__(self, path: Path, most_bytes: int):
@@ -80,12 +78,9 @@ class WordFile:
 
 
 class _Piece(NamedTuple):
-    """A part of a paragraph.
+    """A part of a paragraph."""
 
-    The kind `text` is characters with the formatting of their run, `kept` an element that stays as it is, `field` an element of
-    a field, `begin` and `end` a container, such as a link.
-    """
-
+    # `text` with the formatting of its run; `kept` element, or that of a `field`; `begin` or `end` of a container such as a link
     kind: str
     content: Any
     formatting: Any = None
@@ -103,7 +98,7 @@ class _Paragraph:
     """A paragraph, and its text as XML. The numbers in the tags are indices of `_parts`."""
 
     def __init__(self, element: Any, fields: Counter[str]):
-        self._element, self._parts, self.text = element, [], ""
+        self._element, self.text = element, ""
         pieces = list(_read_pieces(element, fields))
         self.has_text = any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces)
         if not self.has_text:
@@ -113,12 +108,10 @@ class _Paragraph:
             lengths[piece.key] += len(piece.content) if piece.kind == "text" else 0
         # Most characters have this formatting. They need no element.
         usual = max(lengths, key=lengths.get)
-        self._formatting = next(piece.formatting for piece in pieces if piece.key == usual)
+        self._parts = [list(neighbors) for _, neighbors in itertools.groupby(pieces, key=lambda piece: piece.key)]
         open_numbers = []
-        for key, neighbors in itertools.groupby(pieces, key=lambda piece: piece.key):
-            part, number = list(neighbors), len(self._parts)
-            self._parts.append(part)
-            kind = part[0].kind
+        for number, part in enumerate(self._parts):
+            kind, _, formatting = part[0]
             if kind == "text":
                 texts = [piece.content for piece in part]
             else:
@@ -130,8 +123,11 @@ class _Paragraph:
                 self.text += f"<t{number}>"
             elif kind == "end":
                 self.text += f"</t{open_numbers.pop()}>"
+            elif kind == "text" and part[0].key == usual:
+                self._formatting = formatting
+                self.text += text
             elif kind == "text":
-                self.text += text if key == usual else f"<t{number}>{text}</t{number}>"
+                self.text += f"<t{number}>{text}</t{number}>"
             else:
                 self.text += f'<t{number} translate="no">{text}</t{number}>'
 
