@@ -68,13 +68,8 @@ ADDED = {
     "recipe.yaml": "tasks source_language token source_prefix train_file",
 }
 RECIPE = {"tokenizer_kind": "char", "seed": 3, "preset": "metaphrase-tiny", "model": SMALL, "max_steps": 2}
-RECIPE |= {
-    "report_to": "none",
-    "per_device_train_batch_size": 4,
-    "use_cpu": True,
-    "num_validation": 1,
-    "generation_max_length": 8,
-}
+RECIPE |= {"report_to": "none", "per_device_train_batch_size": 4, "use_cpu": True, "num_validation": 1}
+RECIPE["generation_max_length"] = 8
 # Fields and options that mean other machines, other processes, other outputs, or work that a user has chosen.
 LEFT_OUT_FIELDS = ["dataloader", "fsdp", "deepspeed", "parallelism", "torch_compile", "local_rank", "use_cpu", "ddp"]
 LEFT_OUT_FIELDS += ["tpu", "jit", "hub_", "push_to_hub", "auto_find", "num_train_epochs", "max_steps", "neftune"]
