@@ -35,7 +35,6 @@ def split_texts(
     abbreviations cover some 300 languages. An unknown language gets the rules of English.
 
     Args:
-        generators: Models that read the sentences, each of which has a longest source.
         split_sentences: A language; True for that of a multilingual tokenizer, or else English; False for the whole texts.
         has_lines: False if a line break is a space, and no mark of a list begins a line.
     """
@@ -117,8 +116,6 @@ def _halve(text: str, find_long: Callable[[list[str]], list[bool]]) -> Iterator[
         yield from _halve(part, find_long) if is_long else [part]
 
 
-# Tokens of a phrase that a target may not repeat, once it is a loop.
-_LOOP_TOKENS = 3
 _LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
 # Dots and laughter are no loops.
 _SHORTEST_LOOP = 12
@@ -141,7 +138,8 @@ def end_loops(generator: Generator, plan: Plan, encoded: EncodedTexts, hypothese
     looping = find_looping(dict(enumerate(hypotheses)))
     if not looping:
         return
-    again = replace(plan, options=plan.options | {"no_repeat_ngram_size": _LOOP_TOKENS})
+    # Now no phrase of three tokens may stand in a target twice.
+    again = replace(plan, options=plan.options | {"no_repeat_ngram_size": 3})
     part = EncodedTexts([[ids[i] for i in looping] for ids in encoded.ids], [], {})
     rows = dict(zip(looping, generator.generate_encoded(again, part), strict=True))
     still_looping = find_looping(rows)

@@ -54,26 +54,16 @@ class Atom:
     ignore_case: bool = False  # True if the decoded text may write `expected` in another case, and keeps it
 
 
-class Tag(NamedTuple):
-    """A tag of an element, or an atom without text, at an offset of the text."""
-
-    offset: int
-    markup: str
-    owner: Element | Atom
-    is_closing: bool = False
-
-
 @dataclass
 class MarkedText:
     """Text between two block tags, without tags, entities replaced by their characters. In plain text all stands for itself."""
 
     text: str = ""
-    # Each stands behind the element around it.
-    elements: list[Element] = field(default_factory=list)
+    elements: list[Element] = field(default_factory=list)  # each behind the element around it
     atoms: list[Atom] = field(default_factory=list)
-    tags: list[Tag] = field(default_factory=list)
-    # By their character.
-    entities: dict[str, str] = field(default_factory=dict)
+    # Tags and atoms without text: offset, markup, owner, and True for a closing tag.
+    tags: list[tuple[int, str, Element | Atom, bool]] = field(default_factory=list)
+    entities: dict[str, str] = field(default_factory=dict)  # by their character
     is_markup: bool = True
 
     def escape(self, text: str) -> str:
@@ -169,7 +159,7 @@ class _Builder:
         if owner.parent is None:
             self.roots.append(owner)
         if is_tag:
-            self.marked.tags.append(Tag(len(self.marked.text), raw, owner))
+            self.marked.tags.append((len(self.marked.text), raw, owner, False))
 
     def close(self, token: _Token) -> None:
         if not self.num_open[token.name]:
@@ -186,7 +176,7 @@ class _Builder:
                 self.num_open[name] -= 1
                 element.end = len(self.marked.text)
         element.closing = token.raw
-        self.marked.tags.append(Tag(len(self.marked.text), token.raw, element, is_closing=True))
+        self.marked.tags.append((len(self.marked.text), token.raw, element, True))
 
     def finish(self, tokens: Sequence[_Token]) -> str | MarkedText:
         """Return the text of the tokens, or their markup alone. An element that is still open goes on behind the block tag."""

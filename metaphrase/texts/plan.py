@@ -228,10 +228,9 @@ def read_glossary(path: str | Path) -> dict[str, str]:
     return dict(rows)
 
 
-_Claim = tuple[Element | Atom, bool]  # owner, and True for its closing tag
-
-
-def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[_Claim]) -> Sentence:
+def _cut_sentence(
+    marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[tuple[Element | Atom, bool]]
+) -> Sentence:
     """Return a sentence with its elements and atoms, and add their tags to the claims."""
     start, end = span
     copies: dict[Element, Element] = {}
@@ -272,10 +271,10 @@ def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[lis
         if spans and start < spans[-1][1]:
             start, end = spans[-1][0], max(spans.pop()[1], end)
         spans.append((start, end))
-    claims: set[_Claim] = set()
+    claims: set[tuple[Element | Atom, bool]] = set()
     sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
     parts = [(atom.start, atom.end, atom.output) for atom in atoms]
-    parts += [(tag.offset, tag.offset, tag.markup) for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
+    parts += [(offset, offset, markup) for offset, markup, *claim in marked.tags if tuple(claim) not in claims]
     # Sorting keeps the order of tags at one offset.
     parts.sort(key=lambda part: part[:2])
     borders, layout = [0, *(offset for span in spans for offset in span), len(marked.text)], []

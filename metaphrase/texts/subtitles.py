@@ -86,15 +86,12 @@ class Subtitles:
                 pieces = re.split(r"(<[^<>]*>)", text)
                 if not self.is_vtt:
                     pieces[::2] = map(html.unescape, pieces[::2])
-                text = "".join(self.markup.get(piece, piece) for piece in pieces)
+                text = "".join([event.before, *(self.markup.get(piece, piece) for piece in pieces), event.after])
                 start, end = event.span
-                parts += [self.content[position:start], self._join_lines(event.before + text + event.after)]
+                parts += [self.content[position:start], text.replace("\n", "\\N") if self.is_ass else text]
                 position = end
         content = "".join([*parts, self.content[position:]])
         path.write_text(content, encoding="utf-8", newline=self.newline)
-
-    def _join_lines(self, text: str) -> str:
-        return text.replace("\n", "\\N") if self.is_ass else text
 
     def _read_events(self) -> Iterator[_Event]:
         for match in (_DIALOGUE if self.is_ass else _CUE).finditer(self.content):

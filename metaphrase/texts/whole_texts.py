@@ -227,7 +227,7 @@ def load_pivot(arguments: argparse.Namespace, loading: dict[str, Any]) -> PivotG
 
 
 def options_of_first(options: dict) -> dict:
-    """Return the generation options of a model whose targets another one reads: one for each source, in another language."""
+    """Return the generation options of a model whose targets another one reads: one for each source, in its own language."""
     refused = ("must_contain", "never_contain")
     return {name: value for name, value in options.items() if name not in refused} | {"num_return_sequences": 1}
 
