@@ -223,8 +223,8 @@ class Batcher:
         if self._is_closed or not self._searches:
             return True
         waiting = sum(len(search.waiting) for search in self._searches)
-        has_full_batch = waiting >= self._searches[0].plan.generators[0].batch_size
-        return has_full_batch or waiting * len(self._threads) >= waiting + sum(self._running)
+        is_full = waiting >= self._searches[0].plan.generators[0].batch_size
+        return is_full or waiting * len(self._threads) >= waiting + sum(self._running)
 
     def _choose(self, search: _Search) -> list[_Row]:
         """Take the batch of the longest sentence of a search, with sentences of similar length of all searches."""

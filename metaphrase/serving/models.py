@@ -67,7 +67,11 @@ class ServedModel:
         recipe = read_fields(folder / "recipe.yaml", yaml.safe_load) or {}
         pair = recipe.get("source_language"), recipe.get("target_language")
         is_known = all(isinstance(code, str) and len(base_code(code)) in (2, 3) for code in pair)
-        languages = read_pair(name or "") or (pair if is_known else None)
+        codes = tuple((name or "").replace("_", "-").split("-"))
+        languages = pair if is_known else None
+        if len(codes) == 2 and all(base_code(code) in NAMES for code in codes):
+            # A name such as my-model has no languages.
+            languages = codes
         generator = Generator.from_pretrained(path, **loading)
         if generator.engine_choice is not None:
             generator.engine_choice.expect_many()
@@ -106,12 +110,6 @@ class Pivot(NamedTuple):
     first: ServedModel
     language: str
     second: ServedModel
-
-
-def read_pair(name: str) -> tuple[str, str] | None:
-    """Return the languages of a name such as en-de, or `None` for another name, such as my-model or old-new."""
-    codes = name.replace("_", "-").split("-")
-    return (codes[0], codes[1]) if len(codes) == 2 and all(base_code(code) in NAMES for code in codes) else None
 
 
 def base_code(code: str) -> str:

@@ -52,22 +52,23 @@ class WordFile:
         try:
             with zipfile.ZipFile(path) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
-            self._document = docx.Document(str(path)) if size <= most_bytes else None
-        except OSError:
+            if size > most_bytes:
+                most, size = most_bytes >> 20, size >> 20
+                raise MetaphraseError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
+            self._document = docx.Document(str(path))
+        except (OSError, MetaphraseError):
             raise
         except Exception as error:
             # The library raises errors of many kinds for damaged files.
             raise MetaphraseError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
-        if self._document is None:
-            most, size = most_bytes >> 20, size >> 20
-            raise MetaphraseError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:
                 # A field, such as a table of contents, may go over many paragraphs.
                 fields: Counter[str] = Counter()
-                paragraphs = [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
-                self._paragraphs += [paragraph for paragraph in paragraphs if paragraph.has_text]
+                self._paragraphs += [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
+        # Paragraphs without letters and digits have no text.
+        self._paragraphs = [paragraph for paragraph in self._paragraphs if paragraph.text]
         self.texts = [paragraph.text for paragraph in self._paragraphs]
 
     def write(self, targets: Sequence[str], path: Path) -> None:
@@ -100,8 +101,7 @@ class _Paragraph:
     def __init__(self, element: Any, fields: Counter[str]):
         self._element, self.text = element, ""
         pieces = list(_read_pieces(element, fields))
-        self.has_text = any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces)
-        if not self.has_text:
+        if not any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces):
             return
         lengths: Counter[tuple] = Counter()
         for piece in pieces:
