@@ -245,7 +245,8 @@ class Batcher:
         for (other, _), length in taken.items():
             other.num_tokens -= length
         for other in {other for other, _ in taken}:
-            other.waiting = [index for index in other.waiting if (other, index) not in taken]
+            gone = {index for owner, index in taken if owner is other}
+            other.waiting = [index for index in other.waiting if index not in gone]
         return list(taken)
 
     def _most_tokens(self, generator: Generator) -> int:

@@ -105,16 +105,15 @@ class Service:
             if model.task == "translation":
                 for pair in itertools.product(model.source_languages, model.target_languages):
                     direct.setdefault(pair, model)
-        into, out_of = collections.defaultdict(list), collections.defaultdict(list)
+        out_of = collections.defaultdict(list)
         for source, target in direct:
-            into[target].append(source)
             out_of[source].append(target)
         routes: dict[tuple[str, str], ServedModel | Pivot] = dict(direct)
         # Of several languages between the two, English comes first, and then the order of the models.
-        for middle in sorted(into, key=lambda code: code != "en"):
-            for source, target in itertools.product(into[middle], out_of.get(middle, ())):
+        for (source, middle), first in sorted(direct.items(), key=lambda item: item[0][1] != "en"):
+            for target in out_of.get(middle, ()):
                 if source != target and (source, target) not in routes:
-                    routes[source, target] = Pivot(direct[source, middle], middle, direct[middle, target])
+                    routes[source, target] = Pivot(first, middle, direct[middle, target])
         return routes
 
     @functools.cached_property

@@ -113,10 +113,10 @@ class Sentence:
         def find_span(element: Element, start: int, end: int) -> Span:
             """Return the part of the target that an element encloses, between two offsets."""
             span = links.find(element.start, element.end) or (links.find_gap(element.start),) * 2
-            own = [span, *(spans[atom] for atom in full if element in _elements_around(atom))]
+            parts = [span, *(spans[atom] for atom in full if element in _elements_around(atom))]
             atoms = [spans[atom] for atom in full]
-            first = _snap(min(start for start, _ in own), atoms, before=True)
-            last = _snap(max(end for _, end in own), atoms)
+            first = _snap(min(start for start, _ in parts), atoms, before=True)
+            last = _snap(max(end for _, end in parts), atoms)
             first = min(max(first, start), end) if element.opening else start
             return first, min(max(last, first), end) if element.closing else end
 

@@ -103,7 +103,7 @@ class TextDecoder:
         parts = [part.text for part in marked]
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
         plans = [plan_text(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        rows = iter(self._decode_sentences([sentence for own, _ in plans for sentence in own], options))
+        rows = iter(self._decode_sentences([sentence for part, _ in plans for sentence in part], options))
         targets = iter([Document(layout=layout).join([next(rows) for _ in sentences]) for sentences, layout in plans])
         self.counts["num_cut"] += num_cut
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
@@ -152,7 +152,7 @@ class TextDecoder:
             return target
         # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
         words = [(find_words(atom.expected), find_words(sentence.text[atom.start : atom.end])) for atom in missing]
-        growth = sum(len(own) - len(of_source) for own, of_source in words)
+        growth = sum(len(target_words) - len(source_words) for target_words, source_words in words)
         is_longer = len(find_words(other)) > len(find_words(target)) + max(growth, 0)
         if is_longer or len(sentence.find_atoms(other)[1]) == len(missing) or find_loop(source, other):
             return target
@@ -205,8 +205,8 @@ class PivotGenerator(TextStream):
         self, lines: Iterable[str], *, split_sentences: bool | str = False, chunk_size: int, **options
     ) -> Iterator[list[ScoredText]]:
         first, second = self.generators
-        own = options_of_first(options) | {"return_scores": False, "risk": None, "show_progress": False}
-        rows = first.generate_stream(lines, split_sentences=split_sentences, chunk_size=chunk_size, **own)
+        first_options = options_of_first(options) | {"return_scores": False, "risk": None, "show_progress": False}
+        rows = first.generate_stream(lines, split_sentences=split_sentences, chunk_size=chunk_size, **first_options)
         sources = (row[0].text for row in rows)
         # A language of `split_sentences` is that of the input.
         options |= {"split_sentences": bool(split_sentences), "chunk_size": chunk_size}
