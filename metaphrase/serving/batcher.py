@@ -18,13 +18,11 @@ from metaphrase.inference.generator import COUNTERS, EncodedTexts, Generator, Pl
 from metaphrase.tokenization.texts import batches_by_length
 
 Result = TypeVar("Result")
-# Weight of the newest batch in the mean time of a token.
-_NEWEST = 0.2
+_NEWEST = 0.2  # weight of the newest batch in the mean time of a token
 # Expected seconds of a batch at most, since a short text waits for the batches that are decoded when it comes.
 # A large model may take longer for one sentence. So a batch has at least this part of the usual tokens.
 _LONGEST_BATCH, _SMALLEST_PART = 0.5, 0.125
-# Part of the time of a batch that a free thread waits for more sentences while other threads decode.
-_WAIT_SHARE = 0.1
+_WAIT_SHARE = 0.1  # part of the time of a batch that a free thread waits for more sentences while other threads decode
 
 
 class CancelledRequest(Exception):
@@ -53,12 +51,9 @@ class Ticket:
 class _Search:
     ticket: Ticket
     plan: Plan
-    # Equal for searches whose sentences may share a batch.
-    key: tuple
-    # For each generator of the plan the token ids of each sentence.
-    ids: list[list[list[int]]]
-    # Sentences of a search that draws random numbers share batches with no others.
-    is_random: bool
+    key: tuple  # equal for searches whose sentences may share a batch
+    ids: list[list[list[int]]]  # for each generator of the plan the token ids of each sentence
+    is_random: bool  # sentences of a search that draws random numbers share batches with no others
     lengths: list[int]
     # Indices of the sentences that wait, shortest first, and the number of their tokens; hypotheses of the others.
     waiting: list[int]
@@ -69,8 +64,7 @@ class _Search:
 
 # The orders of which the turns alternate: by the tokens that are left, and by arrival, as the searches stand in the queue.
 _ORDERS = (lambda search: search.num_tokens, lambda search: 0)
-# A search, and the index of one of its sentences.
-_Row = tuple[_Search, int]
+_Row = tuple[_Search, int]  # a search, and the index of one of its sentences
 
 
 class QueuedGenerator(Generator):

@@ -23,10 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Paths without a key: no text goes there, and LibreTranslate needs no key for its languages.
 PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json", "/languages")
-# LibreTranslate's clients send the key in the body.
-BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")
-# Nobody can guess the name of a file there.
-DOWNLOAD_PATH = "/download_file/"
+BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")  # LibreTranslate's clients send the key in the body
+DOWNLOAD_PATH = "/download_file/"  # nobody can guess the name of a file there
 WRONG_KEY = "The API key must be one of the server's."
 FAILURE = "The server failed to answer this request."
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -35,8 +33,7 @@ _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate
 class Api(NamedTuple):
     """Errors of an API: the body for a status and a message, and the statuses of some errors."""
 
-    # Beginnings of its paths, with a slash after the last word.
-    prefixes: tuple[str, ...]
+    prefixes: tuple[str, ...]  # beginnings of its paths, with a slash after the last word
     body: Callable[[int, str], dict[str, Any]]
     unknown_model: int = 400
     overload: int = 503

@@ -19,10 +19,8 @@ from metaphrase.serving.models import base_code, check_fields, identify_language
 from metaphrase.serving.service import Query, Service
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 
-# The server keeps so many translated files, until further ones come.
-_MOST_FILES = 64
-# A document unpacks to so many times the largest body.
-_UNPACKED = 16
+_MOST_FILES = 64  # translated files that the server keeps, until further ones come
+_UNPACKED = 16  # a document may unpack to so many times the largest body
 # No API has so many fields. They bound the work for a form.
 _MAX_FORM_FIELDS = 100
 _FORMATS = {".txt": "text", ".html": "html", ".htm": "html"}

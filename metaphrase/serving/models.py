@@ -27,8 +27,7 @@ _TABLE = Path(__file__).with_name("languages.tsv").read_text(encoding="utf-8")
 _ROWS = [line.split("\t") for line in _TABLE.splitlines()]
 NAMES = {code: name for code, _, name in _ROWS}
 _SHORT = {long: code for code, long, _ in _ROWS}
-# The identifier's names of languages, where the table has another.
-_LABELS = {"nb": "no", "fil": "tl"}
+_LABELS = {"nb": "no", "fil": "tl"}  # the identifier's names of languages, where the table has another
 # A shorter text does not tell its language; more characters tell no more.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
 _NUM_LABELS = 176

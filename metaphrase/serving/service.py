@@ -30,8 +30,7 @@ Result = TypeVar("Result")
 # A client may not choose special tokens.
 CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
 _TAGS = re.compile(r"<[^<>]*>")
-# Characters of a request whose Python code would hold up other threads.
-_LONG_REQUEST = 5000
+_LONG_REQUEST = 5000  # characters of a request whose Python code would hold up other threads
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ _POLICY = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# The weights of all layers and heads grow with the product of both lengths.
-_MAX_ATTENTION_TOKENS = 512
+_MAX_ATTENTION_TOKENS = 512  # the weights of all layers and heads grow with the product of both lengths
 
 
 class Fields(BaseModel):

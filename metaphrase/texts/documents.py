@@ -22,8 +22,7 @@ _CUTS = (
     re.compile(r"(?<=[,،])\s+|(?<=[，、])|(?<!\s)\s+(?=[–—(])"),
     re.compile(r"\s+"),
 )
-# True and a sentence, or False and layout.
-_Part = tuple[bool, str]
+_Part = tuple[bool, str]  # True and a sentence, or False and layout
 
 
 def split_texts(
@@ -117,8 +116,7 @@ def _halve(text: str, find_long: Callable[[list[str]], list[bool]]) -> Iterator[
 
 
 _LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
-# Dots and laughter are no loops.
-_SHORTEST_LOOP = 12
+_SHORTEST_LOOP = 12  # dots and laughter are no loops
 
 
 def find_loop(source: str, target: str) -> str | None:

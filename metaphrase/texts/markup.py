@@ -15,8 +15,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _KEPT = re.compile(r"""\stranslate\s*=\s*["']?no\b|\sclass\s*=\s*(?:"[^"]*|'[^']*|)\bnotranslate\b""", re.IGNORECASE)
-# A number with more digits is no character.
-_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|\w+);")
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|\w+);")  # a number with more digits is no character
 _HAS_TEXT = re.compile(r"[^\W_]")
 # Elements inside a sentence.
 _INLINE = {
@@ -27,8 +26,7 @@ _INLINE = {
 _EMPTY = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"}
 # Elements whose content is no text to translate: a word of the sentence, or a block.
 _INLINE_KEPT, _BLOCK_KEPT = {"code", "kbd", "samp", "var", "math"}, {"pre", "script", "style", "svg", "textarea"}
-# Their content is no markup.
-_RAW = {"script", "style", "textarea"}
+_RAW = {"script", "style", "textarea"}  # elements whose content is no markup
 
 
 @dataclass(eq=False)

@@ -14,14 +14,12 @@ from metaphrase.errors import MetaphraseError
 _CUE = re.compile(r"^(?=[^\n]*-->)([^\n]*)()\n((?:(?![^\n]*-->)(?=[^\n]*\S)[^\n]*(?:\n|\Z))*)", re.MULTILINE)
 _DIALOGUE = re.compile(r"^Dialogue:[^\n,]*,([^\n,]*,[^\n,]*),((?:[^\n,]*,){6})([^\n]*)", re.MULTILINE)
 _TIME = re.compile(r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)")
-# Shapes, and songs with a time for each syllable.
-_NO_TEXT = re.compile(r"\{[^{}]*\\(?:p[1-9]|[kK])")
+_NO_TEXT = re.compile(r"\{[^{}]*\\(?:p[1-9]|[kK])")  # shapes, and songs with a time for each syllable
 _TAG = re.compile(r"(?P<tag><(?P<end>/?)(?P<name>[A-Za-z]\w*)\b[^<>]*>|\{\\(?P<style>[ibus])(?P<on>[01])\}|\{[^{}]*\})")
 _TAG_OR_TEXT = re.compile(_TAG.pattern + r"|[^<{]+|.")
 _HAS_TEXT = re.compile(r"[^\W_]")
 _SENTENCE_END = re.compile(r"[.!?…:;。！？：；\])♪\"”»\-–—]$")
-# Dashes of speakers, sounds in brackets, and songs.
-_OWN_SENTENCE = re.compile(r"[-–—\[(♪>]")
+_OWN_SENTENCE = re.compile(r"[-–—\[(♪>]")  # dashes of speakers, sounds in brackets, and songs
 _DASH = re.compile(r"(?:<[^<>]*>)*[-–—]")
 _PIECE = re.compile(r"<[^<>]*>|&#?\w+;|\s+|.")
 _CHINESE = re.compile(r"[\u3040-\u9fff]")

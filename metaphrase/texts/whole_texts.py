@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sentences with a term that attention put in, which the log shows.
-_MAX_SHOWN = 10
-# A line break of markup is a space.
-_SPACES = re.compile(r"[ \t\r\n\f]+")
+_MAX_SHOWN = 10  # sentences with a term that attention put in, which the log shows
+_SPACES = re.compile(r"[ \t\r\n\f]+")  # a line break of markup is a space
 FORMATS = ("text", "html", "xml")
 FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 

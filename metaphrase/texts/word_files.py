@@ -25,18 +25,15 @@ from lxml import etree
 from metaphrase.errors import MetaphraseError
 
 _HAS_TEXT = re.compile(r"[^\W_]")
-# Characters that XML cannot hold.
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # characters that XML cannot hold
 _NOTES = (CONTENT_TYPE.WML_FOOTNOTES, CONTENT_TYPE.WML_ENDNOTES)
 _PARTS = (CONTENT_TYPE.WML_DOCUMENT_MAIN, CONTENT_TYPE.WML_HEADER, CONTENT_TYPE.WML_FOOTER, *_NOTES)
 _PARAGRAPH, _RUN, _TEXT, _FORMATTING = map(qn, ("w:p", "w:r", "w:t", "w:rPr"))
 _CONTAINERS = {*map(qn, ("w:hyperlink", "w:ins", "w:moveTo", "w:smartTag", "w:customXml", "w:sdt", "w:dir", "w:bdo"))}
 _CHARACTERS = {"w:tab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\u2011", "w:softHyphen": ""}
 _CHARACTERS = {qn(name): text for name, text in _CHARACTERS.items()}
-# Marks of the spelling and the pages of the source.
-_NO_CONTENT = {*map(qn, ("w:proofErr", "w:lastRenderedPageBreak"))}
-# They part runs that look the same.
-_NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}
+_NO_CONTENT = {*map(qn, ("w:proofErr", "w:lastRenderedPageBreak"))}  # marks of the spelling and the pages of the source
+_NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}  # parts runs that look the same
 
 
 class WordFile:
