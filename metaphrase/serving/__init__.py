@@ -1,6 +1,6 @@
 """HTTP server for models: the APIs of Hugging Face, LibreTranslate, DeepL and OpenAI. This file imports no heavy library."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from metaphrase.errors import MetaphraseError
 
@@ -20,7 +20,6 @@ class Limits:
     )
 
     def __post_init__(self):
-        for item in fields(self):
-            value = getattr(self, item.name)
+        for name, value in vars(self).items():
             if not 1 <= value < float("inf"):
-                raise MetaphraseError(f"`{item.name}` must be a finite number of at least 1, got {value}.")
+                raise MetaphraseError(f"`{name}` must be a finite number of at least 1, got {value}.")

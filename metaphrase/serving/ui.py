@@ -62,13 +62,10 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/ui", response_class=HTMLResponse)
     async def show_page() -> HTMLResponse:
-        """Return the page."""
         return HTMLResponse(content, headers=headers)
 
     @router.get("/ui/settings")
     async def settings() -> dict[str, Any]:
-        """Return the models with their languages, and the limits of the page."""
-
         def name_all(codes: list[str]) -> list[dict[str, str]]:
             return [{"code": code, "name": name_of(code)} for code in sorted(codes, key=name_of)]
 

@@ -143,21 +143,20 @@ class _Builder:
         start = len(self.marked.text)
         atom = Atom(start, start + len(text), raw, text, self.open_elements[-1][1])
         self.marked.atoms.append(atom)
-        self._add(raw, atom, is_tag=not text)
+        if atom.parent is None:
+            self.roots.append(atom)
+        if not text:
+            self.marked.tags.append((start, raw, atom, False))
         self.marked.text += text
 
     def open(self, token: _Token) -> None:
         element = Element(len(self.marked.text), -1, token.raw, parent=self.open_elements[-1][1])
         self.marked.elements.append(element)
-        self._add(token.raw, element)
+        if element.parent is None:
+            self.roots.append(element)
+        self.marked.tags.append((element.start, token.raw, element, False))
         self.open_elements.append((token.name, element))
         self.num_open[token.name] += 1
-
-    def _add(self, raw: str, owner: Element | Atom, is_tag: bool = True) -> None:
-        if owner.parent is None:
-            self.roots.append(owner)
-        if is_tag:
-            self.marked.tags.append((len(self.marked.text), raw, owner, False))
 
     def close(self, token: _Token) -> None:
         if not self.num_open[token.name]:

@@ -35,11 +35,8 @@ FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 def read_file(path: Path, most_bytes: int = 256 * 2**20) -> "Subtitles | WordFile":
     """Read subtitles or a Word document, by the suffix. The `texts` are XML, in which a line break ends a line.
 
-    A document that unpacks to more than `most_bytes` is refused.
-
-    Raises:
-        ImportError: If a package for the format is missing.
-        MetaphraseError: If the suffix is unknown, or the file is damaged or without text.
+    Raises ImportError if a package for the format is missing, and `MetaphraseError` if the suffix is unknown, or the file is
+    damaged, without text, or a document that unpacks to more than `most_bytes`.
     """
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
@@ -101,12 +98,12 @@ class TextDecoder:
         parts = [part.text for part in marked]
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
         plans = [plan_text(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        rows = iter(self._decode_sentences([sentence for part, _ in plans for sentence in part], options))
-        targets = iter([Document(layout=layout).join([next(rows) for _ in sentences]) for sentences, layout in plans])
+        rendered = self._decode_sentences([sentence for part, _ in plans for sentence in part], options)
+        targets = iter([Document(layout=layout).join([next(rendered) for _ in part]) for part, layout in plans])
         self.counts["num_cut"] += num_cut
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
-    def _decode_sentences(self, sentences: list[Sentence], options: dict[str, Any]) -> list[str]:
+    def _decode_sentences(self, sentences: list[Sentence], options: dict[str, Any]) -> Iterator[str]:
         self.counts["num_sentences"] += len(sentences)
         sources = [sentence.text for sentence in sentences]
         if self.text_format != "text":
@@ -119,16 +116,16 @@ class TextDecoder:
             has_tags = sentence.elements or not all(atom.expected for atom in sentence.atoms)
             if target.strip() and (has_tags or sentence.find_atoms(target)[1]):
                 aligned.append(index)
-        links, rendered = {}, []
+        links = [Links([], [], [])] * len(sentences)
         if aligned:
             pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
-            links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True))
-        for index, sentence in enumerate(sentences):
-            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])))
+            for index, sentence_links in zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True):
+                links[index] = sentence_links
+        for sentence, target, sentence_links in zip(sentences, targets, links, strict=True):
+            text, num_placed = sentence.render(target, sentence_links)
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
-            rendered.append(text)
-        return rendered
+            yield text
 
     def _mend(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
         """Decode a sentence again if its target lacks terms. Returns the better target."""
@@ -267,9 +264,8 @@ def generate_whole_texts(
 
         targets = (target for chunk in read_chunks(lines, arguments.chunk_size) for target in generate(chunk.texts))
         if file is not None:
-            targets = list(targets)
             with file_in_one_step(Path(arguments.output)) as path:
-                file.write(targets, path)
+                file.write(list(targets), path)
         else:
             with OutputFile(arguments.output) as output:
                 for target in targets:
