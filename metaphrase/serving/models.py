@@ -166,10 +166,7 @@ _FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
-    """Return the fields of a JSON or form body. A form may repeat the fields `lists`.
-
-    Raises `MetaphraseError` if the body cannot be read, or a field is missing or wrong.
-    """
+    """Return the fields of a JSON or form body, which may repeat the fields `lists`. `MetaphraseError` if one is wrong."""
     body = await request.body()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     try:

@@ -74,13 +74,12 @@ class Service:
         api_keys: Iterable[str] = (),
         glossaries: Mapping[str, Terms] | None = None,
     ):
-        """Take the parts. Without keys every client may use the server."""
         self.models = {model.name: model for model in models}
         if len(self.models) < len(models):
             names = ", ".join(model.name for model in models)
             raise MetaphraseError(f"Each model must have a name of its own, got {names}. Write NAME=FOLDER.")
         self.batcher, self.limits, self.glossaries = batcher, limits or Limits(), glossaries or {}
-        self.keys = [key.encode() for key in api_keys]
+        self.keys = [key.encode() for key in api_keys]  # without keys every client may use the server
         self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
         self._text_lock = threading.Lock()
@@ -282,10 +281,7 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 
 
 async def stream_target(service: Service, model: ServedModel, query: Query) -> AsyncIterator[tuple[str, str | None]]:
-    """Yield the target of one text, sentence by sentence, each with None.
-
-    The last piece, which may be empty, has "stop", or "length" if a sentence met the length limit.
-    """
+    """Yield the target of one text, sentence by sentence, each with None; in the end "stop", or "length" at the length limit."""
     check_query(query, service.limits)
     if len(query.texts) != 1 or query.num_targets != 1:
         raise MetaphraseError("A stream must have one text and one target.")

@@ -60,13 +60,10 @@ class Links:
 
 @dataclass
 class Sentence:
-    """A sentence of a marked text, with its atoms and the elements that have a tag inside the sentence.
-
-    Offsets are those in the sentence. Without `opening` an element begins with the sentence, without `closing` it ends with it.
-    """
+    """A sentence of a marked text, with its atoms and the elements that have a tag inside it, by offsets in the sentence."""
 
     text: str
-    elements: list[Element]
+    elements: list[Element]  # without `opening` one begins with the sentence, without `closing` it ends with it
     atoms: list[Atom]
     escape: Callable[[str], str]  # turns a part of the target into markup
 

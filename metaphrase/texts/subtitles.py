@@ -44,11 +44,7 @@ class _Event:
 
 
 class Subtitles:
-    """A file of subtitles.
-
-    Attributes:
-        texts: The texts to decode, as XML. A sentence that goes over several events is in one of them.
-    """
+    """A file of subtitles. Its `texts` are XML. A sentence that goes over several events is in one of them."""
 
     def __init__(self, path: Path):
         """Read a file. Raises `MetaphraseError` if the file is not UTF-8, or UTF-16 with a mark."""
