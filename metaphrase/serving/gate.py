@@ -62,8 +62,7 @@ APIS = (
 
 
 def find_api(path: str) -> Api:
-    """Return the API of a path."""
-    # `/translation` is Hugging Face's, `/translate` LibreTranslate's.
+    """Return the API of a path: `/translation` is Hugging Face's, `/translate` LibreTranslate's."""
     return next((api for api in APIS if f"{path}/".startswith(api.prefixes)), APIS[-1])
 
 

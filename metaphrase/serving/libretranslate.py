@@ -5,7 +5,7 @@ import reprlib
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -109,9 +109,7 @@ def make_router(service: Service) -> APIRouter:
             del files[next(iter(files))]
         return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
 
-    async def translate_document(
-        request: Request, name: str, content: bytes, languages: dict[str, str | None]
-    ) -> bytes:
+    async def translate_document(request: Request, name: str, content: bytes, languages: dict[str, Any]) -> bytes:
         most_bytes = _UNPACKED * 1024 * service.limits.max_body_kilobytes
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"file{Path(name).suffix.lower()}"

@@ -112,8 +112,6 @@ def _choice(text: str, reason: str | None, index: int = 0) -> dict[str, Any]:
     return {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
 
 
-async def _count_usage(
-    service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]
-) -> dict[str, int]:
+async def _count_usage(service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]) -> dict:
     num_read, num_written = await service.run_in_thread(lambda: model.count_tokens(sources, targets))
     return {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}

@@ -225,9 +225,7 @@ def read_glossary(path: str | Path) -> dict[str, str]:
     return dict(rows)
 
 
-def _cut_sentence(
-    marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[tuple[Element | Atom, bool]]
-) -> Sentence:
+def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[tuple]) -> Sentence:
     """Return a sentence with its elements and atoms, and add their tags to the claims."""
     start, end = span
     copies: dict[Element, Element] = {}

@@ -227,9 +227,7 @@ def options_of_first(options: dict) -> dict:
     return {name: value for name, value in options.items() if name not in refused} | {"num_return_sequences": 1}
 
 
-def generate_whole_texts(
-    arguments: argparse.Namespace, options: dict, load: Callable[..., contextlib.AbstractContextManager]
-) -> None:
+def generate_whole_texts(arguments: argparse.Namespace, options: dict, load: Callable[..., Any]) -> None:
     """Write the target of a page, of a file of a known format, or of lines with terms, into the output, and log counts."""
     refused = {name: getattr(arguments, name) for name in ("ensemble", "mbr_candidates", "resume", "shard", "n_best")}
     refused["num_return_sequences"] = options.get("num_return_sequences", 1) > 1
