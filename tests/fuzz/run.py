@@ -100,7 +100,6 @@ def make_world(folder: Path) -> dict[str, Path]:
 
 
 def command_lines(model: Path, sources: Path, pairs: Path, out: Path) -> dict[str, list[str]]:
-    """Return the command line of each subcommand, without options."""
     read = ["--input", str(sources)]
     train = ["--max_steps", "1", "--use_cpu", "true", "--report_to", "none", "--per_device_train_batch_size", "2"]
     lines = {
@@ -276,7 +275,6 @@ def digests(words: list[str]) -> dict[Path, bytes]:
 
 
 def outcome_of(words: list[str], fields: list[str], folder: Path) -> tuple[str, str]:
-    """Run a command line, and return the outcome and the reason of a failure."""
     before = digests(words)
     status, messages, added_bytes = run(words, folder)
     changed = [str(file) for file, digest in before.items() if digests(words).get(file) != digest]
@@ -300,7 +298,6 @@ def outcome_of(words: list[str], fields: list[str], folder: Path) -> tuple[str, 
 
 
 def work(parts: list[str], seed: int, number: int, folder: Path, match: str) -> list[dict[str, Any]]:
-    """Return the outcome of each case."""
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     paths, rng, lines = make_world(folder / "world"), random.Random(seed), []
     for index in range(number):

@@ -39,7 +39,6 @@ def facts(batcher):
 
 @pytest.fixture
 def queued(batcher):
-    """Makes the generator of a request."""
     return lambda generator, **fields: QueuedGenerator(generator, batcher, ticket(**fields))
 
 
@@ -141,7 +140,6 @@ def test_only_the_request_that_fails_gets_the_error(queued, submit):
     with pytest.raises(RuntimeError, match="broken"):
         futures[1].result()
     assert futures[0].result() + futures[2].result() == ["A", "C"]
-    # The engine still works.
     assert queued(generator).generate(["d"]) == ["D"]
 
 
@@ -214,11 +212,12 @@ def test_close_decodes_what_waits():
 
 
 def slow_generator(seconds):
-    """Return a generator that takes as long for a batch of any size."""
+    def generate(sources):
+        time.sleep(seconds)
+        return [[Hypothesis(ids, 0, True)] for ids in sources]
+
     generator = identity_generator()
-    generator.model.make_generate = lambda *_: (
-        lambda sources: time.sleep(seconds) or [[Hypothesis(ids, 0, True)] for ids in sources]
-    )
+    generator.model.make_generate = lambda *_: generate
     return generator
 
 

@@ -31,7 +31,6 @@ def post(guarded_url):
 
 
 def error_of(call, *arguments):
-    """Return status and body of the exception that the client raises."""
     with pytest.raises(HTTPError) as error:
         call(*arguments)
     return error.value.code, json.load(io.TextIOWrapper(error.value))["error"]
@@ -78,7 +77,6 @@ def test_two_models_translate_one_after_the_other():
     assert [answer["translatedText"] for answer in answers] == ["A CAT FIRST\n\nA DOG FIRST", "<p>A CAT FIRST</p>"]
     assert languages[0]["targets"] == ["en", "fr"]
     assert refused.status_code == 400 and "A glossary needs one model" in refused.json()["message"]
-    # Both models count.
     assert "metaphrase_sentences_total 6.0" in metrics
 
 

@@ -52,7 +52,6 @@ def test_request_beyond_a_limit_is_refused(status, body, limited):
     answer = post(limited, data=data, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert answer.json().keys() == {"error", "error_type"}
-    # The server goes on.
     assert translate(limited, "a").json()[0]["translation_text"] == "A"
 
 

@@ -109,18 +109,6 @@ def test_terms_are_forced_in_decoding_or_placed_where_they_have_no_room(max_new_
     assert "Hund" in target and decoder.counts["num_forced"] == 1 - decoder.counts["num_placed"] == num_forced
 
 
-@pytest.fixture
-def output_of(run_generate, tmp_path):
-    """Returns what the command writes for a text."""
-
-    def run(text, *words):
-        (tmp_path / "in").write_text(text, encoding="utf-8")
-        run_generate("--input", tmp_path / "in", "--output", tmp_path / "out", *words)
-        return (tmp_path / "out").read_text(encoding="utf-8")
-
-    return run
-
-
 def test_command_reads_a_page(output_of):
     output = output_of("<p>\n  the <b>cat</b></p>\n<pre>stays\n</pre>\n", "--format", "html")
     assert output.startswith("<p>\n  ") and output.endswith("</p>\n<pre>stays\n</pre>\n") and "<b>" in output
