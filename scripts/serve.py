@@ -21,7 +21,7 @@ try:
     from metaphrase.serving import Limits
     from metaphrase.serving.app import make_app
     from metaphrase.serving.batcher import Batcher
-    from metaphrase.serving.models import ServedModel
+    from metaphrase.serving.models import Pivot, ServedModel
     from metaphrase.serving.service import Service
 except ModuleNotFoundError as error:
     if error.name not in ("uvicorn", "fastapi", "prometheus_client", "python_multipart"):
@@ -54,7 +54,10 @@ def main(arguments: argparse.Namespace) -> None:
     for model in models:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
         logger.info("Model %s: %s%s.", model.name, model.task, f", {languages}" if model.source_languages else "")
-    if pivots := service.list_pivots():
+    routes = service.routes.items()
+    if pivots := [
+        f"{source}-{route.language}-{target}" for (source, target), route in routes if isinstance(route, Pivot)
+    ]:
         logger.info("Pairs of two models in a row: %s.", ", ".join(pivots[:9]) + ", ..." * (len(pivots) > 9))
     # The garbage collector, which stops all threads, need not search the models.
     gc.freeze()

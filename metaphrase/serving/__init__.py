@@ -1,29 +1,25 @@
 """HTTP server for models: the APIs of Hugging Face, LibreTranslate, DeepL and OpenAI. This file imports no heavy library."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from metaphrase.errors import MetaphraseError
-
-
-def _limit(default: float, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Limits:
     """Bounds on each request and on all requests together."""
 
-    max_body_kilobytes: int = _limit(1024, "largest body of a request")
-    max_texts: int = _limit(128, "maximum texts of a request")
-    max_text_characters: int = _limit(100_000, "maximum characters of all texts of a request")
-    max_new_tokens_per_text: int = _limit(1024, "maximum tokens of a target that a client may set")
-    max_beams: int = _limit(16, "maximum beams, and targets of a source, that a client may set")
-    max_requests: int = _limit(256, "maximum requests at once; further ones are refused with status 503")
-    timeout_seconds: float = _limit(60.0, "longest time of a request; one that would take longer is refused")
+    max_body_kilobytes: int = field(default=1024, metadata={"help": "largest body of a request"})
+    max_texts: int = field(default=128, metadata={"help": "maximum texts of a request"})
+    max_text_characters: int = field(default=100_000, metadata={"help": "maximum characters of all texts of a request"})
+    max_new_tokens_per_text: int = field(default=1024, metadata={"help": "maximum tokens of a target in a request"})
+    max_beams: int = field(default=16, metadata={"help": "maximum beams, and targets of a source, in a request"})
+    max_requests: int = field(default=256, metadata={"help": "maximum requests at once; further ones get status 503"})
+    timeout_seconds: float = field(
+        default=60.0, metadata={"help": "longest time of a request; longer ones are refused"}
+    )
 
     def __post_init__(self):
-        for item in fields(self):
-            value = getattr(self, item.name)
+        for name, value in vars(self).items():
             if not 1 <= value < float("inf"):
-                raise MetaphraseError(f"`{item.name}` must be a finite number of at least 1, got {value}.")
+                raise MetaphraseError(f"`{name}` must be a finite number of at least 1, got {value}.")

@@ -18,13 +18,11 @@ from metaphrase.inference.generator import COUNTERS, EncodedTexts, Generator, Pl
 from metaphrase.tokenization.texts import batches_by_length
 
 Result = TypeVar("Result")
-# Weight of the newest batch in the mean time of a token.
-_NEWEST = 0.2
+_NEWEST = 0.2  # weight of the newest batch in the mean time of a token
 # Expected seconds of a batch at most, since a short text waits for the batches that are decoded when it comes.
 # A large model may take longer for one sentence. So a batch has at least this part of the usual tokens.
 _LONGEST_BATCH, _SMALLEST_PART = 0.5, 0.125
-# Part of the time of a batch that a free thread waits for more sentences while other threads decode.
-_WAIT_SHARE = 0.1
+_WAIT_SHARE = 0.1  # part of the time of a batch that a free thread waits for more sentences while other threads decode
 
 
 class CancelledRequest(Exception):
@@ -53,12 +51,9 @@ class Ticket:
 class _Search:
     ticket: Ticket
     plan: Plan
-    # Equal for searches whose sentences may share a batch.
-    key: tuple
-    # For each generator of the plan the token ids of each sentence.
-    ids: list[list[list[int]]]
-    # Sentences of a search that draws random numbers share batches with no others.
-    is_random: bool
+    key: tuple  # equal for searches whose sentences may share a batch
+    ids: list[list[list[int]]]  # for each generator of the plan the token ids of each sentence
+    is_random: bool  # sentences of a search that draws random numbers share batches with no others
     lengths: list[int]
     # Indices of the sentences that wait, shortest first, and the number of their tokens; hypotheses of the others.
     waiting: list[int]
@@ -69,8 +64,7 @@ class _Search:
 
 # The orders of which the turns alternate: by the tokens that are left, and by arrival, as the searches stand in the queue.
 _ORDERS = (lambda search: search.num_tokens, lambda search: 0)
-# A search, and the index of one of its sentences.
-_Row = tuple[_Search, int]
+_Row = tuple[_Search, int]  # a search, and the index of one of its sentences
 
 
 class QueuedGenerator(Generator):
@@ -88,12 +82,11 @@ class QueuedGenerator(Generator):
 
 
 class Batcher:
-    """Decodes the sentences of all requests in one or more threads.
+    """Decodes the sentences of all requests in threads, each of which decodes a batch of its own.
 
-    Each thread decodes a batch of its own. Batches are in turn of the request that came first and of the one with the
-    fewest tokens left. So a long document does not hold up a short text, nor many short texts a document. The longest
-    sentence of the request decides on the batch: sentences of similar length, of all requests with equal options. A sentence
-    has the same target in any batch. A request that cannot end in time gets a `TimeoutError` as soon as that is clear.
+    Batches are in turn of the request that came first and of the one with the fewest tokens left. So a long document does not
+    hold up a short text, nor many short texts a document. The batch has the longest sentence of the request, and those of
+    similar length of all requests with equal options. A request that cannot end in time gets a `TimeoutError` at once.
     """
 
     def __init__(self, num_threads: int = 1):
@@ -211,9 +204,7 @@ class Batcher:
         for search, seconds in expected.items():
             try:
                 if seconds > search.ticket.check():
-                    raise TimeoutError(
-                        "The request would take longer than the server allows. Send fewer texts at a time."
-                    )
+                    raise TimeoutError("The request would take too long for the server. Send fewer texts at a time.")
             except (CancelledRequest, TimeoutError) as error:
                 self._fail(search, error)
 
@@ -225,8 +216,8 @@ class Batcher:
         if self._is_closed or not self._searches:
             return True
         waiting = sum(len(search.waiting) for search in self._searches)
-        has_full_batch = waiting >= self._searches[0].plan.generators[0].batch_size
-        return has_full_batch or waiting * len(self._threads) >= waiting + sum(self._running)
+        is_full = waiting >= self._searches[0].plan.generators[0].batch_size
+        return is_full or waiting * len(self._threads) >= waiting + sum(self._running)
 
     def _choose(self, search: _Search) -> list[_Row]:
         """Take the batch of the longest sentence of a search, with sentences of similar length of all searches."""
@@ -247,7 +238,8 @@ class Batcher:
         for (other, _), length in taken.items():
             other.num_tokens -= length
         for other in {other for other, _ in taken}:
-            other.waiting = [index for index in other.waiting if (other, index) not in taken]
+            gone = {index for owner, index in taken if owner is other}
+            other.waiting = [index for index in other.waiting if index not in gone]
         return list(taken)
 
     def _most_tokens(self, generator: Generator) -> int:

@@ -18,10 +18,7 @@ _REGIONS = {
     "en": {"EN-GB": "English (British)", "EN-US": "English (American)"},
     "pt": {"PT-BR": "Portuguese (Brazilian)", "PT-PT": "Portuguese (European)"},
 }
-# A line break within a paragraph.
-_LINE_BREAK = re.compile(r"(?<=\S)[ \t]*\r?\n[ \t]*(?=\S)")
-# DeepL's number for accounts without a limit.
-_NO_LIMIT = 10**12
+_LINE_BREAK = re.compile(r"(?<=\S)[ \t]*\r?\n[ \t]*(?=\S)")  # a line break within a paragraph
 
 
 class Texts(BaseModel):
@@ -95,6 +92,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/usage")
     async def usage() -> Response:
-        return JSONResponse({"character_count": num_characters, "character_limit": _NO_LIMIT})
+        # DeepL's number for accounts without a limit.
+        return JSONResponse({"character_count": num_characters, "character_limit": 10**12})
 
     return router

@@ -1,6 +1,5 @@
 """Guards in front of all APIs: keys, errors in the form of each API, access log and metrics."""
 
-import functools
 import json
 import logging
 import re
@@ -24,10 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Paths without a key: no text goes there, and LibreTranslate needs no key for its languages.
 PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json", "/languages")
-# LibreTranslate's clients send the key in the body.
-BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")
-# Nobody can guess the name of a file there.
-DOWNLOAD_PATH = "/download_file/"
+BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")  # LibreTranslate's clients send the key in the body
+DOWNLOAD_PATH = "/download_file/"  # nobody can guess the name of a file there
 WRONG_KEY = "The API key must be one of the server's."
 FAILURE = "The server failed to answer this request."
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -36,8 +33,7 @@ _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate
 class Api(NamedTuple):
     """Errors of an API: the body for a status and a message, and the statuses of some errors."""
 
-    # Beginnings of its paths, with a slash after the last word.
-    prefixes: tuple[str, ...]
+    prefixes: tuple[str, ...]  # beginnings of its paths, with a slash after the last word
     body: Callable[[int, str], dict[str, Any]]
     unknown_model: int = 400
     overload: int = 503
@@ -54,23 +50,19 @@ def _hugging_face_body(status: int, message: str) -> dict[str, Any]:
     return {"error": message, "error_type": kind}
 
 
+_LIBRETRANSLATE = ("/translate/", "/translate_file/", "/download_file/", "/detect/", "/languages/")
 # The first API with a prefix of the path decides. The last one has all other paths.
 APIS = (
     Api(("/v1/",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
     Api(("/v2/",), lambda status, message: {"message": message}, overload=429, wrong_key=403),
-    Api(
-        ("/translate/", "/translate_file/", "/download_file/", "/detect/", "/languages/"),
-        lambda status, message: {"error": message},
-        wrong_key=403,
-    ),
+    Api(_LIBRETRANSLATE, lambda status, message: {"error": message}, wrong_key=403),
     Api(("/",), _hugging_face_body, unknown_model=404),
 )
 
 
 def find_api(path: str) -> Api:
-    """Return the API of a path."""
-    # `/translation` is Hugging Face's, `/translate` LibreTranslate's.
+    """Return the API of a path: `/translation` is Hugging Face's, `/translate` LibreTranslate's."""
     return next((api for api in APIS if f"{path}/".startswith(api.prefixes)), APIS[-1])
 
 
@@ -118,9 +110,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return error_response(request.url.path, status, message, headers)
 
 
-ERROR_HANDLERS = dict.fromkeys(
-    (HTTPException, OverloadError, ValueError, CancelledRequest, ClientDisconnect), answer_error
-)
+_ERRORS = (HTTPException, OverloadError, ValueError, CancelledRequest, ClientDisconnect)
+ERROR_HANDLERS = dict.fromkeys(_ERRORS, answer_error)
 
 
 class Gate:
@@ -128,16 +119,15 @@ class Gate:
 
     def __init__(self, app: ASGIApp, service: Service, registry: CollectorRegistry):
         self.app, self.service = app, service
-        counter, gauge, histogram = (
-            functools.partial(kind, namespace="metaphrase", registry=registry) for kind in (Counter, Gauge, Histogram)
-        )
-        self.requests = counter("requests", "Answered requests", ("route", "status"))
-        self.seconds = histogram("request_seconds", "Time of a request", ("route",))
-        sentences = counter("sentences", "Sentences that have a target")
-        tokens = counter("tokens", "Tokens that the models read or wrote", ("side",))
-        waiting = gauge("sentences_waiting", "Sentences that wait for the engine")
+        place = {"namespace": "metaphrase", "registry": registry}
+        self.requests = Counter("requests", "Answered requests", ("route", "status"), **place)
+        self.seconds = Histogram("request_seconds", "Time of a request", ("route",), **place)
+        sentences = Counter("sentences", "Sentences that have a target", **place)
+        tokens = Counter("tokens", "Tokens that the models read or wrote", ("side",), **place)
+        waiting = Gauge("sentences_waiting", "Sentences that wait for the engine", **place)
         waiting.set_function(lambda: service.batcher.num_waiting)
-        gauge("requests_running", "Requests that wait or run").set_function(lambda: service.num_requests)
+        running = Gauge("requests_running", "Requests that wait or run", **place)
+        running.set_function(lambda: service.num_requests)
 
         def observe(num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
             sentences.inc(num_sentences)

@@ -40,8 +40,7 @@ class Inputs(BaseModel):
     parameters: Parameters | None = None
     model: str | None = None
     stream: bool = False
-    # Hints of older clients, such as `wait_for_model`.
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] | None = None  # hints of older clients, such as `wait_for_model`
 
 
 def make_router(service: Service) -> APIRouter:

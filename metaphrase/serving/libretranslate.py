@@ -5,7 +5,7 @@ import reprlib
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -19,10 +19,8 @@ from metaphrase.serving.models import base_code, check_fields, identify_language
 from metaphrase.serving.service import Query, Service
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 
-# The server keeps so many translated files, until further ones come.
-_MOST_FILES = 64
-# A document unpacks to so many times the largest body.
-_UNPACKED = 16
+_MOST_FILES = 64  # translated files that the server keeps, until further ones come
+_UNPACKED = 16  # a document may unpack to so many times the largest body
 # No API has so many fields. They bound the work for a form.
 _MAX_FORM_FIELDS = 100
 _FORMATS = {".txt": "text", ".html": "html", ".htm": "html"}
@@ -58,40 +56,32 @@ def make_router(service: Service) -> APIRouter:
     targets_by_source = service.targets_by_source
     codes = list(dict.fromkeys([*targets_by_source, *(code for row in targets_by_source.values() for code in row)]))
 
-    def check_key(request: Request, key: str | None) -> None:
-        if not service.accepts(key or read_key(request.headers.get("authorization", ""))):
+    def check(request: Request, body: Text | File) -> dict[str, str | None]:
+        """Check the key and the languages of a body. Returns the languages as fields of a query, whose source may be unknown."""
+        if not service.accepts(body.api_key or read_key(request.headers.get("authorization", ""))):
             raise HTTPException(403, WRONG_KEY)
-
-    def check_languages(source: str, target: str) -> str | None:
-        """Return the language of sources, or None if it is to be identified."""
-        for code in (source, target):
-            if base_code(code) not in codes and (code, code) != ("auto", source):
+        if isinstance(body, Text):
+            return {}
+        for code in (body.source, body.target):
+            if base_code(code) not in codes and (code, code) != ("auto", body.source):
                 raise MetaphraseError(f"{code} is not supported")
-        return None if source == "auto" else source
+        return {"source_lang": None if body.source == "auto" else body.source, "target_lang": body.target}
 
     @router.post("/translate", openapi_extra=schema_of(Texts, *_KINDS))
     async def translate(request: Request) -> Response:
         body = await read_body(request, Texts)
-        check_key(request, body.api_key)
-        source = check_languages(body.source, body.target)
-        is_list = isinstance(body.q, list)
-        query = Query(
-            body.q if is_list else [body.q],
-            source_lang=source,
-            target_lang=body.target,
-            text_format=body.format or "text",
-            # LibreTranslate has no alternatives of HTML either.
-            num_targets=1 if body.format == "html" else 1 + body.alternatives,
-        )
+        languages, texts = check(request, body), [body.q] if isinstance(body.q, str) else body.q
+        # LibreTranslate has no alternatives of HTML either.
+        num_targets = 1 if body.format == "html" else 1 + body.alternatives
+        query = Query(texts, **languages, text_format=body.format or "text", num_targets=num_targets)
         result, confidences = await service.translate(request, query)
         fields = {"translatedText": [row[0] for row in result.targets]}
-        if source is None:
+        if query.source_lang is None:
             fields["detectedLanguage"] = [row[0] for row in confidences]
         if body.alternatives:
             # Two sentences may give the same text.
-            fields["alternatives"] = [
-                list(dict.fromkeys(text for text in row if text != row[0])) for row in result.targets
-            ]
+            fields["alternatives"] = [[text for text in dict.fromkeys(row) if text != row[0]] for row in result.targets]
+        is_list = isinstance(body.q, list)
         return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
 
     files, reading = {}, asyncio.Lock()
@@ -105,9 +95,7 @@ def make_router(service: Service) -> APIRouter:
                 message = "The body must be multipart/form-data with a `file` that has a `filename`, got none."
                 raise MetaphraseError(message)
             body, name, content = check_fields(form, File), upload.filename, await upload.read()
-        check_key(request, body.api_key)
-        languages = {"source_lang": check_languages(body.source, body.target), "target_lang": body.target}
-        suffix = Path(name).suffix.lower()
+        languages, suffix = check(request, body), Path(name).suffix.lower()
         if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
             raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         if suffix in _FORMATS:
@@ -116,15 +104,12 @@ def make_router(service: Service) -> APIRouter:
             content = result.targets[0][0].encode()
         else:
             content = await translate_document(request, name, content, languages)
-        name = secrets.token_urlsafe(16) + suffix
-        files[name] = content
+        files[name := secrets.token_urlsafe(16) + suffix] = content
         while len(files) > _MOST_FILES:
             del files[next(iter(files))]
         return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
 
-    async def translate_document(
-        request: Request, name: str, content: bytes, languages: dict[str, str | None]
-    ) -> bytes:
+    async def translate_document(request: Request, name: str, content: bytes, languages: dict[str, Any]) -> bytes:
         most_bytes = _UNPACKED * 1024 * service.limits.max_body_kilobytes
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"file{Path(name).suffix.lower()}"
@@ -153,7 +138,7 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/detect", openapi_extra=schema_of(Text, *_KINDS))
     async def detect(request: Request) -> Response:
         body = await read_body(request, Text)
-        check_key(request, body.api_key)
+        check(request, body)
         [confidences] = await service.run_in_thread(lambda: identify_languages([body.q], codes))
         return JSONResponse(confidences)
 

@@ -27,8 +27,7 @@ _TABLE = Path(__file__).with_name("languages.tsv").read_text(encoding="utf-8")
 _ROWS = [line.split("\t") for line in _TABLE.splitlines()]
 NAMES = {code: name for code, _, name in _ROWS}
 _SHORT = {long: code for code, long, _ in _ROWS}
-# The identifier's names of languages, where the table has another.
-_LABELS = {"nb": "no", "fil": "tl"}
+_LABELS = {"nb": "no", "fil": "tl"}  # the identifier's names of languages, where the table has another
 # A shorter text does not tell its language; more characters tell no more.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
 _NUM_LABELS = 176
@@ -61,14 +60,17 @@ class ServedModel:
     ) -> "ServedModel":
         """Load a model from a folder or the Hub, with the arguments `loading` of `Generator.from_pretrained`.
 
-        A name such as en-de tells the languages. Other names leave them to the recipe of the folder. By default the name is that
-        of the folder, and the task is translation for a model with languages.
+        A name such as en-de tells the languages, else the recipe does. A model with languages translates by default.
         """
         [folder, *_] = members_of(path) or [Path(path)]
         recipe = read_fields(folder / "recipe.yaml", yaml.safe_load) or {}
         pair = recipe.get("source_language"), recipe.get("target_language")
         is_known = all(isinstance(code, str) and len(base_code(code)) in (2, 3) for code in pair)
-        languages = read_pair(name or "") or (pair if is_known else None)
+        codes = tuple((name or "").replace("_", "-").split("-"))
+        languages = pair if is_known else None
+        if len(codes) == 2 and all(base_code(code) in NAMES for code in codes):
+            # A name such as my-model has no languages.
+            languages = codes
         generator = Generator.from_pretrained(path, **loading)
         if generator.engine_choice is not None:
             generator.engine_choice.expect_many()
@@ -79,10 +81,7 @@ class ServedModel:
     def open(
         self, ticket: Ticket, source_lang: str | None, target_lang: str | None
     ) -> tuple[Generator, dict[str, int]]:
-        """Return a generator for one request, and the generation options for its target language.
-
-        Codes of languages are those of `source_languages` and `target_languages`, or as the tokenizer spells them.
-        """
+        """Return a generator for one request from and to two languages, and the generation options for its target language."""
         generator, options, pair = self.generator, {}, (source_lang, target_lang)
         for code, known in zip(pair, (self.source_languages, self.target_languages), strict=True):
             if code and known and base_code(code) not in known:
@@ -112,12 +111,6 @@ class Pivot(NamedTuple):
     second: ServedModel
 
 
-def read_pair(name: str) -> tuple[str, str] | None:
-    """Return the languages of a name such as en-de, or `None` for another name, such as my-model or old-new."""
-    codes = name.replace("_", "-").split("-")
-    return (codes[0], codes[1]) if len(codes) == 2 and all(base_code(code) in NAMES for code in codes) else None
-
-
 def base_code(code: str) -> str:
     """Return the language of a code without script and region, in two letters where they exist: en for EN-US and eng_Latn."""
     base = code.strip().replace("_", "-").split("-")[0].lower()
@@ -131,14 +124,12 @@ def name_of(code: str) -> str:
 
 def codes_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the languages of a multilingual tokenizer: its own spelling by base code."""
-    m2m_codes = getattr(tokenizer, "lang_code_to_token", None)
-    if m2m_codes:
+    if m2m_codes := getattr(tokenizer, "lang_code_to_token", None):
         return {base_code(code): code for code in m2m_codes}
-    spellings = [
-        token for token in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} if "_" in token.strip("_")
-    ]
+    tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    spellings = [token for token in tokens if "_" in token.strip("_") and not token.startswith("<")]
     # A language may have several scripts. The first one by alphabet stands for it.
-    return {base_code(token): token for token in sorted(spellings, reverse=True) if not token.startswith("<")}
+    return {base_code(token): token for token in sorted(spellings, reverse=True)}
 
 
 def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[dict[str, Any]]]:
@@ -175,10 +166,7 @@ _FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
-    """Return the fields of a JSON or form body. A form may repeat the fields `lists`.
-
-    Raises `MetaphraseError` if the body cannot be read, or a field is missing or wrong.
-    """
+    """Return the fields of a JSON or form body, which may repeat the fields `lists`. `MetaphraseError` if one is wrong."""
     body = await request.body()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     try:

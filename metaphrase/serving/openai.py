@@ -1,8 +1,4 @@
-"""OpenAI's API for completions: the client `openai`, and tools that take a base URL.
-
-OpenAI samples at temperature 1 by default. Here a request without `temperature` and `top_p` has the model's own search, such as
-beam search. Temperature 0 is greedy search.
-"""
+"""OpenAI's API for completions: the client `openai`, and tools that take a base URL."""
 
 import time
 import uuid
@@ -22,15 +18,12 @@ _DEFAULTS = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": 
 
 
 class Prompts(BaseModel):
-    """Body of a request. Other options of `generate()` may stand beside these fields.
-
-    `max_tokens` holds for each target; in a translation of several sentences, for each sentence.
-    """
+    """Body of a request. Other options of `generate()` may stand beside these fields."""
 
     model_config = ConfigDict(extra="allow")
     model: str
     prompt: str | list[str]
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)  # of each target, or of each sentence of a translation
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     n: int | None = Field(None, ge=1)
@@ -84,7 +77,8 @@ def make_router(service: Service) -> APIRouter:
 
 
 def _read_query(body: Prompts) -> Query:
-    # Top p of 1 leaves all tokens, and clients send it with every request.
+    # OpenAI samples at temperature 1 by default. Here, without `temperature` and `top_p`, the model's own search decides.
+    # Top p of 1 leaves all tokens, and clients send it with every request. Temperature 0 is greedy search.
     fields = {"max_new_tokens": body.max_tokens, "temperature": body.temperature}
     fields["top_p"] = None if body.top_p == 1 else body.top_p
     if body.temperature == 0:
@@ -118,8 +112,6 @@ def _choice(text: str, reason: str | None, index: int = 0) -> dict[str, Any]:
     return {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
 
 
-async def _count_usage(
-    service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]
-) -> dict[str, int]:
+async def _count_usage(service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]) -> dict:
     num_read, num_written = await service.run_in_thread(lambda: model.count_tokens(sources, targets))
     return {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}

@@ -30,8 +30,7 @@ Result = TypeVar("Result")
 # A client may not choose special tokens.
 CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
 _TAGS = re.compile(r"<[^<>]*>")
-# Characters of a request whose Python code would hold up other threads.
-_LONG_REQUEST = 5000
+_LONG_REQUEST = 5000  # characters of a request whose Python code would hold up other threads
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,12 @@ class Service:
         api_keys: Iterable[str] = (),
         glossaries: Mapping[str, Terms] | None = None,
     ):
-        """Take the parts. Without keys every client may use the server."""
         self.models = {model.name: model for model in models}
         if len(self.models) < len(models):
             names = ", ".join(model.name for model in models)
             raise MetaphraseError(f"Each model must have a name of its own, got {names}. Write NAME=FOLDER.")
         self.batcher, self.limits, self.glossaries = batcher, limits or Limits(), glossaries or {}
-        self.keys = [key.encode() for key in api_keys]
+        self.keys = [key.encode() for key in api_keys]  # without keys every client may use the server
         self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
         self._text_lock = threading.Lock()
@@ -99,24 +97,21 @@ class Service:
 
     @functools.cached_property
     def routes(self) -> dict[tuple[str, str], ServedModel | Pivot]:
-        """The first model that translates between two languages, or else two models, by source and target language.
-
-        Of several languages between the two, English comes first, and then the order of the models.
-        """
+        """The first model that translates between two languages, or else two models, by source and target language."""
         direct: dict[tuple[str, str], ServedModel] = {}
         for model in self.models.values():
             if model.task == "translation":
                 for pair in itertools.product(model.source_languages, model.target_languages):
                     direct.setdefault(pair, model)
-        into, out_of = collections.defaultdict(list), collections.defaultdict(list)
+        out_of = collections.defaultdict(list)
         for source, target in direct:
-            into[target].append(source)
             out_of[source].append(target)
         routes: dict[tuple[str, str], ServedModel | Pivot] = dict(direct)
-        for middle in sorted(into, key=lambda code: code != "en"):
-            for source, target in itertools.product(into[middle], out_of.get(middle, ())):
+        # Of several languages between the two, English comes first, and then the order of the models.
+        for (source, middle), first in sorted(direct.items(), key=lambda item: item[0][1] != "en"):
+            for target in out_of.get(middle, ()):
                 if source != target and (source, target) not in routes:
-                    routes[source, target] = Pivot(direct[source, middle], middle, direct[middle, target])
+                    routes[source, target] = Pivot(first, middle, direct[middle, target])
         return routes
 
     @functools.cached_property
@@ -129,22 +124,13 @@ class Service:
 
     def find_translator(self, source: str | None, target: str) -> ServedModel | Pivot:
         """Return the route between two languages; `None` is any source language. Raises `UnknownModelError` if there is none."""
-        if source is not None:
-            route = self.routes.get((base_code(source), base_code(target)))
-        else:
-            route = next((route for (_, code), route in self.routes.items() if code == base_code(target)), None)
-        if route is not None:
+        code = base_code(target)
+        sources = [base_code(source)] if source is not None else self.targets_by_source
+        if route := next((self.routes[first, code] for first in sources if (first, code) in self.routes), None):
             return route
         pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
-        raise UnknownModelError(
-            f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
-        )
-
-    def list_pivots(self) -> list[str]:
-        """Return the pairs of languages that two models translate, such as de-en-fr."""
-        routes = self.routes.items()
-        return [f"{source}-{route.language}-{target}" for (source, target), route in routes if isinstance(route, Pivot)]
+        raise UnknownModelError(f"A model must know the languages ({known}), got {source or 'any'}-{target}.")
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
@@ -160,12 +146,10 @@ class Service:
     @contextlib.contextmanager
     def text_work(self, query: Query, ticket: Ticket) -> Iterator[None]:
         """Return a context to split, encode and join the texts of a request. One long request at a time is in it."""
-        if sum(map(len, query.texts)) < _LONG_REQUEST:
-            yield
-            return
-        with self._text_lock:
+        lock = self._text_lock if sum(map(len, query.texts)) >= _LONG_REQUEST else None
+        with lock or contextlib.nullcontext():
             ticket.check()
-            ticket.text_lock = self._text_lock
+            ticket.text_lock = lock
             try:
                 yield
             finally:
@@ -179,10 +163,7 @@ class Service:
             raise OverloadError(str(error) or "The request took longer than the server allows.") from error
 
     async def run(self, request: Request, query: Query, function: Callable[[Ticket], Result]) -> Result:
-        """Check a query, and run a function of its ticket in another thread.
-
-        The ticket is cancelled when the client goes away.
-        """
+        """Check a query, and run a function of its ticket in another thread. A client that goes away cancels the ticket."""
         check_query(query, self.limits)
         with self.admit(query.seed) as ticket:
 
@@ -207,10 +188,7 @@ class Service:
         return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
     async def translate(self, request: Request, query: Query) -> tuple[Answer, list[list[dict[str, Any]]]]:
-        """Translate texts, each by a model for its language, which is identified where the query has none.
-
-        Returns the targets, and the source languages of each text, as `identify_languages`.
-        """
+        """Translate texts from the query's language, or from that of each text. Returns also what `identify_languages` does."""
         check_query(query, self.limits)
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
@@ -253,10 +231,7 @@ def check_query(query: Query, limits: Limits) -> None:
 
 
 def open_model(model: ServedModel, query: Query, ticket: Ticket) -> tuple[Generator, dict[str, Any], str | bool]:
-    """Return the generator of a request, its options of `generate()`, and its value of `split_sentences`.
-
-    This is the language to split texts by, True for the generator's, or False to keep them whole.
-    """
+    """Return the generator of a request, its options of `generate()`, and the value of `split_sentences` for `split_texts`."""
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
     is_split = model.task == "translation" if query.split_sentences is None else query.split_sentences
     codes = (base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code)
@@ -306,10 +281,7 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 
 
 async def stream_target(service: Service, model: ServedModel, query: Query) -> AsyncIterator[tuple[str, str | None]]:
-    """Yield the target of one text, sentence by sentence, each with None.
-
-    The last piece, which may be empty, has "stop", or "length" if a sentence met the length limit.
-    """
+    """Yield the target of one text, sentence by sentence, each with None; in the end "stop", or "length" at the length limit."""
     check_query(query, service.limits)
     if len(query.texts) != 1 or query.num_targets != 1:
         raise MetaphraseError("A stream must have one text and one target.")

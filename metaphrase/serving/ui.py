@@ -22,8 +22,7 @@ _POLICY = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# The weights of all layers and heads grow with the product of both lengths.
-_MAX_ATTENTION_TOKENS = 512
+_MAX_ATTENTION_TOKENS = 512  # the weights of all layers and heads grow with the product of both lengths
 
 
 class Fields(BaseModel):
@@ -63,13 +62,10 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/ui", response_class=HTMLResponse)
     async def show_page() -> HTMLResponse:
-        """Return the page."""
         return HTMLResponse(content, headers=headers)
 
     @router.get("/ui/settings")
     async def settings() -> dict[str, Any]:
-        """Return the models with their languages, and the limits of the page."""
-
         def name_all(codes: list[str]) -> list[dict[str, str]]:
             return [{"code": code, "name": name_of(code)} for code in sorted(codes, key=name_of)]
 

@@ -22,8 +22,7 @@ _CUTS = (
     re.compile(r"(?<=[,،])\s+|(?<=[，、])|(?<!\s)\s+(?=[–—(])"),
     re.compile(r"\s+"),
 )
-# True and a sentence, or False and layout.
-_Part = tuple[bool, str]
+_Part = tuple[bool, str]  # True and a sentence, or False and layout
 
 
 def split_texts(
@@ -35,7 +34,6 @@ def split_texts(
     abbreviations cover some 300 languages. An unknown language gets the rules of English.
 
     Args:
-        generators: Models that read the sentences, each of which has a longest source.
         split_sentences: A language; True for that of a multilingual tokenizer, or else English; False for the whole texts.
         has_lines: False if a line break is a space, and no mark of a list begins a line.
     """
@@ -103,28 +101,22 @@ def _strip(text: str) -> Iterator[_Part]:
     yield from ((False, text[:start]), (True, text[start:end]), (False, text[end:]))
 
 
-def _halve(text: str, find_long: Callable[[list[str]], list[bool]]) -> list[str]:
+def _halve(text: str, find_long: Callable[[list[str]], list[bool]]) -> Iterator[str]:
     """Cut a text near its middle, and each part again while it is too long."""
     if len(text) < 2:
-        return [text]
+        yield text
+        return
     third, middle = len(text) // 3, len(text) // 2
     offsets = ([match.end() for match in pattern.finditer(text)] for pattern in _CUTS)
     inside = ([offset for offset in row if third <= offset <= len(text) - third] for row in offsets)
     cut = next((min(row, key=lambda offset: abs(offset - middle)) for row in inside if row), middle)
     parts = [text[:cut], text[cut:]]
-    flags = find_long(parts)
-    return [
-        piece
-        for part, is_long in zip(parts, flags, strict=True)
-        for piece in (_halve(part, find_long) if is_long else [part])
-    ]
+    for part, is_long in zip(parts, find_long(parts), strict=True):
+        yield from _halve(part, find_long) if is_long else [part]
 
 
-# Tokens of a phrase that a target may not repeat, once it is a loop.
-_LOOP_TOKENS = 3
 _LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
-# Dots and laughter are no loops.
-_SHORTEST_LOOP = 12
+_SHORTEST_LOOP = 12  # dots and laughter are no loops
 
 
 def find_loop(source: str, target: str) -> str | None:
@@ -144,7 +136,8 @@ def end_loops(generator: Generator, plan: Plan, encoded: EncodedTexts, hypothese
     looping = find_looping(dict(enumerate(hypotheses)))
     if not looping:
         return
-    again = replace(plan, options=plan.options | {"no_repeat_ngram_size": _LOOP_TOKENS})
+    # Now no phrase of three tokens may stand in a target twice.
+    again = replace(plan, options=plan.options | {"no_repeat_ngram_size": 3})
     part = EncodedTexts([[ids[i] for i in looping] for ids in encoded.ids], [], {})
     rows = dict(zip(looping, generator.generate_encoded(again, part), strict=True))
     still_looping = find_looping(rows)

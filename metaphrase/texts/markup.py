@@ -15,8 +15,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _KEPT = re.compile(r"""\stranslate\s*=\s*["']?no\b|\sclass\s*=\s*(?:"[^"]*|'[^']*|)\bnotranslate\b""", re.IGNORECASE)
-# A number with more digits is no character.
-_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|\w+);")
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|\w+);")  # a number with more digits is no character
 _HAS_TEXT = re.compile(r"[^\W_]")
 # Elements inside a sentence.
 _INLINE = {
@@ -27,8 +26,7 @@ _INLINE = {
 _EMPTY = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"}
 # Elements whose content is no text to translate: a word of the sentence, or a block.
 _INLINE_KEPT, _BLOCK_KEPT = {"code", "kbd", "samp", "var", "math"}, {"pre", "script", "style", "svg", "textarea"}
-# Their content is no markup.
-_RAW = {"script", "style", "textarea"}
+_RAW = {"script", "style", "textarea"}  # elements whose content is no markup
 
 
 @dataclass(eq=False)
@@ -54,26 +52,16 @@ class Atom:
     ignore_case: bool = False  # True if the decoded text may write `expected` in another case, and keeps it
 
 
-class Tag(NamedTuple):
-    """A tag of an element, or an atom without text, at an offset of the text."""
-
-    offset: int
-    markup: str
-    owner: Element | Atom
-    is_closing: bool = False
-
-
 @dataclass
 class MarkedText:
     """Text between two block tags, without tags, entities replaced by their characters. In plain text all stands for itself."""
 
     text: str = ""
-    # Each stands behind the element around it.
-    elements: list[Element] = field(default_factory=list)
+    elements: list[Element] = field(default_factory=list)  # each behind the element around it
     atoms: list[Atom] = field(default_factory=list)
-    tags: list[Tag] = field(default_factory=list)
-    # By their character.
-    entities: dict[str, str] = field(default_factory=dict)
+    # Tags and atoms without text: offset, markup, owner, and True for a closing tag.
+    tags: list[tuple[int, str, Element | Atom, bool]] = field(default_factory=list)
+    entities: dict[str, str] = field(default_factory=dict)  # by their character
     is_markup: bool = True
 
     def escape(self, text: str) -> str:
@@ -155,21 +143,20 @@ class _Builder:
         start = len(self.marked.text)
         atom = Atom(start, start + len(text), raw, text, self.open_elements[-1][1])
         self.marked.atoms.append(atom)
-        self._add(raw, atom, is_tag=not text)
+        if atom.parent is None:
+            self.roots.append(atom)
+        if not text:
+            self.marked.tags.append((start, raw, atom, False))
         self.marked.text += text
 
     def open(self, token: _Token) -> None:
         element = Element(len(self.marked.text), -1, token.raw, parent=self.open_elements[-1][1])
         self.marked.elements.append(element)
-        self._add(token.raw, element)
+        if element.parent is None:
+            self.roots.append(element)
+        self.marked.tags.append((element.start, token.raw, element, False))
         self.open_elements.append((token.name, element))
         self.num_open[token.name] += 1
-
-    def _add(self, raw: str, owner: Element | Atom, is_tag: bool = True) -> None:
-        if owner.parent is None:
-            self.roots.append(owner)
-        if is_tag:
-            self.marked.tags.append(Tag(len(self.marked.text), raw, owner))
 
     def close(self, token: _Token) -> None:
         if not self.num_open[token.name]:
@@ -186,7 +173,7 @@ class _Builder:
                 self.num_open[name] -= 1
                 element.end = len(self.marked.text)
         element.closing = token.raw
-        self.marked.tags.append(Tag(len(self.marked.text), token.raw, element, is_closing=True))
+        self.marked.tags.append((len(self.marked.text), token.raw, element, True))
 
     def finish(self, tokens: Sequence[_Token]) -> str | MarkedText:
         """Return the text of the tokens, or their markup alone. An element that is still open goes on behind the block tag."""

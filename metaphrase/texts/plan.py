@@ -30,19 +30,14 @@ class Links:
     best: list[int | None]
 
     def find(self, start: int, end: int) -> Span | None:
-        """Return the offsets of the target words that belong to a part of the source: one run of words.
-
-        The run has the most words of the part, less those of other parts. So a word far away does not stretch it.
-        """
+        """Return the offsets of the one run of target words that belongs to a part of the source."""
         return self._span_of({index for index, word in enumerate(self.source) if word[0] < end and word[1] > start})
 
     def find_gap(self, offset: int) -> int:
-        """Return the offset in the target for a place between two source words.
-
-        A place directly before a word stays before its target. Any other one stands behind the target of the word before it.
-        """
+        """Return the offset in the target for a place between two source words."""
         following = next((index for index, word in enumerate(self.source) if word[0] == offset), None)
         touches = any(word[1] == offset for word in self.source)
+        # A place directly before a word stays before its target. Any other one stands behind the target of the word before it.
         if following is not None and not touches and (span := self._span_of({following})):
             return span[0]
         for index in reversed([index for index, word in enumerate(self.source) if word[1] <= offset]):
@@ -51,6 +46,7 @@ class Links:
         return 0
 
     def _span_of(self, indices: set[int]) -> Span | None:
+        # The run has the most words of the part, less those of other parts. So a word far away does not stretch it.
         best, best_sum, start, total = None, 0.0, 0, 0.0
         for position, index in enumerate(self.best):
             if total <= 0:
@@ -64,14 +60,12 @@ class Links:
 
 @dataclass
 class Sentence:
-    """A sentence of a marked text, with its atoms and the elements that have a tag inside the sentence.
-
-    Offsets are those in the sentence. Without `opening` an element begins with the sentence, without `closing` it ends with it.
-    """
+    """A sentence of a marked text, with its atoms and the elements that have a tag inside it, by offsets in the sentence."""
 
     text: str
-    elements: list[Element]
+    elements: list[Element]  # without `opening` one begins with the sentence, without `closing` it ends with it
     atoms: list[Atom]
+    escape: Callable[[str], str]  # turns a part of the target into markup
 
     def find_atoms(self, target: str) -> tuple[dict[Atom, Span], list[Atom]]:
         """Return where a target has the expected text of atoms, and the atoms whose text it lacks."""
@@ -89,15 +83,12 @@ class Sentence:
                 spans[atom] = span
         return spans, missing
 
-    def render(self, target: str, links: Links, escape: Callable[[str], str]) -> tuple[str, int]:
-        """Return the target with all tags and atoms, and the number of atoms that the alignment had to place.
-
-        `escape` turns a part of the target into markup.
-        """
+    def render(self, target: str, links: Links) -> tuple[str, int]:
+        """Return the target with all tags and atoms, and the number of atoms that the alignment had to place."""
         spans, missing = self.find_atoms(target)
         for atom, span in spans.items():
             if atom.ignore_case:
-                atom.output = escape(target[slice(*span)])
+                atom.output = self.escape(target[slice(*span)])
         for atom in missing:
             span = links.find(atom.start, atom.end)
             most_words = 2 * len(self.text[atom.start : atom.end].split()) + 1
@@ -119,10 +110,10 @@ class Sentence:
         def find_span(element: Element, start: int, end: int) -> Span:
             """Return the part of the target that an element encloses, between two offsets."""
             span = links.find(element.start, element.end) or (links.find_gap(element.start),) * 2
-            own = [span, *(spans[atom] for atom in full if element in _elements_around(atom))]
+            parts = [span, *(spans[atom] for atom in full if element in _elements_around(atom))]
             atoms = [spans[atom] for atom in full]
-            first = _snap(min(start for start, _ in own), atoms, before=True)
-            last = _snap(max(end for _, end in own), atoms)
+            first = _snap(min(start for start, _ in parts), atoms, before=True)
+            last = _snap(max(end for _, end in parts), atoms)
             first = min(max(first, start), end) if element.opening else start
             return first, min(max(last, first), end) if element.closing else end
 
@@ -131,10 +122,10 @@ class Sentence:
             for atom in full:
                 first, last = spans[atom]
                 if start <= first and last <= end:
-                    yield escape(target[start:first])
+                    yield self.escape(target[start:first])
                     yield atom.output
                     start = last
-            yield escape(target[start:end])
+            yield self.escape(target[start:end])
 
         def rank(part: Element | Atom) -> int:
             # An element that begins with the sentence is first, one that ends with it is last.
@@ -234,10 +225,7 @@ def read_glossary(path: str | Path) -> dict[str, str]:
     return dict(rows)
 
 
-_Claim = tuple[Element | Atom, bool]  # owner, and True for its closing tag
-
-
-def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[_Claim]) -> Sentence:
+def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[tuple]) -> Sentence:
     """Return a sentence with its elements and atoms, and add their tags to the claims."""
     start, end = span
     copies: dict[Element, Element] = {}
@@ -257,7 +245,7 @@ def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims:
     inside += [atom for atom in marked.atoms if not atom.expected and start < atom.start < end]
     claims.update((atom, False) for atom in inside)
     moved = [replace(atom, start=atom.start - start, end=atom.end - start, parent=find_parent(atom)) for atom in inside]
-    return Sentence(marked.text[start:end], list(copies.values()), moved)
+    return Sentence(marked.text[start:end], list(copies.values()), moved, marked.escape)
 
 
 def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[list[Sentence], list[str]]:
@@ -278,10 +266,10 @@ def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[lis
         if spans and start < spans[-1][1]:
             start, end = spans[-1][0], max(spans.pop()[1], end)
         spans.append((start, end))
-    claims: set[_Claim] = set()
+    claims: set[tuple[Element | Atom, bool]] = set()
     sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
     parts = [(atom.start, atom.end, atom.output) for atom in atoms]
-    parts += [(tag.offset, tag.offset, tag.markup) for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
+    parts += [(offset, offset, markup) for offset, markup, *claim in marked.tags if tuple(claim) not in claims]
     # Sorting keeps the order of tags at one offset.
     parts.sort(key=lambda part: part[:2])
     borders, layout = [0, *(offset for span in spans for offset in span), len(marked.text)], []

@@ -14,14 +14,12 @@ from metaphrase.errors import MetaphraseError
 _CUE = re.compile(r"^(?=[^\n]*-->)([^\n]*)()\n((?:(?![^\n]*-->)(?=[^\n]*\S)[^\n]*(?:\n|\Z))*)", re.MULTILINE)
 _DIALOGUE = re.compile(r"^Dialogue:[^\n,]*,([^\n,]*,[^\n,]*),((?:[^\n,]*,){6})([^\n]*)", re.MULTILINE)
 _TIME = re.compile(r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)")
-# Shapes, and songs with a time for each syllable.
-_NO_TEXT = re.compile(r"\{[^{}]*\\(?:p[1-9]|[kK])")
+_NO_TEXT = re.compile(r"\{[^{}]*\\(?:p[1-9]|[kK])")  # shapes, and songs with a time for each syllable
 _TAG = re.compile(r"(?P<tag><(?P<end>/?)(?P<name>[A-Za-z]\w*)\b[^<>]*>|\{\\(?P<style>[ibus])(?P<on>[01])\}|\{[^{}]*\})")
 _TAG_OR_TEXT = re.compile(_TAG.pattern + r"|[^<{]+|.")
 _HAS_TEXT = re.compile(r"[^\W_]")
 _SENTENCE_END = re.compile(r"[.!?…:;。！？：；\])♪\"”»\-–—]$")
-# Dashes of speakers, sounds in brackets, and songs.
-_OWN_SENTENCE = re.compile(r"[-–—\[(♪>]")
+_OWN_SENTENCE = re.compile(r"[-–—\[(♪>]")  # dashes of speakers, sounds in brackets, and songs
 _DASH = re.compile(r"(?:<[^<>]*>)*[-–—]")
 _PIECE = re.compile(r"<[^<>]*>|&#?\w+;|\s+|.")
 _CHINESE = re.compile(r"[\u3040-\u9fff]")
@@ -40,18 +38,13 @@ class _Event:
     end: float
 
     def goes_on(self, other: "_Event") -> bool:
-        """Return True if the next event continues the sentence of this one."""
         is_near = abs(other.start - self.end) <= _MOST_SECONDS and self.style == other.style
         ends = _SENTENCE_END.search(_strip_tags(self.text)) or _OWN_SENTENCE.match(_strip_tags(other.text))
         return is_near and not ends
 
 
 class Subtitles:
-    """A file of subtitles.
-
-    Attributes:
-        texts: The texts to decode, as XML. A sentence that goes over several events is in one of them.
-    """
+    """A file of subtitles. Its `texts` are XML. A sentence that goes over several events is in one of them."""
 
     def __init__(self, path: Path):
         """Read a file. Raises `MetaphraseError` if the file is not UTF-8, or UTF-16 with a mark."""
@@ -87,15 +80,12 @@ class Subtitles:
                 pieces = re.split(r"(<[^<>]*>)", text)
                 if not self.is_vtt:
                     pieces[::2] = map(html.unescape, pieces[::2])
-                text = "".join(self.markup.get(piece, piece) for piece in pieces)
+                text = "".join([event.before, *(self.markup.get(piece, piece) for piece in pieces), event.after])
                 start, end = event.span
-                parts += [self.content[position:start], self._join_lines(event.before + text + event.after)]
+                parts += [self.content[position:start], text.replace("\n", "\\N") if self.is_ass else text]
                 position = end
         content = "".join([*parts, self.content[position:]])
         path.write_text(content, encoding="utf-8", newline=self.newline)
-
-    def _join_lines(self, text: str) -> str:
-        return text.replace("\n", "\\N") if self.is_ass else text
 
     def _read_events(self) -> Iterator[_Event]:
         for match in (_DIALOGUE if self.is_ass else _CUE).finditer(self.content):
@@ -155,10 +145,7 @@ def _strip_tags(text: str) -> str:
 
 
 def _divide(text: str, shares: Sequence[int]) -> list[str]:
-    """Cut a text into parts of about these shares, between words, and outside of elements if there is such a place.
-
-    Chinese and Japanese text is cut anywhere.
-    """
+    """Cut a text into parts of about these shares, between words (Chinese anywhere), and outside of elements if possible."""
     pieces = [match.group() for match in _PIECE.finditer(text)]
     lengths, depths, length, depth = [], [], 0, 0
     for piece in pieces:

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sentences with a term that attention put in, which the log shows.
-_MAX_SHOWN = 10
-# A line break of markup is a space.
-_SPACES = re.compile(r"[ \t\r\n\f]+")
+_MAX_SHOWN = 10  # sentences with a term that attention put in, which the log shows
+_SPACES = re.compile(r"[ \t\r\n\f]+")  # a line break of markup is a space
 FORMATS = ("text", "html", "xml")
 FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 
@@ -37,11 +35,8 @@ FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 def read_file(path: Path, most_bytes: int = 256 * 2**20) -> "Subtitles | WordFile":
     """Read subtitles or a Word document, by the suffix. The `texts` are XML, in which a line break ends a line.
 
-    A document that unpacks to more than `most_bytes` is refused.
-
-    Raises:
-        ImportError: If a package for the format is missing.
-        MetaphraseError: If the suffix is unknown, or the file is damaged or without text.
+    Raises ImportError if a package for the format is missing, and `MetaphraseError` if the suffix is unknown, or the file is
+    damaged, without text, or a document that unpacks to more than `most_bytes`.
     """
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
@@ -103,16 +98,13 @@ class TextDecoder:
         parts = [part.text for part in marked]
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
         plans = [plan_text(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        planned = [
-            (part, sentence) for part, (sentences, _) in zip(marked, plans, strict=True) for sentence in sentences
-        ]
-        rows = iter(self._decode_sentences(planned, options))
-        targets = iter([Document(layout=layout).join([next(rows) for _ in sentences]) for sentences, layout in plans])
-        self.counts.update(num_cut=num_cut, num_sentences=len(planned))
+        rendered = self._decode_sentences([sentence for part, _ in plans for sentence in part], options)
+        targets = iter([Document(layout=layout).join([next(rendered) for _ in part]) for part, layout in plans])
+        self.counts["num_cut"] += num_cut
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
-    def _decode_sentences(self, planned: list[tuple[MarkedText, Sentence]], options: dict[str, Any]) -> list[str]:
-        sentences = [sentence for _, sentence in planned]
+    def _decode_sentences(self, sentences: list[Sentence], options: dict[str, Any]) -> Iterator[str]:
+        self.counts["num_sentences"] += len(sentences)
         sources = [sentence.text for sentence in sentences]
         if self.text_format != "text":
             sources = [_SPACES.sub(" ", source) for source in sources]
@@ -124,16 +116,16 @@ class TextDecoder:
             has_tags = sentence.elements or not all(atom.expected for atom in sentence.atoms)
             if target.strip() and (has_tags or sentence.find_atoms(target)[1]):
                 aligned.append(index)
-        links, rendered = {}, []
+        links = [Links([], [], [])] * len(sentences)
         if aligned:
             pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
-            links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True))
-        for index, (part, sentence) in enumerate(planned):
-            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), part.escape)
+            for index, sentence_links in zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True):
+                links[index] = sentence_links
+        for sentence, target, sentence_links in zip(sentences, targets, links, strict=True):
+            text, num_placed = sentence.render(target, sentence_links)
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
-            rendered.append(text)
-        return rendered
+            yield text
 
     def _mend(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
         """Decode a sentence again if its target lacks terms. Returns the better target."""
@@ -155,7 +147,7 @@ class TextDecoder:
             return target
         # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
         words = [(find_words(atom.expected), find_words(sentence.text[atom.start : atom.end])) for atom in missing]
-        growth = sum(len(own) - len(of_source) for own, of_source in words)
+        growth = sum(len(target_words) - len(source_words) for target_words, source_words in words)
         is_longer = len(find_words(other)) > len(find_words(target)) + max(growth, 0)
         if is_longer or len(sentence.find_atoms(other)[1]) == len(missing) or find_loop(source, other):
             return target
@@ -208,8 +200,8 @@ class PivotGenerator(TextStream):
         self, lines: Iterable[str], *, split_sentences: bool | str = False, chunk_size: int, **options
     ) -> Iterator[list[ScoredText]]:
         first, second = self.generators
-        own = options_of_first(options) | {"return_scores": False, "risk": None, "show_progress": False}
-        rows = first.generate_stream(lines, split_sentences=split_sentences, chunk_size=chunk_size, **own)
+        first_options = options_of_first(options) | {"return_scores": False, "risk": None, "show_progress": False}
+        rows = first.generate_stream(lines, split_sentences=split_sentences, chunk_size=chunk_size, **first_options)
         sources = (row[0].text for row in rows)
         # A language of `split_sentences` is that of the input.
         options |= {"split_sentences": bool(split_sentences), "chunk_size": chunk_size}
@@ -230,14 +222,12 @@ def load_pivot(arguments: argparse.Namespace, loading: dict[str, Any]) -> PivotG
 
 
 def options_of_first(options: dict) -> dict:
-    """Return the generation options of a model whose targets another one reads: one for each source, in another language."""
+    """Return the generation options of a model whose targets another one reads: one for each source, in its own language."""
     refused = ("must_contain", "never_contain")
     return {name: value for name, value in options.items() if name not in refused} | {"num_return_sequences": 1}
 
 
-def generate_whole_texts(
-    arguments: argparse.Namespace, options: dict, load: Callable[..., contextlib.AbstractContextManager]
-) -> None:
+def generate_whole_texts(arguments: argparse.Namespace, options: dict, load: Callable[..., Any]) -> None:
     """Write the target of a page, of a file of a known format, or of lines with terms, into the output, and log counts."""
     refused = {name: getattr(arguments, name) for name in ("ensemble", "mbr_candidates", "resume", "shard", "n_best")}
     refused["num_return_sequences"] = options.get("num_return_sequences", 1) > 1
@@ -272,9 +262,8 @@ def generate_whole_texts(
 
         targets = (target for chunk in read_chunks(lines, arguments.chunk_size) for target in generate(chunk.texts))
         if file is not None:
-            targets = list(targets)
             with file_in_one_step(Path(arguments.output)) as path:
-                file.write(targets, path)
+                file.write(list(targets), path)
         else:
             with OutputFile(arguments.output) as output:
                 for target in targets:

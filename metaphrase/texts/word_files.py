@@ -25,26 +25,21 @@ from lxml import etree
 from metaphrase.errors import MetaphraseError
 
 _HAS_TEXT = re.compile(r"[^\W_]")
-# Characters that XML cannot hold.
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # characters that XML cannot hold
 _NOTES = (CONTENT_TYPE.WML_FOOTNOTES, CONTENT_TYPE.WML_ENDNOTES)
 _PARTS = (CONTENT_TYPE.WML_DOCUMENT_MAIN, CONTENT_TYPE.WML_HEADER, CONTENT_TYPE.WML_FOOTER, *_NOTES)
 _PARAGRAPH, _RUN, _TEXT, _FORMATTING = map(qn, ("w:p", "w:r", "w:t", "w:rPr"))
 _CONTAINERS = {*map(qn, ("w:hyperlink", "w:ins", "w:moveTo", "w:smartTag", "w:customXml", "w:sdt", "w:dir", "w:bdo"))}
 _CHARACTERS = {"w:tab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\u2011", "w:softHyphen": ""}
 _CHARACTERS = {qn(name): text for name, text in _CHARACTERS.items()}
-# Marks of the spelling and the pages of the source.
-_NO_CONTENT = {*map(qn, ("w:proofErr", "w:lastRenderedPageBreak"))}
-# They part runs that look the same.
-_NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}
+_NO_CONTENT = {*map(qn, ("w:proofErr", "w:lastRenderedPageBreak"))}  # marks of the spelling and the pages of the source
+_NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}  # parts runs that look the same
 
 
 class WordFile:
-    """A .docx file.
+    """A .docx file. Its `texts` are the paragraphs of the body, tables, text boxes, headers, footers and notes, as XML.
 
-    Attributes:
-        texts: The texts to decode, as XML: the paragraphs of the body, tables, text boxes, headers, footers and notes. Formatted
-            words are in elements. Images, references and fields are elements that stay as they are.
+    Formatted words are in elements. Images, references and fields are elements that stay as they are.
     """
 
     def __init__(self, path: Path, most_bytes: int):
@@ -54,22 +49,23 @@ class WordFile:
         try:
             with zipfile.ZipFile(path) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
-            self._document = docx.Document(str(path)) if size <= most_bytes else None
-        except OSError:
+            if size > most_bytes:
+                most, size = most_bytes >> 20, size >> 20
+                raise MetaphraseError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
+            self._document = docx.Document(str(path))
+        except (OSError, MetaphraseError):
             raise
         except Exception as error:
             # The library raises errors of many kinds for damaged files.
             raise MetaphraseError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
-        if self._document is None:
-            most, size = most_bytes >> 20, size >> 20
-            raise MetaphraseError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:
                 # A field, such as a table of contents, may go over many paragraphs.
                 fields: Counter[str] = Counter()
-                paragraphs = [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
-                self._paragraphs += [paragraph for paragraph in paragraphs if paragraph.has_text]
+                self._paragraphs += [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
+        # Paragraphs without letters and digits have no text.
+        self._paragraphs = [paragraph for paragraph in self._paragraphs if paragraph.text]
         self.texts = [paragraph.text for paragraph in self._paragraphs]
 
     def write(self, targets: Sequence[str], path: Path) -> None:
@@ -80,12 +76,9 @@ class WordFile:
 
 
 class _Piece(NamedTuple):
-    """A part of a paragraph.
+    """A part of a paragraph."""
 
-    The kind `text` is characters with the formatting of their run, `kept` an element that stays as it is, `field` an element of
-    a field, `begin` and `end` a container, such as a link.
-    """
-
+    # `text` with the formatting of its run; `kept` element, or that of a `field`; `begin` or `end` of a container such as a link
     kind: str
     content: Any
     formatting: Any = None
@@ -103,22 +96,19 @@ class _Paragraph:
     """A paragraph, and its text as XML. The numbers in the tags are indices of `_parts`."""
 
     def __init__(self, element: Any, fields: Counter[str]):
-        self._element, self._parts, self.text = element, [], ""
+        self._element, self.text = element, ""
         pieces = list(_read_pieces(element, fields))
-        self.has_text = any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces)
-        if not self.has_text:
+        if not any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces):
             return
         lengths: Counter[tuple] = Counter()
         for piece in pieces:
             lengths[piece.key] += len(piece.content) if piece.kind == "text" else 0
         # Most characters have this formatting. They need no element.
         usual = max(lengths, key=lengths.get)
-        self._formatting = next(piece.formatting for piece in pieces if piece.key == usual)
+        self._parts = [list(neighbors) for _, neighbors in itertools.groupby(pieces, key=lambda piece: piece.key)]
         open_numbers = []
-        for key, neighbors in itertools.groupby(pieces, key=lambda piece: piece.key):
-            part, number = list(neighbors), len(self._parts)
-            self._parts.append(part)
-            kind = part[0].kind
+        for number, part in enumerate(self._parts):
+            kind, _, formatting = part[0]
             if kind == "text":
                 texts = [piece.content for piece in part]
             else:
@@ -130,8 +120,11 @@ class _Paragraph:
                 self.text += f"<t{number}>"
             elif kind == "end":
                 self.text += f"</t{open_numbers.pop()}>"
+            elif kind == "text" and part[0].key == usual:
+                self._formatting = formatting
+                self.text += text
             elif kind == "text":
-                self.text += text if key == usual else f"<t{number}>{text}</t{number}>"
+                self.text += f"<t{number}>{text}</t{number}>"
             else:
                 self.text += f'<t{number} translate="no">{text}</t{number}>'
 

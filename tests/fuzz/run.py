@@ -67,15 +67,9 @@ ADDED = {
     "trainer_state.json": "log_history global_step best_model_checkpoint",
     "recipe.yaml": "tasks source_language token source_prefix train_file",
 }
-RECIPE = {
-    "tokenizer_kind": "char",
-    "seed": 3,
-    "preset": "metaphrase-tiny",
-    "model": SMALL,
-    "max_steps": 2,
-    "report_to": "none",
-}
-RECIPE |= {"per_device_train_batch_size": 4, "use_cpu": True, "num_validation": 1, "generation_max_length": 8}
+RECIPE = {"tokenizer_kind": "char", "seed": 3, "preset": "metaphrase-tiny", "model": SMALL, "max_steps": 2}
+RECIPE |= {"report_to": "none", "per_device_train_batch_size": 4, "use_cpu": True, "num_validation": 1}
+RECIPE["generation_max_length"] = 8
 # Fields and options that mean other machines, other processes, other outputs, or work that a user has chosen.
 LEFT_OUT_FIELDS = ["dataloader", "fsdp", "deepspeed", "parallelism", "torch_compile", "local_rank", "use_cpu", "ddp"]
 LEFT_OUT_FIELDS += ["tpu", "jit", "hub_", "push_to_hub", "auto_find", "num_train_epochs", "max_steps", "neftune"]
@@ -106,7 +100,6 @@ def make_world(folder: Path) -> dict[str, Path]:
 
 
 def command_lines(model: Path, sources: Path, pairs: Path, out: Path) -> dict[str, list[str]]:
-    """Return the command line of each subcommand, without options."""
     read = ["--input", str(sources)]
     train = ["--max_steps", "1", "--use_cpu", "true", "--report_to", "none", "--per_device_train_batch_size", "2"]
     lines = {
@@ -164,7 +157,6 @@ Case = tuple[str, list[str], list[str]]
 
 
 def break_folder(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with a broken file in a folder of a model."""
     base = rng.choice([*paths])
     # Only the broken file needs a copy.
     model = shutil.copytree(paths[base].parent, root / base, copy_function=os.link) / "model"
@@ -180,7 +172,6 @@ def break_folder(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
 
 
 def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with a broken file of texts or pairs."""
     subcommands = ("generate", "evaluate", "attention", "backtranslate", "distill", "shortlist", "tokenize", "filter")
     subcommand = rng.choice((*subcommands, "compare", "train"))
     kind = rng.choice(("bytes", "odd texts", "long line", "compressed"))
@@ -203,7 +194,6 @@ def break_texts(root: Path, world: Path, paths: dict[str, Path], rng: random.Ran
 
 
 def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with a broken recipe: a field of another type or value, an unknown field, or a file that is no recipe."""
     recipe, kind = RECIPE | {"train_file": str(world / "pairs.tsv")}, rng.choice(("field", "field", "network", "bytes"))
     names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if not any(part in name for part in LEFT_OUT_FIELDS)]
     network = [name for name in MetaphraseConfig(vocab_size=9).to_dict() if "layers" not in name]
@@ -222,7 +212,6 @@ def break_recipe(root: Path, world: Path, paths: dict[str, Path], rng: random.Ra
 
 
 def break_options(root: Path, world: Path, paths: dict[str, Path], rng: random.Random) -> Case:
-    """Return a case with options of random values."""
     lines = command_lines(paths["one"], world / "in", world / "pairs.tsv", root / "out")
     subcommand = rng.choice([*lines])
     actions = [action for action in make_parser(subcommand)._actions if action.option_strings]
@@ -286,7 +275,6 @@ def digests(words: list[str]) -> dict[Path, bytes]:
 
 
 def outcome_of(words: list[str], fields: list[str], folder: Path) -> tuple[str, str]:
-    """Run a command line, and return the outcome and the reason of a failure."""
     before = digests(words)
     status, messages, added_bytes = run(words, folder)
     changed = [str(file) for file, digest in before.items() if digests(words).get(file) != digest]
@@ -310,7 +298,6 @@ def outcome_of(words: list[str], fields: list[str], folder: Path) -> tuple[str, 
 
 
 def work(parts: list[str], seed: int, number: int, folder: Path, match: str) -> list[dict[str, Any]]:
-    """Return the outcome of each case."""
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     paths, rng, lines = make_world(folder / "world"), random.Random(seed), []
     for index in range(number):
@@ -343,9 +330,8 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="fuzz_") as root,
         multiprocessing.get_context("fork").Pool(num_jobs) as pool,
     ):
-        jobs = [
-            (arguments.seed * 1000 + job, arguments.number // num_jobs, Path(root, str(job))) for job in range(num_jobs)
-        ]
+        first, number = arguments.seed * 1000, arguments.number // num_jobs
+        jobs = [(first + job, number, Path(root, str(job))) for job in range(num_jobs)]
         results = pool.starmap(work, [(arguments.parts, *job, arguments.match) for job in jobs])
     lines = [line for result in results for line in result]
     failures = [line for line in lines if line["outcome"] in FAILURES]

@@ -39,7 +39,6 @@ def facts(batcher):
 
 @pytest.fixture
 def queued(batcher):
-    """Makes the generator of a request."""
     return lambda generator, **fields: QueuedGenerator(generator, batcher, ticket(**fields))
 
 
@@ -52,14 +51,13 @@ def busy(batcher):
         while batcher.num_waiting < count:
             time.sleep(0.001)
 
-    thread = threading.Thread(target=batcher.call, args=(ticket(), lambda: is_running.set() or may_end.wait()))
-    thread.start()
-    is_running.wait()
-    try:
-        yield may_end, wait_for
-    finally:
-        may_end.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(batcher.call, ticket(), lambda: is_running.set() or may_end.wait())
+        is_running.wait()
+        try:
+            yield may_end, wait_for
+        finally:
+            may_end.set()
 
 
 @pytest.fixture
@@ -142,7 +140,6 @@ def test_only_the_request_that_fails_gets_the_error(queued, submit):
     with pytest.raises(RuntimeError, match="broken"):
         futures[1].result()
     assert futures[0].result() + futures[2].result() == ["A", "C"]
-    # The engine still works.
     assert queued(generator).generate(["d"]) == ["D"]
 
 
@@ -215,11 +212,12 @@ def test_close_decodes_what_waits():
 
 
 def slow_generator(seconds):
-    """Return a generator that takes as long for a batch of any size."""
+    def generate(sources):
+        time.sleep(seconds)
+        return [[Hypothesis(ids, 0, True)] for ids in sources]
+
     generator = identity_generator()
-    generator.model.make_generate = lambda *_: (
-        lambda sources: time.sleep(seconds) or [[Hypothesis(ids, 0, True)] for ids in sources]
-    )
+    generator.model.make_generate = lambda *_: generate
     return generator
 
 

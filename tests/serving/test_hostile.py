@@ -36,7 +36,6 @@ ODD_PATHS = ("/%00", "/../etc/passwd", "/" + "a" * 5000, "*", "/v1/models/%ff", 
 
 
 def draw_value(rng, value):
-    """Return a value with something changed inside."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         name = rng.choice(list(value))
         changed = dict(value)
@@ -51,7 +50,6 @@ def draw_value(rng, value):
 
 
 def draw_body(rng, fields):
-    """Return a content type and a body."""
     text = json.dumps(fields if rng.random() < 0.2 else draw_value(rng, fields))
     body = text.encode()
     kind = rng.random()
@@ -87,7 +85,6 @@ def draw_request(rng):
 
 
 def send(port, data, ends):
-    """Send bytes, and return the answer; empty if the server closes the connection, or waits for more."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         try:
             connection.sendall(data)

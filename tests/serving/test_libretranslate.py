@@ -31,7 +31,6 @@ def post(guarded_url):
 
 
 def error_of(call, *arguments):
-    """Return status and body of the exception that the client raises."""
     with pytest.raises(HTTPError) as error:
         call(*arguments)
     return error.value.code, json.load(io.TextIOWrapper(error.value))["error"]
@@ -78,7 +77,6 @@ def test_two_models_translate_one_after_the_other():
     assert [answer["translatedText"] for answer in answers] == ["A CAT FIRST\n\nA DOG FIRST", "<p>A CAT FIRST</p>"]
     assert languages[0]["targets"] == ["en", "fr"]
     assert refused.status_code == 400 and "A glossary needs one model" in refused.json()["message"]
-    # Both models count.
     assert "metaphrase_sentences_total 6.0" in metrics
 
 
@@ -202,17 +200,11 @@ def send_form(url, body, kind="multipart/form-data; boundary=a"):
     return requests.post(url + "/translate_file", data=body.encode(), headers=headers, timeout=20)
 
 
-LEGAL = [
-    r'form-data; name="file"; filename="a\"b.txt"',
-    "form-data; name=file; filename=b.txt",
-    'form-data; NAME="file"; FileName="b.txt"',
-    'form-data; filename="Äpfel und \u4e2d.txt"; name="file"',
-]
+LEGAL = [r'form-data; name="file"; filename="a\"b.txt"', 'form-data; FileName="Äpfel und \u4e2d.txt"; NAME=file']
 FILE = part('form-data; name="file"; filename="b.txt"')
 REFUSED = [
     ("{}", "application/json"),
     ("no boundary", "multipart/form-data"),
-    ("--a--",),
     (FIELDS + part("form-data; name=file") + "--a--\r\n",),
     # RFC 7578 forbids this form of a name.
     (FIELDS + part("form-data; name=file; filename*=UTF-8''b.txt") + "--a--\r\n",),
@@ -223,12 +215,8 @@ REFUSED = [
 ]
 HOSTILE = {
     "a long header": '--a\r\nContent-Disposition: form-data; a="' + ";" * 900_000,
-    "nested parts": "".join(
-        f"--{'a' * n}\r\nContent-Type: multipart/mixed; boundary={'a' * (n + 1)}\r\n\r\n" for n in range(1, 900)
-    ),
     "many parts": "--a\r\n\r\nx\r\n" * 90_000,
     "many fields": part("form-data; name=b", "") * 15_000,
-    "many names": "--a\r\nContent-Disposition: form-data" + "; name='; filename=''" * 40_000,
     "many headers": "--a\r\n" + "X: y\r\n" * 150_000,
 }
 

@@ -52,7 +52,6 @@ def test_request_beyond_a_limit_is_refused(status, body, limited):
     answer = post(limited, data=data, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert answer.json().keys() == {"error", "error_type"}
-    # The server goes on.
     assert translate(limited, "a").json()[0]["translation_text"] == "A"
 
 
@@ -207,10 +206,10 @@ def test_end_of_the_server_answers_accepted_requests():
         assert request.result().json()[0]["translation_text"] == "A"
 
 
-@pytest.mark.parametrize(
-    ("device", "num_threads", "num_batches", "num_threads_of_each"),
-    [(None, 1, 1, 1), ("cpu", 2, 2, 1), ("cpu", 16, 4, 4), ("cuda", 16, 1, 16)],
-)
+THREADS = [(None, 1, 1, 1), ("cpu", 2, 2, 1), ("cpu", 16, 4, 4), ("cuda", 16, 1, 16)]
+
+
+@pytest.mark.parametrize(("device", "num_threads", "num_batches", "num_threads_of_each"), THREADS)
 def test_threads_are_divided_among_batches(device, num_threads, num_batches, num_threads_of_each, monkeypatch):
     chosen = [num_threads]
     monkeypatch.setattr("torch.get_num_threads", lambda: chosen[-1])

@@ -29,3 +29,13 @@ def run_generate(monkeypatch):
         execute(generate, ["model", *map(str, words)])
 
     return run
+
+
+@pytest.fixture
+def output_of(run_generate, tmp_path):
+    def run(text, *words, **options):
+        (tmp_path / "in").write_text(text, encoding="utf-8")
+        run_generate("--input", tmp_path / "in", "--output", tmp_path / "out", *words, **options)
+        return (tmp_path / "out").read_text(encoding="utf-8")
+
+    return run

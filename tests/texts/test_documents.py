@@ -89,12 +89,9 @@ def test_language_is_that_of_a_multilingual_tokenizer_unless_it_is_given(monkeyp
     assert languages == ["deu", "de", "en", "fr"]
 
 
-def test_command_splits_lines(tmp_path, run_generate):
+def test_command_splits_lines(output_of):
     text = "the cat. the dog\n\n\t- two dogs and the small cat run; the dog\n"
-    (tmp_path / "in.txt").write_text(text, encoding="utf-8")
-    words = ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt", "--split_sentences"]
-    run_generate(*words, generator=identity_generator(max_source_length=12))
-    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == text
+    assert output_of(text, "--split_sentences", generator=identity_generator(max_source_length=12)) == text
 
 
 def test_white_space_takes_little_time():

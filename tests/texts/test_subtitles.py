@@ -158,14 +158,6 @@ def test_sentences_that_go_on(tmp_path):
         assert len(Subtitles(tmp_path / "talk.srt").texts) == number, texts
 
 
-def test_command(run_generate, tmp_path):
-    (tmp_path / "talk.srt").write_text(SRT, encoding="utf-8")
-    run_generate("--file", tmp_path / "talk.srt", "--output", tmp_path / "out.srt")
-    output = (tmp_path / "out.srt").read_text(encoding="utf-8")
-    assert [line for line in output.split("\n") if "-->" in line] == [line for line in SRT.split("\n") if "-->" in line]
-    assert output.count("<b>") == output.count("</b>") == 1 and "The" not in output
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words", "message"),
     [

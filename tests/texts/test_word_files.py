@@ -131,9 +131,3 @@ def test_errors_leave_the_output(run_generate, tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         run_generate("--file", tmp_path / "in.docx", "--output", tmp_path / "out.docx", "--overwrite")
     assert (tmp_path / "out.docx").read_text() == "old"
-
-
-def test_command(run_generate, path, tmp_path):
-    run_generate("--file", path, "--output", tmp_path / "out.docx")
-    document = docx.Document(str(tmp_path / "out.docx"))
-    assert len(document.paragraphs) == 4 and "7" in document.paragraphs[2].text and document.tables
