@@ -21,13 +21,7 @@ from metaphrase.decoding.prepacked_weights import (
     prepared_copies,
 )
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
-from metaphrase.modeling.layers import (
-    MetaphraseAttention,
-    MetaphraseDecoderLayer,
-    MetaphraseSSRU,
-    fold_copies,
-    unfold_copies,
-)
+from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseSSRU
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
@@ -532,13 +526,13 @@ class DecoderState:
         """
         rows = query.shape[0]
         if copies > 1:
-            # (rows, H, head_dim) -> (rows / copies, key_value_heads, copies * groups, head_dim)
-            query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
+            # (rows, H, head_dim) -> (rows / copies, key_value_heads, copies, groups, head_dim)
+            query = query.view(-1, copies, self.key_value_heads, self.groups, self.head_dim).transpose(1, 2)
         # (rows / copies * key_value_heads, copies * groups, head_dim)
         query = query.reshape(rows // copies * self.key_value_heads, -1, self.head_dim)
         output = attend(query, *views, bias, scaling, rows // copies, self.soft_cap)
         if copies > 1:
-            output = unfold_copies(output.unflatten(0, (rows // copies, -1)), copies)
+            output = output.reshape(-1, self.key_value_heads, copies, self.groups, self.head_dim).transpose(1, 2)
         return output.reshape(rows, -1)
 
 
