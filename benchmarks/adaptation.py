@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from metaphrase.conversion import adapt
 from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.ops.cpu_setup import has_fast_bfloat16
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.cpu_setup import has_fast_bfloat16
 
 CORPUS = Path("tatoeba_en_es", "en_es.tsv")
 SIZES = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6, "num_attention_heads": 5}

@@ -42,7 +42,7 @@ from transformers import (
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator
-from metaphrase.training.cpu_setup import keep_few_kernels
+from metaphrase.ops.cpu_setup import keep_few_kernels
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe
 

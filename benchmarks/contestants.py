@@ -34,7 +34,7 @@ from transformers import (
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
+from metaphrase.ops.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.trainer import MetaphraseTrainer
 
 VOCAB_SIZES = {"transformer-tiny": 10000, "transformer-base": 32000, "transformer-big": 32000, "t5-large": 32128}
@@ -122,7 +122,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 def switch_off(contestant: Contestant) -> None:
     """Replace each part that a contestant does without by the plain implementation."""
     from metaphrase.modeling.operators import acceleration, plain_add_dropout
-    from metaphrase.ops import grid_attention, linear_and_dropout
+    from metaphrase.ops import grid_attention, linear_and_dropout, packed_stacks
     from metaphrase.plugins import PLACES
     from metaphrase.training import trainer
 
@@ -135,7 +135,7 @@ def switch_off(contestant: Contestant) -> None:
     if "fused linear" not in contestant.parts:
         linear_and_dropout._LEAST_SIZE = sys.maxsize
     if "joined projections" not in contestant.parts:
-        grid_attention.can_join = lambda *_: False
+        packed_stacks.fused_grid_attention = lambda *_: None
     if "powers of 2" not in contestant.parts:
 
         def softmax(scores):

@@ -19,8 +19,8 @@ from transformers import T5Config, T5ForConditionalGeneration, set_seed
 
 from metaphrase.conversion import convert
 from metaphrase.data.pairs import SPLITS
+from metaphrase.ops.cpu_setup import has_fast_bfloat16, keep_few_kernels, keep_freed_memory
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.cpu_setup import has_fast_bfloat16, keep_few_kernels, keep_freed_memory
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe
 

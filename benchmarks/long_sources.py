@@ -22,7 +22,7 @@ from contestants import peak_bytes
 from machine import describe_machine
 
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
+from metaphrase.ops.cpu_setup import keep_few_kernels, keep_freed_memory
 
 PRESET, LENGTHS = "metaphrase-long", (1024, 4096, 16384)
 WARM_UP_LENGTH, TARGET_LENGTH = 256, 32

@@ -42,9 +42,11 @@ class NetworkStep:
     def _pass_layer(self, index, layer, hidden_states, rotation):
         if index == 0:
             hidden_states, NetworkStep.absorbed = hidden_states[:, None], self._absorbed
-        rows = self.rows if self._absorbed else self._source_cache.keys.shape[1]
+        rows = self._source_cache.keys.shape[1]
+        if self._absorbed:
+            rows *= self.copies
         layer.keys, layer.values = Keys((rows,), self._source_views[index][0]), self._source_views[index][1]
-        masks = self._target_biases[index], None, self._source_bias
+        masks = self._target_biases[self._bias_of_layer[index]], None, self._source_bias
         output = self.decoder.layers[index](hidden_states, None, *masks, past_key_values=self)
         return output[:, 0] if index == len(self.layers) - 1 else output
 
@@ -52,7 +54,7 @@ class NetworkStep:
         for entry, states in zip(self._new_entries[index], (key, value), strict=True):
             entry.copy_(states.view(entry.shape))
         keys, values = self._target_views[index]
-        return Keys((self.rows // self._rows_per_cache_row,), keys), values
+        return Keys((self._target_cache.keys.shape[1],), keys), values
 
 
 STATES = decoder_state.DecoderState, beam_search.BeamState
@@ -63,7 +65,11 @@ def attend(module, query, key, value, bias, scaling, **kwargs):
     if module.is_cross and NetworkStep.absorbed:
         return NetworkStep.absorbed[module.layer_idx].add_to(ZERO, query.reshape(len(query), -1)), None
     rows, copies = key.shape[0], query.shape[2]
-    output = decoder_state.attend(query.reshape(-1, *query.shape[2:]), key.flat, value, bias, scaling, rows)
+    # The attention of `DecoderState`.
+    scores = torch.baddbmm(ZERO, query.reshape(-1, *query.shape[2:]), key.flat, beta=0, alpha=scaling)
+    if bias is not None:
+        scores = scores.unflatten(0, (rows, -1)).add_(bias).flatten(0, 1)
+    output = torch.bmm(scores.softmax(dim=-1), value)
     return (output if copies == 1 else output.unflatten(0, (rows, -1)).transpose(1, 2)), None
 
 
@@ -149,7 +155,7 @@ def profile(step):
 
     with (
         timed("products", decoder_state.PreparedLinear, "__call__"),
-        timed("attention", decoder_state, "attend"),
+        timed("attention", STATES[0], "_attend"),
         timed("attention", decoder_state._AbsorbedAttention, "add_to"),
         timed("norms", torch, "layer_norm"),
         timed("cache", STATES[0], "_prepare_step"),

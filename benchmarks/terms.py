@@ -16,8 +16,9 @@ from machine import describe_machine
 from sacrebleu.metrics import BLEU
 
 from metaphrase.filtering.alignment import learn_terms
+from metaphrase.filtering.rules import SPACED_WORD
 from metaphrase.inference import Generator
-from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
+from metaphrase.tokenization.texts import TERM_TOKENS
 
 SEED = 1
 

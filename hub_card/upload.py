@@ -17,11 +17,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card.card import FIGURE_NAME, SECRET_FIELDS, TrainedFolder, read_recipe, redact
-from metaphrase.storage.folders import EXPORT_NAME, read_fields, refuse_outer_links
+from metaphrase.storage.folders import EXPORT_NAME, VOCABULARY_MAP_NAME, read_fields, refuse_outer_links
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 from metaphrase.training.checkpoints import ARGUMENTS_NAME, PROVENANCE_NAME, RECIPE_NAME
 from metaphrase.training.recipe.recipe import dump_yaml
 

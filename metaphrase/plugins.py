@@ -32,6 +32,10 @@ PLACES: dict[str, str] = {
     "end_loops": "metaphrase.texts.documents:end_loops",
     "generate_whole_texts": "metaphrase.texts.whole_texts:generate_whole_texts",
     "pivot": "metaphrase.texts.whole_texts:load_pivot",
+    # From a tokenizer with two vocabularies, Marian's or FSMT's, to two.
+    "split_tokenizer": "metaphrase.conversion.two_vocabularies:split_tokenizer",
+    # From a model and its tokenizers to its vocabulary map.
+    "vocabulary_map": "metaphrase.conversion.vocabulary_map:load_vocabulary_map",
     # The mean of checkpoints as the finished weights.
     "average": "metaphrase.techniques.averaging:average_run",
     # Corpora of several parts, and the check of a recipe's stages.
@@ -48,6 +52,10 @@ PLACES: dict[str, str] = {
     "choose_decoding": "metaphrase.choices.completion:choose_decoding",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
+    # Setup of a process that trains on a CPU, and the alert that bfloat16 is slow there.
+    "cpu_setup": "metaphrase.ops.cpu_setup:prepare_cpu",
+    "slow_bfloat16": "metaphrase.ops.cpu_setup:slow_bfloat16_alerts",
+    # Faster operators, and the decoder.
     "training_operators": "metaphrase.ops.packed_stacks:plug_in",
     "projected_loss": "metaphrase.ops.projected_loss:loss_of_head",
     "fast_decoder": "metaphrase.decoding.fast_generation:plug_in",
@@ -80,6 +88,10 @@ PUBLIC_NAMES = {
         "word_weights": "metaphrase.analysis.alignment",
     },
     "metaphrase.tokenization": {
+        "VocabularyMap": "metaphrase.conversion.vocabulary_map",
+        "encode_phrase": "metaphrase.decoding.phrases",
+        "readable_tokens": "metaphrase.analysis.words",
+        "sentinel_tokens": "metaphrase.augmentation.denoising",
         "word_ids_by_offsets": "metaphrase.analysis.words",
         "words_of_decoded": "metaphrase.analysis.words",
         "words_of_source": "metaphrase.analysis.words",

@@ -3,12 +3,12 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-from metaphrase.data.pairs import READERS, PairProblem, PairSource, pair_formatter
+from metaphrase.data.pairs import READERS, PairProblem, PairSource
 from metaphrase.errors import MetaphraseError
+from metaphrase.filtering.run import pair_formatter
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
-from metaphrase.inference.line_files import num_lines
-from metaphrase.scripts.generate import line_records, prepare, write_targets
+from metaphrase.scripts.generate import prepare, write_targets
 from metaphrase.scripts.parsers import check_dependents, given_options
 
 
@@ -19,12 +19,11 @@ def main(arguments: argparse.Namespace) -> None:
     start = f"{arguments.tag} " if arguments.tag else ""
 
     def format_pairs(index: int, record: tuple[str], candidates: Sequence[ScoredText]) -> str:
-        [target] = record
         # A tag alone would be no blank source, and training would use the pair.
         sources = [start + candidate.text if candidate.text.strip() else "" for candidate in candidates]
-        return "".join(format_pair(source, target) for source in sources)
+        return "".join(format_pair(source, record[0]) for source in sources)
 
-    write_targets(arguments, options, line_records(arguments), num_lines(arguments.input), format_pairs)
+    write_targets(arguments, options, format_pairs)
 
 
 def distill(arguments: argparse.Namespace) -> None:
@@ -46,11 +45,11 @@ def distill(arguments: argparse.Namespace) -> None:
             candidates = [nearest(candidates, record[1], select)]
         return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
-    # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
-    total = num_lines(arguments.input) if pairs is None else sum(1 for _ in pairs.records())
-    records = line_records(arguments) if pairs is None else read_pairs(pairs)
-    num_targets = None if select is None else 1
-    write_targets(arguments, options, records, total, format_pairs, num_targets=num_targets)
+    written = {"num_targets": None if select is None else 1}
+    if pairs is not None:
+        # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
+        written |= {"records": read_pairs(pairs), "total": sum(1 for _ in pairs.records())}
+    write_targets(arguments, options, format_pairs, **written)
 
 
 def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> ScoredText:

@@ -23,9 +23,10 @@ from metaphrase.analysis.pages import (
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
 from metaphrase.hub_card.figures import LOWER_IS_BETTER
-from metaphrase.inference.line_files import check_files, read_lines
+from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import check_writable
+from metaphrase.tokenization import iterate_lines
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,8 @@ def main(arguments: argparse.Namespace) -> None:
             raise MetaphraseError(f"`output` must end in .json or .html, got {path!r}.")
         check_files(inputs, path)
         check_writable(Path(path).parent, "output")
-    test_set = read_test_set(arguments)
+    test_set, external = read_systems(arguments)
     check_references(test_set.references, metrics, "references")
-    external = read_external_scores(arguments, test_set)
     segments = compute_segments(test_set, metrics, options)
     if external:
         segments[external_name] = external_segments(external)
@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
         lower_is_better=[*LOWER_IS_BETTER, *[external_name] * bool(arguments.scores_lower_is_better)],
         word_tokenizer=arguments.bleu_tokenize or "13a",
         lowercase=arguments.lowercase,
-        training_targets=None if path is None else read_lines(path, arguments.max_line_characters),
+        training_targets=None if path is None else iterate_lines(path, arguments.max_line_characters),
         num_bootstrap_samples=arguments.paired_bs_n,
         num_randomization_trials=arguments.paired_ar_n,
         num_sentences=arguments.num_sentences,
@@ -73,8 +73,11 @@ def main(arguments: argparse.Namespace) -> None:
         logger.info("Written to %s", path)
 
 
-def read_test_set(arguments: argparse.Namespace) -> TestSet:
-    """Read outputs, references and sources. A system has the name of the command line, or of its file, or its path."""
+def read_systems(arguments: argparse.Namespace) -> tuple[TestSet, dict[str, list[float]]]:
+    """Read outputs, references, sources, and the external scores of each system, none without files.
+
+    A system has the name of the command line, or of its file, or its path.
+    """
     paths = arguments.outputs
     names = arguments.names or [Path(path).name for path in paths]
     if arguments.names is None and len(set(names)) < len(names):
@@ -84,38 +87,30 @@ def read_test_set(arguments: argparse.Namespace) -> TestSet:
             "`outputs` must be at least two files, and `names` one for each and different, got "
             f"{' '.join(paths)!r} and {' '.join(names)!r}."
         )
-    references = list(read_lines(arguments.target, arguments.max_line_characters))
+    references = list(iterate_lines(arguments.target, arguments.max_line_characters))
     if not references:
         raise MetaphraseError(f"`target` must have at least one line, got the empty file {arguments.target!r}.")
-    outputs = {
-        name: read_column(arguments, "outputs", path, references) for name, path in zip(names, paths, strict=True)
-    }
-    source = arguments.source
-    return TestSet(outputs, references, source and read_column(arguments, "source", source, references))
 
+    def read(option: str, path: str) -> list[str]:
+        lines = list(iterate_lines(path, arguments.max_line_characters))
+        if len(lines) != len(references):
+            counts = f"{len(lines)} in {path!r} and {len(references)} in {arguments.target!r}"
+            raise MetaphraseError(f"`{option}` must have as many lines as `target`, got {counts}.")
+        return lines
 
-def read_external_scores(arguments: argparse.Namespace, test_set: TestSet) -> dict[str, list[float]]:
-    """Read the external scores of each system; none without files."""
+    outputs = {name: read("outputs", path) for name, path in zip(names, paths, strict=True)}
+    test_set = TestSet(outputs, references, arguments.source and read("source", arguments.source))
     paths, scores = arguments.scores or (), {}
-    if paths and len(paths) != len(test_set.outputs):
-        counts = f"{len(paths)} files for {len(test_set.outputs)} systems"
+    if len(paths) not in (0, len(names)):
+        counts = f"{len(paths)} files for {len(names)} systems"
         raise MetaphraseError(f"`scores` must be one file for each system, got {counts}.")
-    for name, path in zip(test_set.outputs, paths, strict=False):
-        lines = read_column(arguments, "scores", path, test_set.references)
+    for name, path in zip(names, paths, strict=False):
+        lines = read("scores", path)
         with contextlib.suppress(ValueError):
             scores[name] = [float(line) for line in lines]
         if not all(map(math.isfinite, scores.get(name, [math.nan]))):
             raise MetaphraseError(f"`scores` must hold a finite number on each line, got others in {path!r}.")
-    return scores
-
-
-def read_column(arguments: argparse.Namespace, name: str, path: str, references: list[str]) -> list[str]:
-    """Read a file with as many lines as there are references."""
-    lines = list(read_lines(path, arguments.max_line_characters))
-    if len(lines) != len(references):
-        counts = f"{len(lines)} in {path!r} and {len(references)} in {arguments.target!r}"
-        raise MetaphraseError(f"`{name}` must have as many lines as `target`, got {counts}.")
-    return lines
+    return test_set, scores
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:

@@ -17,9 +17,8 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card import renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.train import RECIPES, naming_checkpoint, next_steps, prepare_process
-from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, last_whole_checkpoint
+from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, discard_model, last_whole_checkpoint
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.output_dir import discard_model
 from metaphrase.training.recipe.recipe import load_recipe
 
 logger = logging.getLogger(__name__)

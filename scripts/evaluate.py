@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 from transformers import set_seed
@@ -23,32 +22,30 @@ from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
     chosen_loading_options,
-    chosen_models,
     given_options,
 )
 from metaphrase.storage.folders import check_writable, read_fields
 from metaphrase.tokenization import join_pieces
+from metaphrase.tokenization.tokenizer_trainer import find_joiner
 
 logger = logging.getLogger(__name__)
-
-PAIR_OPTIONS = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
 
 
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, source_column="file", target_column="file")
     score_options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)
     generation_options, report = chosen_generation_options(arguments), DataReport()
-    files = {"source_file": arguments.source, "target_file": arguments.target}
-    options = given_options(arguments, (*PAIR_OPTIONS, "max_line_characters"))
+    names = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
+    options = given_options(arguments, (*names, "max_line_characters"))
     # Pairs with an empty side stay: they are legitimate test cases.
-    pairs = load_pairs(**files, **options, report=report)
+    pairs = load_pairs(source_file=arguments.source, target_file=arguments.target, **options, report=report)
     inputs = given_options(arguments, ("source", "target", "file"))
     for name, path in given_options(arguments, ("output", "predictions")).items():
         check_files(inputs, path, name)
     set_seed(arguments.seed)
     # `load_pairs` has added the prefix.
     loading = chosen_loading_options(arguments) | {"source_prefix": ""}
-    generator = Generator.from_pretrained(chosen_models(arguments), **loading)
+    generator = Generator.from_pretrained([arguments.model, *(arguments.ensemble or [])], **loading)
     if arguments.max_source_length is not None and arguments.source_prefix:
         check_source_length(arguments.max_source_length, generator.tokenizers, arguments.source_prefix)
     measured = describe(arguments, pairs, report, 1 + len(generator.members))
@@ -59,13 +56,12 @@ def main(arguments: argparse.Namespace) -> None:
     targets, references = pairs["target"][:], None
     if arguments.joiner is not None:
         references = [join_pieces(text, arguments.joiner) for text in targets]
-        if generator.tokenizers.target_joiner is None:
+        if find_joiner(generator.tokenizers.target) is None:
             # The model writes whole words. Only this file splits them.
             targets = references
-    predictions = arguments.predictions
-    if predictions is not None and Path(predictions).resolve() == output.resolve():
-        raise MetaphraseError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")
-    if predictions is not None:
+    if (predictions := arguments.predictions) is not None:
+        if Path(predictions).resolve() == output.resolve():
+            raise MetaphraseError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")
         Path(predictions).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if predictions is None else OutputFile(predictions, "predictions") as file:
         result, _ = evaluate_generator(
@@ -81,20 +77,16 @@ def main(arguments: argparse.Namespace) -> None:
             # Written before scoring, because decoding takes the longest.
             on_decoded=None if file is None else lambda texts: file.write(as_lines(texts)),
         )
-    result |= measured
-    write_metrics(output, result)
+    write_metrics(output, result | measured)
     for name, score in result["scores"].items():
         logger.info("%s: %s  %s", name, with_interval(score), score["signature"])
     generator.log_counts(len(pairs))
-    figures = [f"{name}: {result[name]:.4f}" for name in ("loss", "perplexity") if result.get(name) is not None]
-    if figures:
-        logger.info("%s", "  ".join(figures))
+    if result.get("perplexity") is not None:
+        logger.info("loss: %.4f  perplexity: %.4f", result["loss"], result["perplexity"])
     logger.info("Written to %s", output)
 
 
-def describe(
-    arguments: argparse.Namespace, pairs: Dataset, report: DataReport, num_models: int
-) -> dict[str, dict[str, Any]]:
+def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport, num_models: int) -> dict[str, dict]:
     """Return the entries of `metrics.json` on data and model."""
     digest = hashlib.sha256()
     for pair in zip(column_texts(pairs, "source"), column_texts(pairs, "target"), strict=True):
@@ -110,7 +102,7 @@ def describe(
     return {"data": data, "inference": inference}
 
 
-def choose_output(arguments: argparse.Namespace, measured: dict[str, dict[str, Any]]) -> Path:
+def choose_output(arguments: argparse.Namespace, measured: dict[str, dict]) -> Path:
     """Return the path of metrics.json: that of the command line, else beside the model, else in this folder.
 
     Only the scores of a single saved model that is decoded as it is go beside the model, where its card shows them. They replace
@@ -118,8 +110,8 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict[str, A
     """
     if arguments.output is not None:
         return metrics_path(arguments.output)
-    is_as_saved = arguments.engine == "torch" and arguments.dtype == "auto" and arguments.ensemble is None
-    is_as_saved = is_as_saved and arguments.max_source_length is None and not arguments.use_vmap
+    has_changes = arguments.ensemble or arguments.use_vmap or arguments.max_source_length is not None
+    is_as_saved = (arguments.engine, arguments.dtype) == ("torch", "auto") and not has_changes
     if is_as_saved and Path(arguments.model).is_dir():
         path = metrics_path(arguments.model)
         try:

@@ -11,8 +11,9 @@ from metaphrase.analysis.scoring import read_texts
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, explain, format_pharaoh, word_alignment
 from metaphrase.inference.batches import numbering
-from metaphrase.inference.line_files import OutputFile, check_files, read_lines
+from metaphrase.inference.line_files import OutputFile, check_files
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options, given_options
+from metaphrase.tokenization import iterate_lines
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,18 @@ def attention(arguments: argparse.Namespace) -> None:
     """Run `metaphrase attention MODEL`: show cross-attention as a picture or a word alignment."""
     form = arguments.format or ("pharaoh" if Path(arguments.output or "").suffix in (".align", ".txt") else "png")
     output = arguments.output or DEFAULT_OUTPUTS[form]
-    inputs = given_options(arguments, ("input", "target_input"))
-    if not arguments.source:
-        inputs["input"] = arguments.input
-    check_files(inputs, output)
-    sources, targets = read_pairs(arguments)
+    for name, text, file in (
+        ("source", arguments.source, arguments.input),
+        ("target", arguments.target, arguments.target_input),
+    ):
+        if text is not None and file is not None:
+            raise MetaphraseError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
+    check_files(given_options(arguments, ("input", "target_input")), output)
+    sources = list(arguments.source or iterate_lines(arguments.input, arguments.max_line_characters))
+    targets = arguments.target
+    if arguments.target_input is not None:
+        targets = list(iterate_lines(arguments.target_input, arguments.max_line_characters))
+    sources, targets = read_texts(sources, targets)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:
         raise MetaphraseError(
@@ -53,62 +61,36 @@ def attention(arguments: argparse.Namespace) -> None:
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = {"layer": arguments.layer, "head": arguments.head, **chosen_generation_options(arguments)}
     options["show_progress"] = None if len(nonblank) > 1 else False
-    if form == "pharaoh":
-        write_links(generator, sources, targets, output, options)
-    else:
-        [attention] = compute_maps(generator, sources, targets, nonblank, **options)
+
+    def compute_maps(indices: list[int]) -> list[AttentionMap]:
+        chosen_targets = None if targets is None else [targets[index] for index in indices]
+        with numbering([index + 1 for index in indices]):
+            maps = cross_attentions(generator, [sources[index] for index in indices], chosen_targets, **options)
+        for attention in maps if form == "png" or targets is None else ():
+            logger.info("Target: %s", attention.target)
+        return maps
+
+    if form == "png":
+        [attention] = compute_maps(nonblank)
         tokens = attention.source_tokens, attention.target_tokens
         layer = "last layer" if arguments.layer == -1 else f"layer {arguments.layer}"
         head = "mean over its heads" if arguments.head is None else f"head {arguments.head}"
         choice = "mean over all layers and heads" if arguments.layer is None else f"{layer}, {head}"
         draw_attention_map(attention.weights, *tokens, output, title=f"Cross-attention: {choice}")
-        logger.info("Target: %s", attention.target)
+    else:
+        if output is not None:
+            Path(output).parent.mkdir(parents=True, exist_ok=True)
+        with OutputFile(output) as file:
+            for start in range(0, len(sources), SENTENCES_AT_A_TIME):
+                part = range(start, min(start + SENTENCES_AT_A_TIME, len(sources)))
+                indices = [index for index in part if sources[index].strip()]
+                links = dict(zip(indices, map(format_pharaoh, map(word_alignment, compute_maps(indices))), strict=True))
+                # A blank source has an empty line.
+                file.write("".join(links.get(index, "") + "\n" for index in part))
+            file.finish()
     if len(nonblank) < len(sources):
         effect = "have an empty line" if form == "pharaoh" else "are left out"
         logger.warning("Empty sources, which %s: %d of %d.", effect, len(sources) - len(nonblank), len(sources))
     generator.log_counts(len(nonblank))
     if output is not None:
         logger.info("Written to %s", output)
-
-
-def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | None]:
-    """Read sources, and targets if there are any, from the command line, files or standard input."""
-    for name, text, file in (
-        ("source", arguments.source, arguments.input),
-        ("target", arguments.target, arguments.target_input),
-    ):
-        if text is not None and file is not None:
-            raise MetaphraseError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
-    sources = list(arguments.source or read_lines(arguments.input, arguments.max_line_characters))
-    targets = arguments.target
-    if arguments.target_input is not None:
-        targets = list(read_lines(arguments.target_input, arguments.max_line_characters))
-    return read_texts(sources, targets)
-
-
-def compute_maps(
-    generator: Generator, sources: list[str], targets: list[str] | None, nonblank: list[int], **options
-) -> list[AttentionMap]:
-    """Return the maps of the sources at some indices."""
-    chosen_targets = None if targets is None else [targets[index] for index in nonblank]
-    with numbering([index + 1 for index in nonblank]):
-        return cross_attentions(generator, [sources[index] for index in nonblank], chosen_targets, **options)
-
-
-def write_links(
-    generator: Generator, sources: list[str], targets: list[str] | None, output: str | None, options: dict
-) -> None:
-    """Write one line of links for each source, an empty one for a blank source. Generated targets are logged."""
-    if output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-    with OutputFile(output) as file:
-        for start in range(0, len(sources), SENTENCES_AT_A_TIME):
-            part = range(start, min(start + SENTENCES_AT_A_TIME, len(sources)))
-            nonblank = [index for index in part if sources[index].strip()]
-            maps = compute_maps(generator, sources, targets, nonblank, **options)
-            lines = dict(zip(nonblank, map(format_pharaoh, map(word_alignment, maps)), strict=True))
-            file.write("".join(lines.get(index, "") + "\n" for index in part))
-            if targets is None:
-                for attention in maps:
-                    logger.info("Target: %s", attention.target)
-        file.finish()

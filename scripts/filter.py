@@ -12,21 +12,17 @@ from metaphrase.analysis.scoring import dual_scores, mean_entropies
 from metaphrase.data.pairs import PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
-from metaphrase.filtering.rules import RULES, FilterSettings
-from metaphrase.filtering.run import PairScorer, check_sample, filter_pairs, partial_path, sample_pairs
+from metaphrase.filtering.rules import RULES, FilterSettings, Pair
+from metaphrase.filtering.run import filter_pairs, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.scripts.parsers import given_options
-from metaphrase.storage.folders import file_in_one_step
+from metaphrase.storage.folders import VOCABULARY_MAP_NAME, file_in_one_step
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
 
 logger = logging.getLogger(__name__)
-
-# A rule that drops a larger share may not suit the corpus.
-_NOTABLE_SHARE = 0.2
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -40,7 +36,15 @@ def main(arguments: argparse.Namespace) -> None:
     if check_outputs(arguments, source.paths):
         logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
         return
-    settings, started = chosen_settings(arguments), time.perf_counter()
+    settings, score_pairs, started = chosen_settings(arguments), None, time.perf_counter()
+    if "dual_cross_entropy" in settings.rules:
+        names = settings.forward_model, settings.backward_model
+        models = [Generator.from_pretrained(name, engine="torch", device=arguments.device) for name in names]
+
+        def score_pairs(pairs: Sequence[Pair]) -> Sequence[float]:
+            swapped = [pair[::-1] for pair in pairs]
+            return dual_scores(*map(mean_entropies, models, (pairs, swapped)))
+
     with contextlib.ExitStack() as stack:
         bars: list[ProgressBar] = []
 
@@ -56,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
                 settings,
                 rejected=arguments.rejected,
                 report=arguments.report,
-                score_pairs=chosen_scorer(arguments, settings),
+                score_pairs=score_pairs,
                 shard=arguments.shard,
                 resume=arguments.resume,
                 on_start=start,
@@ -67,7 +71,8 @@ def main(arguments: argparse.Namespace) -> None:
     logger.info("%s", report)
     logger.info("%d pairs in %.1f seconds.", report.num_read, time.perf_counter() - started)
     for rule, count in report.dropped.items():
-        if count > _NOTABLE_SHARE * report.num_read:
+        # A rule that drops a larger share may not suit the corpus.
+        if count > 0.2 * report.num_read:
             hint = f" If they are good pairs, pass --skip_rules {rule}." if rule in RULES else ""
             logger.warning(
                 "`%s` dropped %.0f %% of the pairs. See the examples of --report.%s",
@@ -76,7 +81,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
-    """Return the settings of the command line."""
     settings = FilterSettings(**{field.name: getattr(arguments, field.name) for field in fields(FilterSettings)})
     for rule in (*(settings.rules or ()), *arguments.skip_rules):
         if rule not in RULES:
@@ -94,26 +98,12 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
             raise MetaphraseError(f"`{options[0]}` or `{options[1]}` must be given with the rule `{rule}`, got None.")
         if not any(is_given):
             rules.discard(rule)
-    models = settings.forward_model, settings.backward_model
-    if (None in models) and models != (None, None):
+    if (settings.forward_model is None) != (settings.backward_model is None):
         raise MetaphraseError(
             "`forward_model` and `backward_model` must both be given for the rule `dual_cross_entropy`, "
-            f"got {models[0]!r} and {models[1]!r}."
+            f"got {settings.forward_model!r} and {settings.backward_model!r}."
         )
     return replace(settings, rules=tuple(rule for rule in RULES if rule in rules))
-
-
-def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> PairScorer | None:
-    """Load the models of the rule `dual_cross_entropy`. Return their scores of pairs; `None` without the rule."""
-    if "dual_cross_entropy" not in settings.rules:
-        return None
-    forward, backward = (
-        Generator.from_pretrained(name, engine="torch", device=arguments.device)
-        for name in (settings.forward_model, settings.backward_model)
-    )
-    return lambda pairs: dual_scores(
-        mean_entropies(forward, pairs), mean_entropies(backward, [pair[::-1] for pair in pairs])
-    )
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
@@ -163,8 +153,7 @@ def shortlist(arguments: argparse.Namespace) -> None:
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
     columns = given_options(arguments, ("source_column", "target_column"))
     source = PairSource(**dict(zip(names, files, strict=True)), **columns)
-    num_records, pairs = sample_pairs(source.records(), MAX_MAP_PAIRS)
-    check_sample(source, num_records, pairs)
+    num_records, pairs = sample_pairs(source.records(), MAX_MAP_PAIRS, source.name)
     logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
     tokenizers = TokenizerPair.from_pretrained(path.parent)
     sizes = {"num_per_token": arguments.num_per_token, "num_frequent": arguments.num_frequent}

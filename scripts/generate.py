@@ -14,16 +14,15 @@ from transformers import set_seed
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import ScoredText, TextStream
-from metaphrase.inference.line_files import OutputFile, check_files, format_targets, num_lines, read_lines
+from metaphrase.inference.line_files import OutputFile, check_files, format_targets
 from metaphrase.plugins import needed_plugin
 from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
     chosen_loading_options,
-    chosen_models,
     given_options,
 )
-from metaphrase.tokenization.texts import shard_range
+from metaphrase.tokenization.texts import count_lines, iterate_lines, shard_range
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +43,12 @@ def main(arguments: argparse.Namespace) -> None:
     elif not n_best:
         # Override the model's own setting: one line out for each line in.
         options.setdefault("num_return_sequences", 1)
-    write_targets(
-        arguments,
-        options,
-        line_records(arguments),
-        num_lines(arguments.input),
-        lambda index, record, candidates: format_targets(index, candidates, n_best),
-        num_targets=1 if risk else None,
-        risk=risk,
-        with_scores=n_best,
-    )
+
+    def format_lines(index: int, record: tuple, candidates: list[ScoredText]) -> str:
+        return format_targets(index, candidates, n_best)
+
+    num_targets = 1 if risk else None
+    write_targets(arguments, options, format_lines, num_targets=num_targets, risk=risk, with_scores=n_best)
 
 
 def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dict:
@@ -71,15 +66,10 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     return chosen_generation_options(arguments)
 
 
-def line_records(arguments: argparse.Namespace) -> Iterator[tuple[str]]:
-    """Yield a record of one text for each line of the input."""
-    return ((line,) for line in read_lines(arguments.input, arguments.max_line_characters))
-
-
 @contextlib.contextmanager
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[TextStream]:
     """Load a generator, an ensemble, a pool of processes or two models. A draft model goes to the pool, or into `options`."""
-    names, loading = chosen_models(arguments), chosen_loading_options(arguments)
+    names, loading = [arguments.model, *(arguments.ensemble or [])], chosen_loading_options(arguments)
     # Drafts and pivots take no part in an ensemble of teachers.
     assistant, pivot = (getattr(arguments, name, None) for name in ("assistant_model", "pivot"))
     if pivot is not None:
@@ -98,10 +88,10 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[TextStream]:
 def write_targets(
     arguments: argparse.Namespace,
     options: dict,
-    records: Iterable[tuple],
-    total: int | None,
     format_lines: Callable[[int, tuple, list[ScoredText]], str],
     *,
+    records: Iterable[tuple] | None = None,
+    total: int | None = None,
     num_targets: int | None = None,
     risk: dict | None = None,
     with_scores: bool = False,
@@ -109,11 +99,15 @@ def write_targets(
     """Write the targets of sources into the output, and log counts and speed.
 
     Args:
-        records: Each a source and what belongs to it, such as a reference.
         format_lines: Returns the lines for the index of a source, its record and its candidates.
+        records: Each a source and what belongs to it, such as a reference; by default the lines of the input.
+        total: Number of records, if they are given.
         num_targets: Lines for each source. By default, the options and the model decide.
         with_scores: True if the lines are those of an n-best list with scores.
     """
+    if records is None:
+        total = count_lines(arguments.input)
+        records = ((line,) for line in iterate_lines(arguments.input, arguments.max_line_characters))
     if total is None and arguments.shard is not None:
         raise MetaphraseError("`input` must be a file with `shard`, got a pipe or standard input.")
     start, stop = 0, None
@@ -131,11 +125,8 @@ def write_targets(
         if first_source:
             logger.info("Resuming %s at line %d.", arguments.output, first_source + 1)
             if arguments.input and os.path.getmtime(arguments.input) > os.path.getmtime(arguments.output):
-                logger.warning(
-                    "%s changed after the last line of %s was written. If lines changed that have their targets already, "
-                    "start again without --resume.",
-                    *(arguments.input, arguments.output),
-                )
+                text = "%s changed after the last line of %s was written. Without --resume, all lines get new targets."
+                logger.warning(text, arguments.input, arguments.output)
         started = time.perf_counter()
         records, written = itertools.tee(itertools.islice(records, start + first_source, stop))
         results = generator.generate_stream(

@@ -30,18 +30,20 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger(__name__)
 
-_MAX_BATCHES = 4
-
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.device is not None:
         check_device(arguments.device)
-    num_batches = divide_threads(arguments.device)
     limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}
-    keys = read_keys(arguments.api_keys)
-    batcher = Batcher(num_batches)
-    models = []
+    path = arguments.api_keys
+    words = os.environ.get("METAPHRASE_API_KEYS", "").split(",")
+    if path is not None:
+        words = Path(path).read_text(encoding="utf-8").splitlines()
+    keys = [word.strip() for word in words if word.strip()]
+    if path is not None and not keys:
+        raise MetaphraseError(f"`api_keys` must have a key on each line, got none in {path!r}.")
+    batcher, models = Batcher(divide_threads(arguments.device)), []
     for word in arguments.models:
         name, path = split_name(word) if "=" in word else (None, word)
         loading = chosen_loading_options(arguments)
@@ -82,7 +84,7 @@ def divide_threads(device: str | None) -> int:
     if torch.device(default_device() if device is None else device).type != "cpu":
         return 1
     num_threads = torch.get_num_threads()
-    num_batches = min(_MAX_BATCHES, num_threads)
+    num_batches = min(4, num_threads)
     torch.set_num_threads(num_threads // num_batches)
     return num_batches
 
@@ -93,13 +95,3 @@ def split_name(word: str) -> tuple[str, str]:
     if not name or not path:
         raise MetaphraseError(f"A name and a path must stand as NAME=PATH, got {word!r}.")
     return name, path
-
-
-def read_keys(path: str | None) -> list[str]:
-    """Return the keys of a file, or of the environment."""
-    if path is None:
-        return [key.strip() for key in os.environ.get("METAPHRASE_API_KEYS", "").split(",") if key.strip()]
-    keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not keys:
-        raise MetaphraseError(f"`api_keys` must have a key on each line, got none in {path!r}.")
-    return keys

@@ -33,11 +33,9 @@ from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage.folders import ENSEMBLE_NAME
 from metaphrase.training.callbacks import parse_seconds
-from metaphrase.training.checkpoints import last_whole_checkpoint
-from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
+from metaphrase.training.checkpoints import holds_run, last_whole_checkpoint, with_fields_of_run
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.output_dir import holds_run, with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, choose_plainly, describe_fields, load_recipe
 
 logger = logging.getLogger(__name__)
@@ -89,8 +87,8 @@ def read_recipe(arguments: argparse.Namespace, ending: str = "") -> Recipe:
 
 def prepare_process(recipe: Recipe) -> None:
     """Set the memory of the process up, and hide bars that say nothing, and all bars where no terminal can show them."""
-    keep_freed_memory()
-    keep_few_kernels()
+    if (prepare_cpu := plugin("cpu_setup")) is not None:
+        prepare_cpu()
     # There would be a bar for each checkpoint that is loaded.
     transformers_logging.disable_progress_bar()
     if recipe.disable_tqdm or not has_bar():
@@ -159,10 +157,9 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
         experiment, choices = Experiment(recipe, is_dry_run, started), []
     is_main_process = experiment.arguments.process_index == 0
     if choices and is_main_process:
-        options = {"initial_indent": "  ", "subsequent_indent": "      ", "break_on_hyphens": False}
         width = shutil.get_terminal_size((120, 24)).columns
-        lines = [textwrap.fill(choice, width, break_long_words=False, **options) for choice in choices]
-        logger.info("Chosen, to be saved in recipe.yaml:\n%s", "\n".join(lines))
+        lines = textwrap.TextWrapper(width, "  ", "      ", break_on_hyphens=False, break_long_words=False)
+        logger.info("Chosen, to be saved in recipe.yaml:\n%s", "\n".join(map(lines.fill, choices)))
     if is_dry_run:
         estimate = needed_plugin("estimate", "dry_run")(experiment)
         if is_main_process:

@@ -1,5 +1,3 @@
-"""Fixtures that all tests share."""
-
 import gc
 import os
 import shutil
@@ -7,9 +5,13 @@ import warnings
 from unittest.mock import patch
 
 import pytest
+import small_runs
 import torch
+from small_trainers import small_pairs
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from tiny_models import tiny_model
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import masking_utils
+from transformers import Seq2SeqTrainer, masking_utils, pipeline
 from transformers.integrations import flex_attention as flex_integration
 
 torch.set_num_threads(1)
@@ -17,7 +19,6 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Start every test from the same random state."""
     torch.manual_seed(0)
 
 
@@ -47,7 +48,6 @@ def same_environment():
 
 @pytest.fixture(scope="session")
 def server():
-    """Runs commands that are killed."""
     from killed_outputs import Server
 
     server = Server()
@@ -57,26 +57,18 @@ def server():
 
 @pytest.fixture
 def model():
-    """A small model for `pairs`."""
-    from tiny_models import tiny_model
-
     return tiny_model(vocab_size=60)
 
 
 @pytest.fixture
 def pairs():
     """A few pairs of ids for `small_trainers.make_trainer`."""
-    from small_trainers import small_pairs
-
     return small_pairs()
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """Run folders with three checkpoints, of a plain Trainer and of `MetaphraseTrainer`."""
-    import small_runs
-    from transformers import Seq2SeqTrainer
-
     folders = {}
     for name, trainer_class in (("plain", Seq2SeqTrainer), ("whole", small_runs.MetaphraseTrainer)):
         folders[name] = tmp_path_factory.mktemp(name) / "run"
@@ -86,45 +78,32 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A copy of the run folder of `MetaphraseTrainer`."""
     return shutil.copytree(runs["whole"], tmp_path / "run")
 
 
 @pytest.fixture
 def plain_run(runs, tmp_path):
-    """A copy of the run folder of a plain Trainer."""
     return shutil.copytree(runs["plain"], tmp_path / "plain")
 
 
 @pytest.fixture
 def generator():
-    """A tiny generator. Its outputs are arbitrary."""
-    from tiny_generator import tiny_generator
-
     return tiny_generator()
 
 
 @pytest.fixture
 def sources(generator):
-    """The token ids of `SOURCES`."""
-    from tiny_generator import SOURCES
-
     return generator.tokenizers.encode_sources(SOURCES)
 
 
 @pytest.fixture(scope="module")
 def generators():
     """Tiny generators: with one tokenizer for both sides under True, with two under False."""
-    from tiny_generator import tiny_generator
-
     return {joint: tiny_generator(joint) for joint in (True, False)}
 
 
 @pytest.fixture(scope="module")
 def model_folders(generators, tmp_path_factory):
-    """The folders of the saved `generators`, by the same keys."""
-    from tiny_generator import save_generator
-
     root = tmp_path_factory.mktemp("generators")
     return {joint: save_generator(generator, root / str(joint)) for joint, generator in generators.items()}
 
@@ -142,32 +121,23 @@ def families():
 @pytest.fixture
 def pipe(generators):
     """A text2text pipeline with one tokenizer. The model's generation config sets eight new tokens."""
-    from transformers import pipeline
-
     return pipeline("text2text-generation", model=generators[True].model, tokenizer=generators[True].tokenizers)
 
 
 @pytest.fixture(scope="session")
 def cli_model(tmp_path_factory):
     """The folder of a tiny model with a byte tokenizer."""
-    from tiny_generator import save_generator, tiny_generator
-
     return str(save_generator(tiny_generator(kind="byte"), tmp_path_factory.mktemp("cli") / "model"))
 
 
 @pytest.fixture(scope="session")
 def other_cli_model(tmp_path_factory):
-    """The folder of a model like `cli_model` with other weights."""
-    from tiny_generator import save_generator, tiny_generator
-
     return str(save_generator(tiny_generator(kind="byte", seed=1), tmp_path_factory.mktemp("cli") / "other"))
 
 
 @pytest.fixture
 def files(tmp_path):
     """The paths of a file of sources and a file of targets."""
-    from tiny_generator import SOURCES, TARGETS
-
     source, target = tmp_path / "test.en", tmp_path / "test.de"
     source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
     target.write_text("\n".join(TARGETS) + "\n", encoding="utf-8")
@@ -197,13 +167,11 @@ def corpus_folder(tmp_path_factory, corpus):
 
 @pytest.fixture
 def data(tmp_path, corpus_folder):
-    """A copy of `corpus_folder`."""
     return shutil.copytree(corpus_folder, tmp_path / "data")
 
 
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory):
-    """A folder with a saved BART, and the model."""
     from converted_models import bart_like, draw
 
     folder = tmp_path_factory.mktemp("bart") / "bart"

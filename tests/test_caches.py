@@ -1,5 +1,3 @@
-"""Tests of the caches: every cache, and none, gives the same tokens and logits."""
-
 import pytest
 import torch
 from tiny_models import CROSSED, DESIGNS, POSITIONS, padding_mask, random_batch, random_sources, tiny_model
@@ -57,12 +55,6 @@ def test_every_cache_gives_the_same_tokens(design, search):
     static = (StaticCache(config=model.config, max_cache_len=length) for length in (10, 7))
     for cache in (EncoderDecoderCache(DynamicCache(), DynamicCache()), DynamicCache(), EncoderDecoderCache(*static)):
         assert_same_text(generate(model, inputs, past_key_values=cache, **options), expected)
-
-
-def test_quantized_cache_is_refused():
-    model = tiny_model()
-    with pytest.raises(ValueError, match="does not support the quantized cache"):
-        generate(model, random_sources(model.config), cache_implementation="quantized", max_new_tokens=2)
 
 
 @pytest.mark.parametrize("search", SEARCHES)

@@ -31,8 +31,7 @@ from metaphrase.filtering.alignment import make_vocabulary_map
 from metaphrase.inference import Generator
 from metaphrase.scripts import serve
 from metaphrase.scripts.parsers import SUBCOMMANDS
-from metaphrase.storage.folders import ENSEMBLE_NAME
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
+from metaphrase.storage.folders import ENSEMBLE_NAME, VOCABULARY_MAP_NAME
 from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe
 
@@ -135,9 +134,7 @@ def project(template, tmp_path, monkeypatch):
     # No command changes the code beside a model, which is most of the files.
     shutil.copytree(template, tmp_path, dirs_exist_ok=True, copy_function=link_code)
     monkeypatch.chdir(tmp_path)
-    for name in ("keep_freed_memory", "keep_few_kernels"):
-        for module in ("training.cpu_setup", "scripts.train"):
-            monkeypatch.setattr(f"metaphrase.{module}.{name}", lambda: None)
+    monkeypatch.setattr("metaphrase.ops.cpu_setup.prepare_cpu", lambda: None)
     return tmp_path
 
 

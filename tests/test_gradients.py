@@ -1,5 +1,3 @@
-"""Tests of gradients, dropout, and gradient checkpointing."""
-
 import pytest
 import torch
 from tiny_models import DESIGNS, random_batch, run_model, tiny_model

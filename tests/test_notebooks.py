@@ -1,5 +1,3 @@
-"""Tests of the notebooks in docs/notebooks/: they are clean, their imports exist, and all cells run."""
-
 import ast
 import json
 import re

@@ -6,15 +6,12 @@ from metaphrase.tokenization.tokenizer_pair import (
     TextFrame,
     TokenizerPair,
     check_target_language,
-    encode_phrase,
-    readable_tokens,
     set_languages,
     shorten,
 )
-from metaphrase.tokenization.tokenizer_trainer import CONTROL_TOKENS, TOKENIZER_KINDS, sentinel_tokens, train_tokenizer
+from metaphrase.tokenization.tokenizer_trainer import CONTROL_TOKENS, TOKENIZER_KINDS, train_tokenizer
 
 _NAMES_OF_RINGS, __getattr__ = names_of_rings(__name__)
 
 __all__ = ["CONTROL_TOKENS", "TOKENIZER_KINDS", "TextFrame", "TokenizerPair", "check_target_language", "checked_texts"]
-__all__ += ["encode_phrase", "iterate_lines", "join_pieces", "readable_tokens", "sentinel_tokens", "set_languages"]
-__all__ += ["shorten", "train_tokenizer", *_NAMES_OF_RINGS]
+__all__ += ["iterate_lines", "join_pieces", "set_languages", "shorten", "train_tokenizer", *_NAMES_OF_RINGS]

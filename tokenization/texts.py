@@ -1,4 +1,4 @@
-"""Reading of text files line by line, checks of texts, the pattern of a word, and batches of similar length."""
+"""Reading of text files line by line, checks of texts, and batches of similar length."""
 
 import codecs
 import contextlib
@@ -8,10 +8,9 @@ import math
 import os
 import re
 import sys
-import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from metaphrase.errors import MetaphraseError
 
@@ -21,20 +20,13 @@ TERM_TOKENS = ("<term>", "</term>")
 # A longer line is hardly text, and tokenizers and models take much time and memory for it.
 MAX_LINE_CHARACTERS = 100_000
 _BYTES_PER_CHUNK = 2**20
-# Thai, Lao, Burmese, Khmer, Japanese and Chinese have no spaces between words.
-_LETTER = r"[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
-_MARKS = "".join(
-    character for character in map(chr, range(0x300, 0x10000)) if unicodedata.category(character)[0] == "M"
-)
-# A run of letters and digits, with their marks, of a script with spaces between words.
-SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 
 
 class Line(NamedTuple):
     """A line of a text file, with its number from 1, and the problem with it, if any, as a message.
 
-    The text has the line end. Bytes that are not UTF-8 are lone surrogates. Of a line that is too long, it is the beginning.
-    The kind of a problem is "line_too_long" or "invalid_utf8".
+    Bytes that are not UTF-8 are lone surrogates. Of a line that is too long, the text is the beginning. The kind of a problem is
+    "line_too_long" or "invalid_utf8".
     """
 
     number: int
@@ -42,32 +34,28 @@ class Line(NamedTuple):
     problem: str = ""
     kind: str = ""
 
-    @property
-    def content(self) -> str:
-        """The text without the line end."""
-        return self.text.removesuffix("\n").removesuffix("\r")
-
 
 @contextlib.contextmanager
-def open_bytes(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a text file, plain or compressed (`.gz`).
+def open_bytes(path: str | os.PathLike | None) -> Iterator[Any]:
+    """Open a text file, plain or compressed (`.gz`); None is standard input.
 
-    A damaged compressed file is an `OSError`, a truncated one an `EOFError`. A file in UTF-16 is a `MetaphraseError`.
+    A damaged compressed file is an `OSError`, a truncated one an `EOFError`.
     """
-    with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
+    if path is None:
+        yield sys.stdin.buffer
+        return
+    with gzip.open(path, "rb") if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
         try:
-            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise MetaphraseError(
-                    f"`{os.fspath(path)}` must be UTF-8, got UTF-16. Convert it with iconv -f UTF-16 -t UTF-8."
-                )
             yield file
         except (zlib.error, gzip.BadGzipFile, EOFError) as error:
             kind = EOFError if isinstance(error, EOFError) else gzip.BadGzipFile
             raise kind(f"`{os.fspath(path)}` must be a compressed file that is whole, got: {error}.") from error
 
 
-def count_lines(path: str | os.PathLike) -> int:
-    """Return the number of lines of a file, plain or compressed."""
+def count_lines(path: str | os.PathLike | None) -> int | None:
+    """Return the number of lines of a file, plain or compressed; None for a pipe or standard input."""
+    if path is None or (os.path.exists(path) and not os.path.isfile(path)):
+        return None
     count, chunk = 0, b"\n"
     with open_bytes(path) as file:
         while following := file.read(_BYTES_PER_CHUNK):
@@ -92,66 +80,60 @@ def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> ran
     return range(start, min(end, total))
 
 
-def read_lines(path: str | os.PathLike, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[Line]:
-    """Yield the lines of a UTF-8 text file, without a byte-order mark."""
-    with open_bytes(path) as file:
-        yield from decode_lines(file, f"`{os.fspath(path)}`", max_line_characters)
-
-
-def decode_lines(file: BinaryIO, name: str, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[Line]:
-    """Yield the lines of an open file. The memory for a line is bounded.
+def read_lines(
+    path: str | os.PathLike | None, max_line_characters: int = MAX_LINE_CHARACTERS, keepends: bool = False
+) -> Iterator[Line]:
+    """Yield the lines of a UTF-8 text file, or of standard input, without a byte-order mark. The memory for a line is bounded.
 
     Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
-    parallel.
+    parallel. A file in UTF-16 is a `MetaphraseError`.
     """
+    name = "standard input" if path is None else f"`{os.fspath(path)}`"
     # A character has at most four bytes. The other bytes are a byte-order mark and the line end.
     size = min(4 * max_line_characters + 5, sys.maxsize)
-    for number in itertools.count(1):
-        line = end = file.readline(size)
-        if not line:
-            return
-        while len(end) == size and not end.endswith(b"\n"):
-            end = file.readline(size)
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        problem = kind = ""
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            text, kind = line.decode("utf-8", errors="surrogateescape"), "invalid_utf8"
-            problem = (
-                f"{name} must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
-                f"at position {error.start} ({error.reason})."
-            )
-        if len(text) > max_line_characters and len(text.rstrip("\r\n")) > max_line_characters:
-            kind = "line_too_long"
-            problem = (
-                f"Each line of {name} must have at most {max_line_characters} characters, but line {number} has more. "
-                "Set `max_line_characters` higher to read it."
-            )
-        yield Line(number, text, problem, kind)
+    with open_bytes(path) as file:
+        for number in itertools.count(1):
+            line = end = file.readline(size)
+            if not line:
+                return
+            while len(end) == size and not end.endswith(b"\n"):
+                end = file.readline(size)
+            if number == 1:
+                if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise MetaphraseError(f"{name} must be UTF-8, got UTF-16. Convert it with iconv -f UTF-16 -t UTF-8")
+                line = line.removeprefix(codecs.BOM_UTF8)
+            problem = kind = ""
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                text, kind = line.decode("utf-8", errors="surrogateescape"), "invalid_utf8"
+                problem = (
+                    f"{name} must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
+                    f"at position {error.start} ({error.reason})."
+                )
+            if len(text) > max_line_characters and len(text.rstrip("\r\n")) > max_line_characters:
+                kind = "line_too_long"
+                problem = (
+                    f"Each line of {name} must have at most {max_line_characters} characters, but line {number} has more. "
+                    "Set `max_line_characters` higher to read it."
+                )
+            yield Line(number, text if keepends else text.removesuffix("\n").removesuffix("\r"), problem, kind)
 
 
 def iterate_lines(
-    paths: str | os.PathLike | Iterable[str | os.PathLike],
-    keep_invalid: bool = False,
+    paths: str | os.PathLike | Iterable[str | os.PathLike] | None,
     max_line_characters: int = MAX_LINE_CHARACTERS,
+    keep_invalid: bool = False,
 ) -> Iterator[str | None]:
-    """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends (see `decode_lines`).
+    """Yield the lines of UTF-8 text files, or of standard input, without their line ends (see `read_lines`).
 
-    Args:
-        keep_invalid: True to yield None for a line that is not valid UTF-8, instead of an error.
-
-    Raises:
-        MetaphraseError: If a line is too long or not valid UTF-8.
+    A line that is too long or not valid UTF-8 is a `MetaphraseError`. With `keep_invalid` an invalid line is None instead.
     """
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+    for path in [paths] if paths is None or isinstance(paths, str | os.PathLike) else paths:
         for line in read_lines(path, max_line_characters):
-            if keep_invalid and line.kind == "invalid_utf8":
-                yield None
-            elif line.problem:
+            if line.problem and not (keep_invalid and line.kind == "invalid_utf8"):
                 raise MetaphraseError(line.problem)
-            else:
-                yield line.content
+            yield None if line.problem else line.text
 
 
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
@@ -174,11 +156,9 @@ def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
 
 
 def join_pieces(text: str, joiner: str | None = None) -> str:
-    """Join the subwords of a text, as a `pretokenized` tokenizer decodes them.
+    """Join the pieces of a text such as `an@@ trie@@ b .`, as a `pretokenized` tokenizer decodes them.
 
-    Args:
-        text: Such as `an@@ trie@@ b .`
-        joiner: Suffix of each piece that the next piece continues. None means `@@`.
+    `joiner` is the suffix of each piece that the next piece continues; None means `@@`.
     """
     return re.sub(re.escape(joiner or DEFAULT_JOINER) + "(?: |$)", "", text)
 
@@ -194,10 +174,7 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_ba
 
 
 def cut_into_batches(
-    order: Sequence[int],
-    lengths: Sequence[Sequence[int]],
-    max_tokens_per_batch: int,
-    batch_size: float = math.inf,
+    order: Sequence[int], lengths: Sequence[Sequence[int]], max_tokens_per_batch: int, batch_size: float = math.inf
 ) -> list[list[int]]:
     """Cut an order of pairs into consecutive batches, each as large as the bounds allow.
 

@@ -4,7 +4,6 @@ import copy
 import itertools
 import logging
 import os
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -12,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Encoding, decoders
+from tokenizers import AddedToken, Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization.texts import checked_texts, join_pieces
-from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner, train_tokenizer
+from metaphrase.tokenization.tokenizer_trainer import find_joiner, train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,10 @@ class TokenizerPair:
         subfolder = os.path.join(kwargs.pop("subfolder", "") or "", TARGET_SUBFOLDER)
         is_one = TARGET_SUBFOLDER not in source.init_kwargs and not os.path.isdir(os.path.join(name_or_path, subfolder))
         if is_one or target_name_or_path is not None:
-            sides = _split_sides(source)
-            return cls(source, source) if sides is None else cls(sides[0], sides[1], whole=source)
+            if not hasattr(source, "separate_vocabs") and type(source).__name__ != "FSMTTokenizer":
+                return cls(source, source)
+            sides = needed_plugin("split_tokenizer", "name_or_path")(source)
+            return cls(sides[0], sides[1], None if sides[0] is source else source)
         return cls(source, _load(name_or_path, subfolder=subfolder, **kwargs))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
@@ -167,8 +169,7 @@ class TokenizerPair:
     def encode_sources(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
         """Return the ids of each text with the end of sequence, never truncated.
 
-        Args:
-            segment: Returns the ids of another segmentation from the number of a text and its encoding (fast tokenizers).
+        `segment` returns the ids of another segmentation (fast tokenizers).
         """
         return _encode(self.source, texts, "text", segment)
 
@@ -183,14 +184,9 @@ class TokenizerPair:
         padded = [[self.target.pad_token_id if token == IGNORED_LABEL else token for token in row] for row in rows]
         return [self.target.decode(row, skip_special_tokens=True) for row in padded]
 
-    @property
-    def target_joiner(self) -> str | None:
-        """Suffix of each piece of the target that the next piece continues; None if targets are not split into pieces."""
-        return find_joiner(self.target)
-
     def as_decoded(self, texts: Iterable[str]) -> list[str]:
         """Return target texts as decoding writes them: pieces of a `pretokenized` tokenizer are joined."""
-        joiner = self.target_joiner
+        joiner = find_joiner(self.target)
         return list(texts) if joiner is None else [join_pieces(text, joiner) for text in texts]
 
     def config_fields(self) -> dict[str, int | None]:
@@ -227,44 +223,7 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
             f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
-        # Its end of sequence is called a separator.
-        tokenizer.eos_token = tokenizer.sep_token
     return tokenizer
-
-
-def _split_sides(tokenizer: PreTrainedTokenizerBase) -> list[PreTrainedTokenizerBase] | None:
-    """Return the tokenizers of source and target, or None if there is one vocabulary. Neither can be saved for both."""
-    name = type(tokenizer).__name__
-    if name == "FSMTTokenizer":
-        vocabularies = tokenizer.encoder, {token: index for index, token in tokenizer.decoder.items()}
-    elif name == "MarianTokenizer" and tokenizer.separate_vocabs:
-        vocabularies = tokenizer.encoder, tokenizer.target_encoder
-    else:
-        return None
-    special = tokenizer.all_special_tokens
-    if [vocabularies[0].get(token) for token in special] != [vocabularies[1].get(token) for token in special]:
-        # A model has one id of each special token. Marian's tokenizer itself also encodes targets.
-        if name == "MarianTokenizer":
-            return None
-        raise MetaphraseError(f"Special tokens must have the same ids in both vocabularies of a {name}, got {special}.")
-    sides = []
-    for index, vocabulary in enumerate(vocabularies):
-        side = copy.copy(tokenizer)
-        side.encoder, side.decoder = dict(vocabulary), {index: token for token, index in vocabulary.items()}
-        if name == "FSMTTokenizer":
-            # The language decides how words are split and joined.
-            side.src_lang = side.tgt_lang = (tokenizer.src_lang, tokenizer.tgt_lang)[index]
-            side.init_kwargs = tokenizer.init_kwargs | {"langs": [side.src_lang] * 2}
-        else:
-            side.init_kwargs = tokenizer.init_kwargs | {"separate_vocabs": False}
-            side.separate_vocabs, side.current_encoder = False, side.encoder
-            side.spm_source = side.spm_target = side.current_spm = (tokenizer.spm_source, tokenizer.spm_target)[index]
-            side.spm_files = [tokenizer.spm_files[index]] * 2
-        # The copy still has the cached vocabulary.
-        side._update_total_vocab_size()
-        sides.append(side)
-    return sides
 
 
 def _encode(
@@ -329,9 +288,7 @@ def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
     if hasattr(tokenizer, "lang_code_to_token"):
         language_id(tokenizer, "target_lang", tokenizer.tgt_lang)
     elif getattr(tokenizer, "tgt_lang", "") is None and getattr(tokenizer, "src_lang", None) is not None:
-        logger.warning(
-            "`target_lang` is not set: targets get the language code of the sources, %s.", tokenizer.src_lang
-        )
+        logger.warning("`target_lang` is unset: targets get the language code of the sources, %s.", tokenizer.src_lang)
 
 
 def has_languages(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -390,64 +347,3 @@ def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[A
     if limit is None or len(row) <= limit:
         return list(row)
     return [*row[: max(limit - len(end), 0)], *end]
-
-
-# Readable tokens, and ids of a phrase in a text
-
-
-def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return each token in a readable form, with U+2581 for a space.
-
-    Tokens of a byte-level tokenizer are decoded, except parts of a character. All other tokens stay as they are.
-    """
-    tokens = tokenizer.convert_ids_to_tokens(ids)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or "ByteLevel" not in repr(backend.decoder):
-        return tokens
-    # U+FFFD stands for bytes that are no whole character. The whole decoder may remove the space of a first word.
-    decoder = decoders.ByteLevel()
-    texts = [decoder.decode([token]) for token in tokens]
-    return [
-        token.replace(BYTE_LEVEL_SPACE, SPACE_MARK) if not text or "\ufffd" in text else text.replace(" ", SPACE_MARK)
-        for token, text in zip(tokens, texts, strict=True)
-    ]
-
-
-# Unicode name prefixes of scripts without spaces between words.
-_UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE")
-
-
-def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ids that write a phrase in a target.
-
-    Inside a text, a space precedes a word. A phrase that begins with punctuation may also follow without a space, and a
-    phrase in a script without spaces, such as Chinese or Thai, always does. White space around the phrase is ignored.
-
-    Returns:
-        Ids of the phrase inside a text, most usual first, and different ids of the phrase at the start of a text, if any.
-
-    Raises:
-        MetaphraseError: If the phrase is empty, or the tokenizer cannot write it.
-    """
-    text = text.strip()
-    is_unspaced = unicodedata.name(text[:1] or " ", "").startswith(_UNSPACED)
-    fronts = ([] if is_unspaced else [" "]) + ([""] if is_unspaced or not text[:1].isalnum() else [])
-    inside = [_encode_behind(tokenizer, front + text) for front in fronts]
-    inside = [ids for index, ids in enumerate(inside) if ids not in inside[:index]]
-    first = _encode_bare(tokenizer, text)
-    if not text or not all(ids and tokenizer.unk_token_id not in ids for ids in (*inside, first)):
-        raise MetaphraseError(f"A phrase must be a text that the tokenizer can write, got {text!r}.")
-    return inside, [first] if first not in inside else []
-
-
-def _encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text that follows another text: the first of several that keeps its own tokens."""
-    for anchor in ("a", ",", "1", "the"):
-        before, both = _encode_bare(tokenizer, anchor), _encode_bare(tokenizer, anchor + text)
-        if before and both[: len(before)] == before and tokenizer.unk_token_id not in before:
-            return both[len(before) :]
-    return _encode_bare(tokenizer, text)

@@ -41,14 +41,6 @@ _PIECE_END = "(?: |$)"
 _BYTE_CHARACTERS = [bytes_to_unicode()[byte] for byte in range(256)]
 
 
-def sentinel_tokens(count: int) -> tuple[str, ...]:
-    """Return `<extra_id_0>` to `<extra_id_{count - 1}>`, which replace removed spans.
-
-    Source: span corruption, section 3.1.4 of Raffel et al. 2020 (arXiv 1910.10683).
-    """
-    return tuple(f"<extra_id_{index}>" for index in range(count))
-
-
 @dataclass(kw_only=True)
 class TokenizerSettings:
     """Settings of `train_tokenizer`. None in `vocab_size`, `min_frequency` or `joiner` becomes the kind's default.
@@ -87,9 +79,7 @@ class TokenizerSettings:
                 hint = did_you_mean(value, known)
                 raise MetaphraseError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
         if self.min_frequency is not None and self.kind in ("unigram", "byte"):
-            raise MetaphraseError(
-                f"`min_frequency` has no effect for kind {self.kind!r}, got {self.min_frequency}. Remove it."
-            )
+            raise MetaphraseError(f"`min_frequency` has no effect for kind {self.kind!r}, got {self.min_frequency}.")
         if self.joiner is not None and (self.kind != "pretokenized" or not self.joiner or " " in self.joiner):
             raise MetaphraseError(
                 f"`joiner` must be characters without a space, for kind 'pretokenized', got {self.joiner!r} for {self.kind!r}."
@@ -113,8 +103,8 @@ class TokenizerSettings:
             )
 
 
-def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenizerFast:
-    """Train a tokenizer. The same texts and settings give the same vocabulary.
+def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizerFast:
+    """Train a tokenizer. The options are those of `TokenizerSettings`. The same texts and options give the same vocabulary.
 
     Ids begin with `<pad>`, `<s>`, `</s>`, `<unk>` and the additional tokens. Every kind ends a text with `</s>`; a pair becomes
     `A </s> B </s>`. The four control tokens are never read from text: `</s>` in a text stays four characters, so no text can end
@@ -142,7 +132,7 @@ def train_tokenizer(texts: Iterable[str], **settings: Any) -> PreTrainedTokenize
     Raises:
         MetaphraseError: If a setting is invalid, or the texts hold no visible character or more than fit into `vocab_size`.
     """
-    settings = TokenizerSettings(**settings)
+    settings = TokenizerSettings(**options)
     tokenizer = _make_pipeline(_train_model(texts, settings), settings)
     # With the library's "special" flag, additional tokens would not be read from text, either.
     for token in settings.special_tokens:
@@ -181,7 +171,15 @@ def find_joiner(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:
     """Return a tokenizer with the normalizer, splitter and decoder of the settings' kind."""
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = _normalizer(settings)
+    normalizing = [] if settings.normalization is None else [getattr(normalizers, settings.normalization.upper())()]
+    if settings.lowercase:
+        normalizing.append(normalizers.Lowercase())
+    if settings.kind == "pretokenized":
+        # A piece spelled like a control token would become that token.
+        names = "|".join(map(re.escape, (PAD, BOS, EOS)))
+        normalizing.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), UNK))
+    if normalizing:
+        tokenizer.normalizer = normalizers.Sequence(normalizing)
     # Text such as `</s>` is cut behind its first character, so that it is no control token.
     names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in CONTROL_TOKENS)
     splitter = pre_tokenizers.Split(Regex(names), behavior="isolated")
@@ -216,17 +214,6 @@ def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenize
     return tokenizer
 
 
-def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
-    steps = [] if settings.normalization is None else [getattr(normalizers, settings.normalization.upper())()]
-    if settings.lowercase:
-        steps.append(normalizers.Lowercase())
-    if settings.kind == "pretokenized":
-        # A piece spelled like a control token would become that token.
-        names = "|".join(map(re.escape, (PAD, BOS, EOS)))
-        steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), UNK))
-    return normalizers.Sequence(steps) if steps else None
-
-
 def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     specials = settings.special_tokens
     if settings.kind == "byte":
@@ -234,7 +221,13 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
     texts = _split_texts(texts, settings)
     if settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
         return _collect(texts, settings)
-    options = {"special_tokens": specials, "show_progress": settings.show_progress, "vocab_size": settings.vocab_size}
+    options: dict[str, Any] = {
+        "special_tokens": specials,
+        "show_progress": settings.show_progress,
+        "vocab_size": settings.vocab_size,
+    }
+    model: models.Model
+    trainer: trainers.Trainer
     if settings.kind == "unigram":
         model, trainer = models.Unigram(), trainers.UnigramTrainer(unk_token=UNK, **options)
     else:
@@ -297,9 +290,7 @@ def _order_pieces(entries: list[tuple[str, float]], room: int) -> list[tuple[str
     ceiling = min(score for _, score in entries) + (len(singles) + 1) * 1e-4
     restored = {piece: score for piece, score in entries if len(piece) == 1 and score < ceiling}
     fixed = dict(entries) | dict(zip(sorted(restored), sorted(restored.values()), strict=True))
-    ordered = sorted(
-        ((piece, round(score, 6)) for piece, score in fixed.items()), key=lambda entry: (-entry[1], entry[0])
-    )
+    ordered = sorted(((piece, round(score, 6)) for piece, score in fixed.items()), key=lambda row: (-row[1], row[0]))
     by_need = sorted(ordered, key=lambda entry: len(entry[0]) > 1)
     selected = {piece for piece, _ in by_need[: max(room, len(singles))]}
     return [entry for entry in ordered if entry[0] in selected]
@@ -314,7 +305,7 @@ def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
         entry = f" {entry}" if settings.kind == "word" else entry
         return entry.encode().decode("latin-1").translate(bytes_to_unicode()) if has_all_bytes else entry
 
-    normalizer, counts = _normalizer(settings), Counter()
+    normalizer, counts = _make_pipeline(models.BPE(), settings).normalizer, Counter()
     for text in texts:
         text = text if normalizer is None else normalizer.normalize_str(text)
         counts.update(text if settings.kind == "char" else text.split(" "))

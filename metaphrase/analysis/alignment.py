@@ -13,17 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.analysis.scoring import encode_forced, forced_batches, read_texts
+from metaphrase.analysis.words import words_of_decoded, words_of_source, words_of_target
+from metaphrase.decoding.joint_search import check_single
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import check_sources, evaluating, longest_source
-from metaphrase.inference.generator import Generator, check_single
-from metaphrase.tokenization import (
-    TextFrame,
-    readable_tokens,
-    shorten,
-    words_of_decoded,
-    words_of_source,
-    words_of_target,
-)
+from metaphrase.inference.generator import Generator
+from metaphrase.tokenization import TextFrame, readable_tokens, shorten
 
 # The pass keeps the attention weights of all layers and heads, whose size grows with the square of the length.
 MAX_TOKENS_PER_BATCH = 2048
@@ -112,14 +107,15 @@ def cross_attentions(
     end = TextFrame.of(tokenizers.encode_sources).end
     start = generation_kwargs.get("decoder_start_token_id")
     max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
-    batches = forced_batches(model, source_ids, target_ids, generator.batch_size, max_tokens, show_progress, start)
-    for batch, inputs in batches:
+    sizes = generator.batch_size, max_tokens
+    for batch, inputs in forced_batches(model, source_ids, target_ids, *sizes, show_progress, start):
         with showing_attention(model), torch.inference_mode():
             output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
         layers = getattr(output, "cross_attentions", None)
         if not layers or any(weights is None for weights in layers):
-            kind = type(model).__name__
-            raise MetaphraseError(f"The model must be an encoder-decoder that returns cross-attentions, got a {kind}.")
+            raise MetaphraseError(
+                f"A model must return cross-attentions, got a {type(model).__name__}, which does not."
+            )
         # (batch, heads, target, source)
         layers = [weights.float().cpu() for weights in layers]
         for row, index in enumerate(batch):

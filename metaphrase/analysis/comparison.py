@@ -21,7 +21,7 @@ NUM_RANDOMIZATION_TRIALS = 10_000
 MAX_TEST_BYTES = 8_000_000_000
 
 
-def randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, seed: str) -> list[float]:
+def _randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, seed: str) -> list[float]:
     """Test each system against the first one by approximate randomization. Return the probability of each but the first.
 
     The trials are those of sacreBLEU, which does not count a trial that has exactly the observed difference. Where few sentences
@@ -30,7 +30,7 @@ def randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, see
     Source: Riezler and Maxwell 2005 (W05-0908).
     """
     first = next(iter(systems.values()))
-    check_memory("paired_ar_n", num_trials, len(first.rows), 8)
+    _check_memory("paired_ar_n", num_trials, len(first.rows), 8)
     generator = np.random.default_rng(int(seed) if seed.isnumeric() else None)
     is_swapped = generator.integers(2, size=(num_trials, len(first.rows)), dtype=bool)
 
@@ -50,7 +50,7 @@ def randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, see
     return probabilities
 
 
-def check_memory(name: str, number: int, num_segments: int, bytes_per_segment: int) -> None:
+def _check_memory(name: str, number: int, num_segments: int, bytes_per_segment: int) -> None:
     """Refuse a number of resamples or trials that would fill the memory. `name` is its option."""
     if number * num_segments * bytes_per_segment > MAX_TEST_BYTES:
         most = MAX_TEST_BYTES // (num_segments * bytes_per_segment)
@@ -129,10 +129,14 @@ def compare(
     known = set(itertools.chain(*itertools.chain(reference_words, *words.values())))
     counted = reference_words if training_targets is None else map(split, training_targets)
     frequencies = Counter(word for tokens in counted for word in tokens if word in known)
-    sentence_scores = {name: _sentence_scores(systems) for name, systems in segments.items()}
+    sentence_scores = {
+        name: {system: _sentence_scores(statistics) for system, statistics in systems.items()}
+        for name, systems in segments.items()
+    }
     # An external score is the user's choice. Of the others, chrF says the most about a single sentence.
     external = (name for name in segments if name not in METRICS)
     sort_name = next(external, "chrf" if "chrf" in segments else next(iter(segments)))
+    sign = -1 if sort_name in lower_is_better else 1
     return {
         "systems": list(test_set.outputs),
         "num_sentences": len(test_set.references),
@@ -145,9 +149,7 @@ def compare(
         "words_counted_in": "references" if training_targets is None else "training targets",
         "sorted_by": sort_name,
         "differences": [
-            _largest_differences(
-                test_set, sentence_scores, sort_name, system, sort_name in lower_is_better, num_sentences
-            )
+            _largest_differences(test_set, sentence_scores, sort_name, system, sign, num_sentences)
             for system in list(test_set.outputs)[1:]
         ],
         "sentence_scores": sentence_scores,
@@ -159,29 +161,26 @@ def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) 
     scores, seed = {}, None
     for name, systems in segments.items():
         first = next(iter(systems.values()))
-        check_memory("paired_bs_n", num_resamples, len(first.rows), 4 * (len(first.rows[0]) + 2))
+        _check_memory("paired_bs_n", num_resamples, len(first.rows), 4 * (len(first.rows[0]) + 2))
         results, seed = bootstrap(systems, num_resamples)
         rows = [
             {"system": system, "score": float(result.score), "mean": float(result.mean), "ci": float(result.ci)}
             for system, result in zip(systems, results, strict=True)
         ]
-        tests = zip(rows[1:], results[1:], randomization(systems, num_trials, seed), strict=True)
+        tests = zip(rows[1:], results[1:], _randomization(systems, num_trials, seed), strict=True)
         for row, result, p_randomization in tests:
             row["difference"] = row["score"] - rows[0]["score"]
             row["p_bootstrap"], row["p_randomization"] = float(result.p_value), p_randomization
-        scores[name] = {"signature": next(iter(systems.values())).signature, "systems": rows}
+        scores[name] = {"signature": first.signature, "systems": rows}
     return {"seed": seed, "scores": scores}
 
 
-def _sentence_scores(systems: Systems) -> dict[str, list[float]]:
-    scores = {}
-    for system, segments in systems.items():
-        scorer = copy.copy(segments.scorer)
-        # BLEU of a sentence leaves out n-grams that are longer than the sentence. Other scores do not read this.
-        scorer.effective_order = True
-        single = replace(segments, scorer=scorer)
-        scores[system] = [single.score([row]) for row in range(len(segments.rows))]
-    return scores
+def _sentence_scores(segments: SegmentStatistics) -> list[float]:
+    scorer = copy.copy(segments.scorer)
+    # BLEU of a sentence leaves out n-grams that are longer than the sentence. Other scores do not read this.
+    scorer.effective_order = True
+    single = replace(segments, scorer=scorer)
+    return [single.score([row]) for row in range(len(segments.rows))]
 
 
 def _scores_by_length(segments: Mapping[str, Systems], lengths: list[int]) -> list[dict[str, Any]]:
@@ -236,13 +235,13 @@ def _largest_differences(
     sentence_scores: Mapping[str, Mapping[str, list[float]]],
     sort_name: str,
     system: str,
-    is_lower_better: bool,
+    sign: int,
     num_sentences: int,
 ) -> dict[str, Any]:
     """Return the sentences of which a system is the furthest above the baseline, and the furthest below."""
     pair = [next(iter(test_set.outputs)), system]
     first, second = (np.array(sentence_scores[sort_name][name]) for name in pair)
-    gains = first - second if is_lower_better else second - first
+    gains = sign * (second - first)
     order = np.argsort(-gains, kind="stable")
     best = [int(row) for row in order[:num_sentences] if gains[row] > 0]
     worst = [int(row) for row in order[::-1][:num_sentences] if gains[row] < 0]

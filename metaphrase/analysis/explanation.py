@@ -1,6 +1,7 @@
 """Explanation of a pair: tokens, shapes, masks, attention, teacher forcing, next tokens, and the tree of a beam search."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,14 +72,12 @@ class BeamNode:
 
 @dataclass(frozen=True)
 class BeamTree:
-    """Candidates of a beam search, step by step and best first in each step."""
-
     num_beams: int
-    nodes: list[BeamNode]
+    nodes: list[BeamNode]  # step by step, and best first in each step
     best_ids: list[int]
 
 
-def record_beam_search(generator: Generator, source: Sequence[int], options: Mapping[str, Any]) -> BeamTree:
+def _record_beam_search(generator: Generator, source: Sequence[int], options: Mapping[str, Any]) -> BeamTree:
     """Return the tree of a beam search, which `generate()` runs. One beam becomes `DEFAULT_BEAMS`."""
     config = generator.model.generation_config
     num_beams = options.get("num_beams") or config.num_beams or 1
@@ -93,8 +92,7 @@ def record_beam_search(generator: Generator, source: Sequence[int], options: Map
         index = recorder.indices.get(tuple(result.ids))
         if index is not None:
             nodes[index].state, nodes[index].rank, nodes[index].score = "finished", rank, result.score
-    tokens = readable_tokens(generator.tokenizers.target, [node.id for node in nodes])
-    for node, token in zip(nodes, tokens, strict=True):
+    for node, token in zip(nodes, readable_tokens(generator.tokenizers.target, [n.id for n in nodes]), strict=True):
         node.token = token
     return BeamTree(num_beams, nodes, results[0].ids)
 
@@ -107,20 +105,15 @@ class _BeamRecorder(LogitsProcessor):
         self.nodes: list[BeamNode] = []
         # For each hypothesis, without the start token, the index of its node.
         self.indices: dict[tuple[int, ...], int | None] = {(): None}
-        self.step = -1
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.step += 1
-        candidates, prefixes = [], set()
-        count = max(2, 1 + len(self.ends)) * self.num_beams
+        count, num_open, candidates = max(2, 1 + len(self.ends)) * self.num_beams, 0, []
+        rows: dict[tuple[int, ...], torch.Tensor] = {}
         for ids, log_probabilities in zip(input_ids[:, 1:].tolist(), scores.float(), strict=True):
-            prefix = tuple(ids)
             # The first step has the same prefix in all rows.
-            if prefix in prefixes or prefix not in self.indices:
-                continue
-            prefixes.add(prefix)
-            parent = self.indices[prefix]
-            total = 0.0
+            rows.setdefault(tuple(ids), log_probabilities)
+        for prefix in filter(self.indices.__contains__, rows):
+            parent, total, log_probabilities = self.indices[prefix], 0.0, rows[prefix]
             if parent is not None:
                 total = self.nodes[parent].total
                 self.nodes[parent].state = "kept"
@@ -129,9 +122,8 @@ class _BeamRecorder(LogitsProcessor):
                 if value > -1e8:
                     candidates.append((total + value, prefix, token))
         candidates.sort(key=lambda candidate: -candidate[0])
-        num_open = 0
         for rank, (total, prefix, token) in enumerate(candidates[:count]):
-            node = BeamNode(self.indices[prefix], self.step, token, "", total)
+            node = BeamNode(self.indices[prefix], input_ids.shape[1] - 1, token, "", total)
             if token in self.ends and rank < self.num_beams:
                 node.state = "finished"
             elif token not in self.ends and num_open < self.num_beams:
@@ -143,7 +135,7 @@ class _BeamRecorder(LogitsProcessor):
         return scores
 
 
-def describe_steps(
+def _describe_steps(
     tokenizer: PreTrainedTokenizerBase,
     logits: torch.Tensor,
     path: list[int],
@@ -166,18 +158,13 @@ def describe_steps(
         cuts.append(list(map(Cut, sizes, shares, drawn, readable_tokens(tokenizer, drawn))))
     steps = []
     for index, (token, text) in enumerate(zip(path, readable_tokens(tokenizer, path), strict=True)):
-        ids = best.indices[index].tolist()
-        is_beam = path[:index] == beam_ids[:index] and index < len(beam_ids)
-        beam_choice = beam_ids[index] if is_beam else None
-        shares = best.values[index].tolist()
-        steps.append(
-            Step(ids, readable_tokens(tokenizer, ids), shares, token, text, beam_choice, cuts[0][index], cuts[1][index])
-        )
+        ids, shares = best.indices[index].tolist(), best.values[index].tolist()
+        beam_choice = beam_ids[index] if path[:index] == beam_ids[:index] and index < len(beam_ids) else None
+        chosen = token, text, beam_choice, cuts[0][index], cuts[1][index]
+        steps.append(Step(ids, readable_tokens(tokenizer, ids), shares, *chosen))
     return steps
 
 
-# For each kind of attention the field of the model's output.
-ATTENTIONS = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
 # Padding that the masks show, as in a batch with a longer source.
 MASK_PADDING = 2
 # Masks add the smallest number of a type to a score, or minus infinity. The smallest float16 is -65504.
@@ -273,15 +260,20 @@ def explain(
     source_ids, target_ids = attention.source_ids, attention.target_ids
     start = generation_kwargs.get("decoder_start_token_id")
     inputs = forced_inputs(model, [source_ids], [target_ids], start)
-    sizes = len(source_ids), len(target_ids)
     with showing_attention(model), torch.inference_mode():
         with _recording_modules(model) as (stages, positions):
             output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
-        weights, masks = _attention_weights(output, *sizes), _find_masks(model, inputs, *sizes)
+        masks = _find_masks(model, inputs, len(source_ids), len(target_ids))
+    weights, sizes = {}, {"encoder": len(source_ids), "decoder": len(target_ids), "cross": len(source_ids)}
+    for name, num_keys in sizes.items():
+        layers = getattr(output, f"{name}_attentions", None) or [None]
+        # (1, heads, query, key)
+        if all(layer is not None and layer.ndim == 4 and layer.shape[3] == num_keys for layer in layers):
+            weights[name] = torch.cat([layer.float().cpu() for layer in layers]).numpy()
     logits = output.logits[0].float()
     labels = torch.tensor(target_ids, device=logits.device)[:, None]
     shared = {name: value for name, value in generation_kwargs.items() if name in _SHARED_OPTIONS}
-    tree = record_beam_search(generator, source_ids, generation_kwargs)
+    tree = _record_beam_search(generator, source_ids, generation_kwargs)
     [[greedy]] = decode(model, [source_ids], **shared, num_beams=1, do_sample=False, num_return_sequences=1)
     paths = {"target": target_ids, "greedy": greedy.ids, "beam": tree.best_ids}
     steps = {}
@@ -290,9 +282,9 @@ def explain(
             with evaluating([model]), torch.inference_mode():
                 path_inputs = forced_inputs(model, [source_ids], [ids], start)
                 path_logits = model(**path_inputs, use_cache=False, return_dict=True).logits[0].float()
-            steps[name] = describe_steps(tokenizer, path_logits, ids, tree.best_ids, seed, generation_kwargs)
+            steps[name] = _describe_steps(tokenizer, path_logits, ids, tree.best_ids, seed, generation_kwargs)
     decoder_ids = inputs["decoder_input_ids"][0].tolist()
-    missing = [name for name in ATTENTIONS if name not in weights]
+    missing = [name for name in sizes if name not in weights]
     notes = [f"{name.capitalize()} attention: the model returns no weights for each query and key." for name in missing]
     if not positions:
         notes.append("Position encodings: no module of the model returns any.")
@@ -336,68 +328,47 @@ def _group(ids: list[int], tokens: list[str], words: list[str], word_ids: list[i
 
 @contextlib.contextmanager
 def _recording_modules(model: PreTrainedModel) -> Iterator[tuple[list[Stage], list[PositionMap]]]:
-    """Record output shapes and position encodings of all modules inside this context, but of the first layers only."""
+    """Record output shapes and position encodings of all modules, but of the first layers only."""
     stages: list[Stage] = []
     positions: list[PositionMap] = []
 
-    def record(name: str):
-        def hook(module: nn.Module, _, output) -> None:
-            shape = _shape_of(output)
-            if shape is not None and not isinstance(module, nn.Dropout):
-                stages.append(Stage(name, type(module).__name__, shape))
-            if _POSITIONS.search(name.rpartition(".")[2]):
-                positions.extend(_read_positions(name, output))
-
-        return hook
+    def record(name: str, module: nn.Module, _, output) -> None:
+        if _POSITIONS.search(name.rpartition(".")[2]):
+            positions.extend(_read_positions(name, output))
+        output = tuple(output.values()) if isinstance(output, dict) else output
+        while isinstance(output, tuple | list) and output:
+            output = output[0]
+        if isinstance(output, torch.Tensor) and not isinstance(module, nn.Dropout):
+            stages.append(Stage(name, type(module).__name__, tuple(output.shape)))
 
     handles = []
     try:
         for name, module in model.named_modules():
             layer = next((part for part in name.split(".") if part.isdigit()), "0")
             if name and layer == "0":
-                handles.append(module.register_forward_hook(record(name)))
+                handles.append(module.register_forward_hook(functools.partial(record, name)))
         yield stages, positions
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _shape_of(output) -> tuple[int, ...] | None:
-    output = tuple(output.values()) if isinstance(output, dict) else output
-    while isinstance(output, tuple | list) and output:
-        output = output[0]
-    return tuple(output.shape) if isinstance(output, torch.Tensor) else None
-
-
 def _read_positions(name: str, output) -> list[PositionMap]:
     """Return the position encoding in a module's output, if it has a known shape."""
-    is_rotary = isinstance(output, tuple)
+    kind = "rotary" if isinstance(output, tuple) else "added"
     # Cosines show the same angles as the sines that follow them.
-    values = output[0] if is_rotary else output
+    values = output[0] if isinstance(output, tuple) else output
     if not isinstance(values, torch.Tensor):
         return []
     values = values.detach().float().cpu()
     if values.ndim == 4 and len(values) == 1:
-        return [PositionMap(name, "bias", values[0].numpy())]
-    if values.ndim == 3 and "bias" in name.rpartition(".")[2]:
+        kind, values = "bias", values[0]
+    elif values.ndim == 3 and "bias" in name.rpartition(".")[2]:
         # (query, key, heads) -> (heads, query, key)
-        return [PositionMap(name, "bias", values.permute(2, 0, 1).numpy())]
+        kind, values = "bias", values.permute(2, 0, 1)
     values = values[None] if values.ndim == 2 else values
-    is_known = values.ndim == 3 and len(values) == 1
-    return [PositionMap(name, "rotary" if is_rotary else "added", values.numpy())] if is_known else []
-
-
-def _attention_weights(output, num_source: int, num_target: int) -> dict[str, np.ndarray]:
-    """Return the weights of each kind whose layers all have the shape `(1, heads, query, key)`."""
-    sizes = {"encoder": (num_source,) * 2, "decoder": (num_target,) * 2, "cross": (num_target, num_source)}
-    weights = {}
-    for name, field in ATTENTIONS.items():
-        layers = getattr(output, field, None) or [None]
-        shapes = {getattr(layer, "shape", None) for layer in layers}
-        shape = shapes.pop()
-        if not shapes and shape is not None and len(shape) == 4 and tuple(shape[2:]) == sizes[name]:
-            weights[name] = torch.cat([layer.float().cpu() for layer in layers]).numpy()
-    return weights
+    is_known = values.ndim == 3 and (kind == "bias" or len(values) == 1)
+    return [PositionMap(name, kind, values.numpy())] if is_known else []
 
 
 class _ScoreRecorder(TorchFunctionMode):

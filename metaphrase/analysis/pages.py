@@ -64,21 +64,17 @@ def spell_out(text: str, categories: Sequence[str]) -> str:
 
 
 def _describe(explanation: Explanation) -> dict[str, Any]:
-    content, positions = asdict(explanation), []
-    for item in explanation.positions:
+    content = asdict(explanation)
+    for item in content["positions"]:
         # Byte 128 is 0, and byte 255 the largest magnitude.
-        largest = float(np.abs(item.values).max()) or 1.0
-        packed = _pack((128 + 127 * item.values / largest) / 255)
-        positions.append({"name": item.name, "kind": item.kind, **packed, "largest": largest})
+        values = item.pop("values")
+        largest = float(np.abs(values).max()) or 1.0
+        item |= _pack((128 + 127 * values / largest) / 255) | {"largest": largest}
     content["beam"] = content.pop("beam_tree")
-    return content | {
-        "masks": {name: _pack(mask[None, None]) for name, mask in explanation.masks.items()},
-        "attentions": {name: _pack(weights) for name, weights in explanation.attentions.items()},
-        "positions": positions,
-        "probabilities": explanation.probabilities.tolist(),
-        "ranks": explanation.ranks.tolist(),
-        "loss": explanation.loss,
-    }
+    content["masks"] = {name: _pack(mask[None, None]) for name, mask in explanation.masks.items()}
+    content["attentions"] = {name: _pack(weights) for name, weights in explanation.attentions.items()}
+    content |= {name: content[name].tolist() for name in ("probabilities", "ranks")}
+    return content | {"loss": explanation.loss}
 
 
 def _pack(weights: np.ndarray) -> dict[str, Any]:
@@ -190,10 +186,8 @@ def _table(rows: Sequence[Row], num_texts: int) -> str:
         kinds = ("" if column < num_texts else " class=number" for column in range(len(row)))
         return "".join(f"<{name}{kind}>{_escape(text)}" for kind, text in zip(kinds, row, strict=True))
 
-    body = "<tr>".join(cells(row, "td") for row in rows[1:])
-    return (
-        f'<div class="scroll"><table><thead><tr>{cells(rows[0], "th")}</thead><tbody><tr>{body}</tbody></table></div>'
-    )
+    header, body = cells(rows[0], "th"), "<tr>".join(cells(row, "td") for row in rows[1:])
+    return f'<div class="scroll"><table><thead><tr>{header}</thead><tbody><tr>{body}</tbody></table></div>'
 
 
 def _sentence(report: dict[str, Any], entry: dict[str, Any]) -> str:
@@ -223,12 +217,6 @@ FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "
 FALLBACK_FONTS += ("Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji")
 
 
-def _readable(token: str) -> str:
-    """Spell out characters that a font cannot show. The result is never blank."""
-    shown = spell_out(token, ("Cc", "Cf", "Zl", "Zp", "Cs"))
-    return shown if shown.strip() else repr(shown)
-
-
 def draw_attention_map(
     weights: Any,
     source_tokens: Sequence[str],
@@ -250,10 +238,8 @@ def draw_attention_map(
     weights = np.asarray(weights.detach().float().cpu() if hasattr(weights, "detach") else weights, dtype=float)
     rows, columns = len(target_tokens), len(source_tokens)
     if weights.shape != (rows, columns) or weights.size == 0:
-        raise MetaphraseError(
-            "`weights` must have the shape (target tokens, source tokens), at least one each, "
-            f"got {weights.shape} for {rows} target and {columns} source tokens."
-        )
+        counts = f"{weights.shape} for {rows} target and {columns} source tokens"
+        raise MetaphraseError(f"`weights` must have the shape (target tokens, source tokens), got {counts}.")
     cell = float(np.clip(18 / max(rows, columns), 0.16, 0.34))  # inches
     width, height = columns * cell, rows * cell
     # The cells decide the size; saving with a tight box then adds what the labels need, so that none is cut off.
@@ -268,8 +254,13 @@ def draw_attention_map(
     labels = plain | {"fontsize": min(10.0, cell * 72 * 0.55)}
     panel.xaxis.tick_top()
     panel.xaxis.set_label_position("top")
-    panel.set_xticks(range(columns), [_readable(token) for token in source_tokens], rotation=90, **labels)
-    panel.set_yticks(range(rows), [_readable(token) for token in target_tokens], **labels)
+    # Without characters that a font cannot show.
+    sides = (
+        [spell_out(token, ("Cc", "Cf", "Zl", "Zp", "Cs")) for token in side] for side in (source_tokens, target_tokens)
+    )
+    source_labels, target_labels = ([text if text.strip() else repr(text) for text in side] for side in sides)
+    panel.set_xticks(range(columns), source_labels, rotation=90, **labels)
+    panel.set_yticks(range(rows), target_labels, **labels)
     panel.set_xlabel("source", color=TEXT_COLOR)
     panel.set_ylabel("target", color=TEXT_COLOR)
     panel.set_xticks(np.arange(-0.5, columns), minor=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.decoding.joint_search import check_single
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import TooLongError, evaluating, longest_source, longest_target, pad_sources
-from metaphrase.inference.generator import Generator, check_single
+from metaphrase.inference.generator import Generator
 from metaphrase.inference.progress import progress_bar
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens
 from metaphrase.tokenization.texts import batches_by_length
@@ -93,7 +94,7 @@ def forced_batches(
 
 
 def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[str], list | None]:
-    """Return sources, and targets if there are any, as lists. Raises `MetaphraseError` if they are not equally many."""
+    """Return sources, and targets if there are any, as lists, which must be equally many."""
     sources = list(checked_texts(sources, "sources"))
     if targets is None:
         return sources, None
@@ -125,21 +126,18 @@ def forced_inputs(
     The decoder reads the start token, by default the model's, then each target without its last token. Its padding needs no
     mask, because the causal mask hides later positions.
     """
-    start, pad = _start_token(model) if start is None else start, model.config.pad_token_id or 0
+    names, configs = (
+        ("decoder_start_token_id", "bos_token_id"),
+        (getattr(model, "generation_config", None), model.config),
+    )
+    starts = (start, *(getattr(config, name, None) for name in names for config in configs))
+    start = next((token for token in starts if isinstance(token, int)), None)
+    if start is None:
+        raise MetaphraseError("`decoder_start_token_id` must be set in a config of the model, got None.")
+    pad = model.config.pad_token_id or 0
     width = max(len(target) for target in targets)
     rows = [[start, *target[:-1], *[pad] * (width - len(target))] for target in targets]
     return {**pad_sources(sources, model), "decoder_input_ids": torch.tensor(rows, device=model.device)}
-
-
-def _start_token(model: PreTrainedModel) -> int:
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for config in (getattr(model, "generation_config", None), model.config):
-            start = getattr(config, name, None)
-            if isinstance(start, int):
-                return start
-    raise MetaphraseError(
-        "`decoder_start_token_id` must be set in the config or generation config of the model, got None."
-    )
 
 
 def dual_scores(forward: Sequence[float], backward: Sequence[float]) -> list[float]:

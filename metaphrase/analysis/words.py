@@ -8,9 +8,10 @@ import re
 from bisect import bisect_left, bisect_right
 from itertools import takewhile
 
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.tokenization.tokenizer_trainer import find_joiner
+from metaphrase.tokenization.tokenizer_trainer import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner
 
 WordIds = list[int | None]
 
@@ -133,3 +134,23 @@ def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Word
         for earlier in waiting:
             word_ids[earlier] = len(after.split()) - 1
     return word_ids
+
+
+def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Return each token in a readable form, with U+2581 for a space.
+
+    Tokens of a byte-level tokenizer are decoded, except parts of a character. All other tokens stay as they are.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or "ByteLevel" not in repr(backend.decoder):
+        return tokens
+    # The whole decoder may remove the space of a first word.
+    decoder = decoders.ByteLevel()
+    texts = [decoder.decode([token]) for token in tokens]
+    return [
+        token.replace(BYTE_LEVEL_SPACE, SPACE_MARK)
+        if not text or _REPLACEMENT in text
+        else text.replace(" ", SPACE_MARK)
+        for token, text in zip(tokens, texts, strict=True)
+    ]

@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import learn_terms
+from metaphrase.filtering.rules import SPACED_WORD
 from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.texts import SPACED_WORD, TERM_TOKENS
+from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.corpora import PairCorpus
 
 # Share of the pairs with a source word that have its translation.
@@ -161,7 +162,6 @@ class EpochPairs(torch.utils.data.Dataset):
 
     @property
     def epoch(self) -> int:
-        """The present epoch."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -219,8 +219,14 @@ class SubwordSampler:
         return ids
 
     def _sample(self, plain: Ids, random: Random) -> Ids:
+        # The letters of the word, and the number of merges that make the plain segmentation of them.
+        ids, num_merges = self._words.get(plain, ((), 0))
+        if not ids:
+            letters = tuple(self._vocabulary.get(letter) for index in plain for letter in self._pieces[index])
+            ids, num_merges = (plain, 0) if None in letters else (letters, len(letters) - len(plain))
+            if len(self._words) < _MAX_STATES:
+                self._words[plain] = ids, num_merges
         # Two of three words skip no merge at a rate of 0.1, and take a single draw.
-        ids, num_merges = self._words.get(plain) or self._word(plain)
         draw, log = random.random, math.log
         merged = int(log(1 - draw()) / self._log_merged)
         if merged >= num_merges:
@@ -233,14 +239,6 @@ class SubwordSampler:
             ids = _apply(merges[skipped], ids)
             skipped = int(log(1 - draw()) / self._log_skipped)
         return ids
-
-    def _word(self, plain: Ids) -> tuple[Ids, int]:
-        """Return the letters of a word, and the number of merges that make the plain segmentation of them."""
-        letters = tuple(self._vocabulary.get(letter) for index in plain for letter in self._pieces[index])
-        word = (plain, 0) if None in letters else (letters, len(letters) - len(plain))
-        if len(self._words) < _MAX_STATES:
-            self._words[plain] = word
-        return word
 
     def _permitted_merges(self, ids: Ids) -> list[tuple[int, int]]:
         """Return start and merged id of each permitted merge, first learned first."""

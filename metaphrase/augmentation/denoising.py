@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import numpy as np
@@ -18,7 +18,7 @@ from metaphrase.augmentation.augmentation import EpochPairs
 from metaphrase.data.encoding import tokenizer_fingerprint
 from metaphrase.data.pairs import LENGTH_COLUMNS, Policy, column_texts, read_cached
 from metaphrase.errors import MetaphraseError
-from metaphrase.tokenization import TokenizerPair, iterate_lines, sentinel_tokens
+from metaphrase.tokenization import TokenizerPair, iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.training.corpora import PairCorpus
 
@@ -37,12 +37,34 @@ _UL2_SUFFIX_FRACTION = 0.25
 _SHORTEST_BLOCK, _LONGEST_BLOCK = 2, 2**40
 
 
+class Objective:
+    """Function from a block of ids `(tokens,)` to source and target. Each has an end-of-sequence token."""
+
+    # If false, `lengths` are upper bounds.
+    lengths_are_exact = False
+
+    def lengths(self, block_length: int) -> tuple[int, int]:
+        """Return the tokens of source and target of a block, with end-of-sequence tokens."""
+        return block_length + 1, block_length + 1
+
+    def num_sentinels(self, block_length: int) -> int:
+        return 0
+
+
+def sentinel_tokens(count: int) -> tuple[str, ...]:
+    """Return `<extra_id_0>` to `<extra_id_{count - 1}>`, which replace removed spans.
+
+    Source: span corruption, section 3.1.4 of Raffel et al. 2020 (arXiv 1910.10683).
+    """
+    return tuple(f"<extra_id_{index}>" for index in range(count))
+
+
 @dataclass(frozen=True, kw_only=True)
-class SpanCorruption:
+class SpanCorruption(Objective):
     """Objective that replaces spans of a block by sentinels. The target is each sentinel followed by its span.
 
     The block `Thank you for inviting me to your party last week` may become the source
-    `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`. Each has an end-of-sequence token.
+    `Thank you <X> me to your party <Y>` and the target `<X> for inviting <Y> last week`.
 
     The length of a block decides how many tokens and spans are hidden. As in the paper's code, kept and hidden parts alternate
     and begin with a kept one, and no further sentinel ends the target. A single span therefore never moves.
@@ -54,8 +76,7 @@ class SpanCorruption:
     eos_token_id: int
     noise_density: float = 0.15
     mean_span_length: float = 3.0
-    # If false, `lengths` are upper bounds.
-    lengths_are_exact: ClassVar[bool] = True
+    lengths_are_exact = True
 
     def count_noise(self, block_length: int) -> tuple[int, int]:
         """Return the numbers of hidden tokens and of spans of a block."""
@@ -65,7 +86,6 @@ class SpanCorruption:
         return num_noise, min(num_spans, block_length - num_noise)
 
     def lengths(self, block_length: int) -> tuple[int, int]:
-        """Return the tokens of source and target of a block, with end-of-sequence tokens."""
         num_noise, num_spans = self.count_noise(block_length)
         return block_length - num_noise + num_spans + 1, num_noise + num_spans + 1
 
@@ -73,7 +93,6 @@ class SpanCorruption:
         return self.count_noise(block_length)[1]
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return source and target of a block of ids `(tokens,)`."""
         num_noise, num_spans = self.count_noise(len(block))
         hidden = random_segmentation(num_noise, num_spans, generator)
         ends = np.cumsum(random_segmentation(len(block) - num_noise, num_spans, generator) + hidden)
@@ -102,15 +121,15 @@ def replace_spans(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextInfilling:
+class TextInfilling(Objective):
     """Objective that shuffles the sentences of a block and replaces spans of tokens by one mask each. The target is the block.
 
-    Both sides get an end-of-sequence token. Sentences, which end in `full_stop_ids`, are shuffled within their document. An
-    end-of-sequence token inside the block ends a document.
+    Sentences, which end in `full_stop_ids`, are shuffled within their document. An end-of-sequence token inside the block ends
+    a document.
 
     Span lengths follow a Poisson distribution. They are drawn until they reach the share of tokens to mask, and the last one
     is shortened to match it exactly. An empty span inserts a mask, unless there are more spans than masked tokens: a source is
-    never longer than its block. All positions of the spans are equally likely.
+    never longer than its block.
 
     Source: Lewis et al. 2020, section 2.2 for both kinds of noise, section 5.1 for the share (arXiv 1910.13461).
     """
@@ -120,20 +139,22 @@ class TextInfilling:
     full_stop_ids: Sequence[int] = ()
     noise_density: float = 0.3
     mean_span_length: float = 3.0
-    lengths_are_exact: ClassVar[bool] = False
-
-    def lengths(self, block_length: int) -> tuple[int, int]:
-        return block_length + 1, block_length + 1
-
-    def num_sentinels(self, block_length: int) -> int:
-        return 0
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         block = np.asarray(block, dtype=np.int64)
         shuffled = self.permute_sentences(block, generator) if self.full_stop_ids else block
+        # All positions of the spans are equally likely.
         lengths = self.span_lengths(len(block), generator)
-        source = mask_spans(shuffled, lengths, self.mask_token_id, generator)
-        return np.append(source, self.eos_token_id), np.append(block, self.eos_token_id)
+        num_items = len(block) - int(lengths.sum()) + len(lengths)
+        is_mask = np.zeros(num_items, dtype=bool)
+        is_mask[generator.choice(num_items, size=len(lengths), replace=False)] = True
+        widths = np.ones(num_items, dtype=np.int64)
+        widths[is_mask] = lengths
+        starts = np.cumsum(widths) - widths
+        source = np.full(num_items + 1, self.mask_token_id, dtype=np.int64)
+        source[:-1][~is_mask] = shuffled[starts[~is_mask]]
+        source[-1] = self.eos_token_id
+        return source, np.append(block, self.eos_token_id)
 
     def span_lengths(self, block_length: int, generator: np.random.Generator) -> np.ndarray:
         """Draw the lengths of the spans to mask, `(spans,)`, in random order."""
@@ -171,20 +192,7 @@ def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
     return np.flatnonzero(is_last) + 1
 
 
-def mask_spans(ids: np.ndarray, lengths: np.ndarray, mask_token_id: int, generator: np.random.Generator) -> np.ndarray:
-    """Replace spans of the given lengths, in this order, by one mask each. All positions are equally likely."""
-    num_items = len(ids) - int(lengths.sum()) + len(lengths)
-    is_mask = np.zeros(num_items, dtype=bool)
-    is_mask[generator.choice(num_items, size=len(lengths), replace=False)] = True
-    widths = np.ones(num_items, dtype=np.int64)
-    widths[is_mask] = lengths
-    starts = np.cumsum(widths) - widths
-    masked = np.full(num_items, mask_token_id, dtype=np.int64)
-    masked[~is_mask] = ids[starts[~is_mask]]
-    return masked
-
-
-class MixtureOfDenoisers:
+class MixtureOfDenoisers(Objective):
     """Objective of UL2, which draws one of seven denoisers for each block, all equally often.
 
     Six are span corruptions, with regular (R) or extreme (X) noise. The sequential one (S) splits a block: the source is its
@@ -194,8 +202,6 @@ class MixtureOfDenoisers:
 
     Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
     """
-
-    lengths_are_exact = False
 
     def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int] | None = None):
         """Take the token before the source by mode; None for no token. The first sentinel also replaces the rest of a block."""
@@ -207,7 +213,6 @@ class MixtureOfDenoisers:
         ]
 
     def longest_suffix(self, block_length: int) -> int:
-        """Return the most tokens of a block that the target of the sequential denoiser can hold."""
         mean = max(round(block_length * _UL2_SUFFIX_FRACTION), 1)
         return min(2 * mean - 1, block_length - 1)
 
@@ -235,7 +240,7 @@ class MixtureOfDenoisers:
 
 
 @dataclass(frozen=True)
-class PrefixLM:
+class PrefixLM(Objective):
     """Objective that splits a block: the source is its beginning, the target is the rest. All splits are equally likely.
 
     It needs no tokens of its own, so that an adapted decoder-only model keeps its vocabulary.
@@ -244,13 +249,9 @@ class PrefixLM:
     """
 
     eos_token_id: int
-    lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         return block_length, block_length
-
-    def num_sentinels(self, block_length: int) -> int:
-        return 0
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         parts = np.split(np.asarray(block, dtype=np.int64), [generator.integers(1, len(block))])
@@ -258,17 +259,11 @@ class PrefixLM:
         return source, target
 
 
-Objective = SpanCorruption | TextInfilling | MixtureOfDenoisers | PrefixLM
-
-# Tokens of a tokenizer
-
-
 def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple[str, ...]:
     """Return the special tokens that an objective of `make_objective` adds to a tokenizer."""
     if name in ("text_infilling", "prefix_lm"):
         return (MASK_TOKEN,) if name == "text_infilling" else ()
-    modes = tuple(MODE_TOKENS[0].values()) if name == "ul2" else ()
-    return (*modes, *sentinel_tokens(num_sentinels))
+    return (*(MODE_TOKENS[0].values() if name == "ul2" else ()), *sentinel_tokens(num_sentinels))
 
 
 def make_objective(
@@ -293,7 +288,10 @@ def make_objective(
         tokens = MASK_TOKEN if is_infilling else "<extra_id_0> and further ones"
         raise MetaphraseError(f"A tokenizer must have {tokens} for `objective` {name}, got none.")
     if is_infilling:
-        full_stops = full_stop_ids_of(tokenizer)
+        # Tokens that end in a mark, with closing quotes and brackets behind it. Abbreviations and ordinals look like these.
+        ids = sorted(set(vocabulary.values()) - set(tokenizer.all_special_ids))
+        texts = (tokenizer.decode([token]).rstrip(CLOSING_MARKS + " ") for token in ids)
+        full_stops = tuple(token for token, text in zip(ids, texts, strict=True) if text.endswith(SENTENCE_MARKS))
         return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
     if name == "span_corruption":
         return SpanCorruption(sentinel_ids=sentinels, eos_token_id=eos, **options)
@@ -302,26 +300,10 @@ def make_objective(
     return MixtureOfDenoisers(sentinels, eos, mode_token_ids)
 
 
-def full_stop_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of all tokens that end in one of `SENTENCE_MARKS`.
-
-    Closing quotes and brackets may follow the mark, and letters may stand before it. Abbreviations and ordinals look like ends
-    of sentences.
-    """
-    ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
-    return tuple(
-        token for token in ids if tokenizer.decode([token]).rstrip(CLOSING_MARKS + " ").endswith(SENTENCE_MARKS)
-    )
-
-
-# Data set
-
-
 class DenoisingDataset(EpochPairs):
     """Blocks of plain text as pairs. `dataset[index]` is a block with the noise of the present epoch.
 
-    The data set draws the noise, because a collator knows neither the index of a block nor its length before the draw. The noise
-    of a block depends on seed, epoch and index alone, so that it is equal in all orders, batches, workers and processes.
+    The noise of a block depends on seed, epoch and index alone, so it is equal in all orders, batches, workers and processes.
 
     `dataset["source_length"]`, `dataset["target_length"]` and their sum `dataset["length"]` are lengths in tokens, equal in all
     epochs. The blocks have the column `input_ids` and one length.
@@ -337,9 +319,7 @@ class DenoisingDataset(EpochPairs):
         self._lengths = dict(zip(self.column_names[2:], (*sides, sum(sides)), strict=True))
         if isinstance(objective, SpanCorruption) and objective.num_sentinels(block_length) == 1:
             logger.warning(
-                "Blocks of %d tokens have a single hidden span, which is always their end. Set longer blocks, more noise, or "
-                "shorter spans.",
-                block_length,
+                "A single span is hidden, always the end of a block. Set longer blocks, more noise, or shorter spans."
             )
 
     def __len__(self) -> int:
@@ -381,8 +361,6 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
     return longest
 
 
-# Text
-
 _COUNTS = ("empty_documents", "invalid_documents")
 _FEATURES = datasets.Features(
     {"input_ids": datasets.List(datasets.Value("int32")), **{name: datasets.Value("int64") for name in _COUNTS}}
@@ -408,7 +386,6 @@ class BlockReport:
         return self.blocks * self.block_length + self.remainder_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all counts as plain values for JSON."""
         return {**asdict(self), "tokens": self.tokens}
 
     def __str__(self) -> str:
@@ -429,10 +406,10 @@ def load_texts(
     With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
     features = datasets.Features({"text": datasets.Value("string")})
-    options = invalid_utf8 == "skip", max_line_characters
-    texts = read_cached(
-        lambda: zip(iterate_lines(file, *options)), features, (options, CACHE_VERSION), (str(file),), cache_dir
-    )
+    keep_invalid = invalid_utf8 == "skip"
+    key = (keep_invalid, max_line_characters), CACHE_VERSION
+    lines = iterate_lines(file, max_line_characters, keep_invalid)
+    texts = read_cached(lambda: zip(lines), features, key, (str(file),), cache_dir)
     if not len(texts):
         raise MetaphraseError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
@@ -489,9 +466,6 @@ def text_blocks(
     if not report.blocks:
         raise MetaphraseError(f"The texts must fill at least one block of {block_length} tokens. {report}")
     return rows.select(range(report.blocks)).select_columns("input_ids"), report
-
-
-# Corpus
 
 
 class TextCorpus(PairCorpus):

@@ -1,7 +1,6 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
 import collections
-import copy
 import functools
 import logging
 import math
@@ -36,16 +35,16 @@ from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
+from metaphrase.ops.cpu_setup import has_fast_bfloat16
 from metaphrase.plugins import plugin
 from metaphrase.storage.folders import ADAPTATION_NAME
+from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
-from metaphrase.training.checkpoints import is_better_lower
 from metaphrase.training.corpora import PairCorpus
-from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment, load
 from metaphrase.training.model_setup import Data, make_model, make_tokenizers
 from metaphrase.training.recipe.fields import VALIDATION_FIELDS
-from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_plainly
+from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, choose_plainly, is_better_lower
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +59,10 @@ _LONG_RUN = 24
 
 
 def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[str]]:
-    """Fill the open fields of a recipe. Fields that are given stay.
+    """Read the pairs, choose open fields from the texts, encode them, and choose the others from tokens and speed.
 
-    Streams, tasks, stages and plain texts are not read beforehand, so the network alone decides. A resumed run keeps what it has.
+    Fields that are given stay. Streams, tasks, stages and plain texts are not read beforehand, so the network alone decides. A
+    resumed run keeps what it has.
 
     `started` is the beginning of `time_budget`, in seconds of `time.time()`; None for now.
 
@@ -72,55 +72,54 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     Raises:
         MetaphraseError: If the pairs cannot be read, or fields contradict each other.
     """
-    started, before, data = time.time() if started is None else started, recipe, None
-    if not recipe.resume_from_checkpoint:
-        if recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs":
-            recipe = choose_plainly(recipe)
-        else:
-            if recipe.is_open(*BATCH_SIZES):
-                check_beside_budget(recipe, None)
-            recipe = choose_dataset(recipe)
-            opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
-            recipe, data = _prepare(recipe, opened)
-            recipe = _choose_training(recipe, data, opened.deadline).checked()
-    return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
+    started, given, data = time.time() if started is None else started, recipe, None
+    if recipe.resume_from_checkpoint:
+        return Experiment(recipe, is_dry_run, started), []
+    if recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs":
+        recipe = choose_plainly(recipe)
+    else:
+        if recipe.is_open(*BATCH_SIZES):
+            check_beside_budget(recipe, None)
+        recipe = choose_dataset(recipe)
+        # Checks what can be checked before any work.
+        opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
+        with opened.arguments.main_process_first(desc="reading the corpus"):
+            opened.corpus.read()
+            recipe = _choose_from_files(recipe, opened.corpus.splits["train"])
+            corpus = opened.corpus.with_recipe(recipe)
+            load(corpus)
+            if (learn_rare_words := plugin("rare_words")) is not None:
+                recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
+            tokenizers = make_tokenizers(recipe, corpus)
+            recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
+            corpus = corpus.with_recipe(recipe)
+            data = Data(corpus, tokenizers, corpus.encode(tokenizers))
+        recipe = _choose_training(recipe, data, opened.deadline).checked()
+    return Experiment(recipe, is_dry_run, started, data), describe_choices(given, recipe)
 
 
-def _prepare(recipe: Recipe, opened: Experiment) -> tuple[Recipe, Data]:
-    """Read, split and encode the pairs. Choose validation pairs, tokenizers, scores and limits on the way."""
-    corpus, is_open = opened.corpus, recipe.is_open("num_validation")
-    with opened.arguments.main_process_first(desc="reading the corpus"):
-        corpus.read()
-        train = corpus.splits["train"]
-        if recipe.num_test:
-            train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
-        recipe = choose_from_text(recipe, CorpusProfile.of(train))
-        if is_open and recipe.num_validation:
-            # Pairs with the same source stay together.
-            sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
-            splits = rows_of_splits(train, sizes, data_seed(recipe))
-            recipe = recipe.replace(num_validation=len(splits["validation"]))
-        if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
-            recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
-        corpus = _with_recipe(corpus, recipe)
-        load(corpus)
-        if (learn_rare_words := plugin("rare_words")) is not None:
-            recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
-        tokenizers = make_tokenizers(recipe, corpus)
-        train = corpus.splits["train"]
-        sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
-        encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
-        lengths = {side: [len(ids) for ids in encode(sample[side][:])] for side, encode in encoders}
-        recipe = choose_limits(recipe, lengths, corpus.longest)
-        corpus = _with_recipe(corpus, recipe)
-        return recipe, Data(corpus, tokenizers, corpus.encode(tokenizers))
+def _choose_from_files(recipe: Recipe, train: datasets.Dataset) -> Recipe:
+    """Choose validation pairs, tokenizers and scores from training pairs as they stand in the files, and the precision."""
+    has_open_size = recipe.is_open("num_validation")
+    if recipe.num_test:
+        train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
+    recipe = choose_from_text(recipe, CorpusProfile.of(train))
+    if has_open_size and recipe.num_validation:
+        # Pairs with the same source stay together.
+        sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
+        splits = rows_of_splits(train, sizes, data_seed(recipe))
+        recipe = recipe.replace(num_validation=len(splits["validation"]))
+    if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
+        recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
+    return recipe
 
 
-def _with_recipe(corpus: PairCorpus, recipe: Recipe) -> PairCorpus:
-    """Return a corpus with other choices on the texts that were read."""
-    other = copy.copy(corpus)
-    other.recipe, other.splits, other.reports = recipe, dict(corpus.splits), dict(corpus.reports)
-    return other
+def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, list[int]]:
+    """Return the tokens of some training texts of each side."""
+    train = corpus.splits["train"]
+    sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
+    encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
+    return {side: [len(ids) for ids in encode(sample[side][:])] for side, encode in encoders}
 
 
 def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:

@@ -23,7 +23,7 @@ from metaphrase.choices.memory import (
 )
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
-from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, round_up
+from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.techniques.mixtures import StagedPairs
@@ -33,9 +33,6 @@ from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
 from metaphrase.training.training_loss import TrainingLoss, smooths_labels
 
-_MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
-# Number of largest batches by each size.
-_CANDIDATES = 16
 _NOTE_ON_PROCESS = (
     "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
 )
@@ -47,16 +44,10 @@ class RunEstimate:
     """Needs of a run. Bytes are those of one device, batches those of all devices. Tokens do not count padding.
 
     Attributes:
-        trained_parameters: Number of weights that are not frozen.
-        largest_batch: The batch that needs most memory.
-        activations: Bytes of that batch.
-        is_checkpointed: True if layers are computed again in the backward pass.
-        peak: Maximum bytes of a step.
-        other_peak: `peak` for the opposite of `is_checkpointed`.
+        largest_batch: The batch that needs most memory. `activations` are its bytes.
+        other_peak: `peak`, the maximum bytes of a step, with checkpoints for a run without them, and the other way round.
         padding_share: Share of computed cells that hold no token, from 0 to 1.
-        steps: Optimizer steps of the run.
         hours: Duration of the run; None without a rate.
-        notes: Assumptions and omissions.
     """
 
     parameters: int
@@ -66,7 +57,6 @@ class RunEstimate:
     state: StateMemory
     largest_batch: BatchShape
     activations: ActivationEstimate
-    is_checkpointed: bool
     peak: int
     other_peak: int
     pairs: int
@@ -85,7 +75,7 @@ class RunEstimate:
         if self.hours is not None:
             time = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
         state, batch = self.state, self.largest_batch
-        kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
+        kind, other = ("with", "without") if self.activations.is_checkpointed else ("without", "with")
         sizes = {
             "weights": state.weights,
             "weights cast by autocast": state.cast_weights,
@@ -122,7 +112,7 @@ class RunEstimate:
 
 
 def _format_bytes(size: int) -> str:
-    return f"{size / _GIBIBYTE:,.2f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:,.1f} MiB"
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
@@ -175,8 +165,6 @@ def estimate_run(
     """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
 
     Args:
-        model: An encoder-decoder of transformers.
-        arguments: Training arguments.
         lengths: Tokens of source and target of each training pair, shape (pairs, 2).
         max_tokens_per_batch: Token budget per device; None for `per_device_train_batch_size` pairs.
         pad_to_multiple_of: Multiple that the collator rounds widths up to, if batches are not packed.
@@ -194,15 +182,14 @@ def estimate_run(
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of
     batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple, staged)
-    padded = round_up(lengths, multiple)
+    padded = -(-lengths // multiple) * multiple
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     read = lengths if staged is None else lengths[np.concatenate(batches)]
     source_tokens, target_tokens = map(int, read.sum(axis=0))
     computed = sum(shape.tokens for shape in shapes)
     steps_per_epoch = math.ceil(math.ceil(len(shapes) / sharding.devices) / arguments.gradient_accumulation_steps)
-    steps = passes = arguments.max_steps
-    if steps <= 0:
-        steps = passes = math.ceil(arguments.num_train_epochs * steps_per_epoch)
+    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * steps_per_epoch)
+    passes = steps
     if on_accelerator is None:
         on_accelerator = arguments.device.type != "cpu"
     stored = next(iter(model.parameters())).element_size()
@@ -218,25 +205,25 @@ def estimate_run(
         passes += max(0, steps - r_drop_start_step)
         shapes = [shape.repeated(2) for shape in shapes]
     optimizer, remark = optimizer_bytes(model, arguments)
-    accumulates = arguments.gradient_accumulation_steps > 1
-    state = estimate_states(model, optimizer, precision, sharding, accumulates)
-
-    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate:
-        return estimate_activations(model.config, shape, precision, is_checkpointed)
-
+    state = estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
         lambda shape: shape.tokens,
         lambda shape: shape.target_tokens,
         lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
     )
-    candidates = [shape for size in sizes for shape in nlargest(_CANDIDATES, shapes, key=size)]
-    largest = max(candidates, key=lambda shape: (state.peak(activations(shape)), shape.tokens))
+    estimates = {
+        shape: estimate_activations(model.config, shape, precision, is_checkpointed)
+        for size in sizes
+        for shape in nlargest(16, shapes, key=size)
+    }
+    largest = max(estimates, key=lambda shape: (state.peak(estimates[shape]), shape.tokens))
+    other = estimate_activations(model.config, largest, precision, not is_checkpointed)
     hours = None
     if tokens_per_second is not None:
         tokens = passes * computed / steps_per_epoch
-        hours = tokens / (tokens_per_second * sharding.devices) / _SECONDS_PER_HOUR
-    is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        hours = tokens / (tokens_per_second * sharding.devices) / 3600
+    parameters, trained_parameters = (model.num_parameters(only_trainable=only) for only in (False, True))
     family = model.config.model_type
     notes = (
         (r_drop_start_step is not None, "R-Drop passes each batch twice: the largest one is counted with both."),
@@ -244,20 +231,19 @@ def estimate_run(
         (not on_accelerator, _NOTE_ON_PROCESS),
         (not on_accelerator and sharding.engine == "fsdp", _NOTE_ON_FSDP),
         (family != MetaphraseConfig.model_type, f"The activations of {family} follow a formula for Transformers."),
-        (is_frozen, "Some weights are frozen: activations are counted as if all were trained."),
+        (trained_parameters < parameters, "Some weights are frozen: activations are counted as if all were trained."),
         (hours is None, "No time is given, because no rate of the device was measured or stated."),
     )
     return RunEstimate(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        parameters=parameters,
+        trained_parameters=trained_parameters,
         precision=precision,
         sharding=sharding,
         state=state,
         largest_batch=largest,
-        activations=activations(largest),
-        is_checkpointed=is_checkpointed,
-        peak=state.peak(activations(largest)),
-        other_peak=state.peak(activations(largest, not is_checkpointed)),
+        activations=estimates[largest],
+        peak=state.peak(estimates[largest]),
+        other_peak=state.peak(other),
         pairs=len(read),
         source_tokens=source_tokens,
         target_tokens=target_tokens,
@@ -277,11 +263,7 @@ MAX_TIMED_PARAMETERS = 300_000_000
 
 
 def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
-    """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written.
-
-    Raises:
-        MetaphraseError: If the training pairs are streamed, so that their lengths are unknown.
-    """
+    """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written."""
     if experiment.recipe.streaming:
         raise MetaphraseError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
     return estimate_recipe(experiment.recipe, experiment.prepare(), devices)
@@ -298,9 +280,8 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     lengths = np.stack([np.asarray(train[side][:]) for side in LENGTH_COLUMNS], axis=1)
     with torch.device("meta"):
         model = make_model(recipe, data, with_weights=False)
-    if is_adapted(model):
-        # Adapters replace the layers that they wrap.
-        model = model.get_base_model()
+    # Adapters replace the layers that they wrap.
+    model = model.get_base_model() if is_adapted(model) else model
     rate = None
     if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
         rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
@@ -315,8 +296,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
         tokens_per_second=rate,
         staged=train if isinstance(train, StagedPairs) else None,
     )
-    objective = getattr(train, "objective", None)
-    if objective is not None and not objective.lengths_are_exact:
+    if (objective := getattr(train, "objective", None)) is not None and not objective.lengths_are_exact:
         note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
         estimate.notes.append(note)
     return estimate
@@ -341,7 +321,7 @@ def _measured_rate(
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
     loss_options = {"loss_of_states": TrainingLoss()} if smooths_labels(model) else {}
-    kind, rates, total = arguments.device.type, [], 0.0
+    kind, rates, begin = arguments.device.type, [], time.perf_counter()
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.
         pairs = [train[index] for index in planned[number % len(planned)]]
@@ -356,9 +336,8 @@ def _measured_rate(
         optimizer.zero_grad()
         if kind != "cpu":
             torch.accelerator.synchronize()
-        seconds = time.perf_counter() - start
-        total += seconds
-        rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / seconds)
-        if len(rates) > 3 and total > TIMED_SECONDS:
+        end = time.perf_counter()
+        rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / (end - start))
+        if len(rates) > 3 and end - begin > TIMED_SECONDS:
             break
     return statistics.median(rates[1:])

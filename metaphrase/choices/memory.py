@@ -92,7 +92,6 @@ class ActivationEstimate:
         kept_bytes: Bytes kept from the forward to the backward pass.
         loss_workspace: Further bytes of the loss, while all of these are there.
         backward_workspace: Maximum bytes of the backward pass of one layer; with checkpoints, the layer itself too.
-        is_checkpointed: True if layers are computed again in the backward pass.
     """
 
     kept_bytes: int
@@ -141,23 +140,16 @@ def estimate_activations(
     inputs = [precision.stream_bytes * width * tokens for width, tokens in zip(widths, tokens_of_sides, strict=True)]
     if config.model_type != MetaphraseConfig.model_type:
         heads, both = config.num_attention_heads, shape.longest_source + shape.longest_target
-        layers = [
-            [element * shape.source_tokens * (34 * hidden + 5 * heads * shape.longest_source) // 2],
-            # The decoder has a second attention, to all of the source.
-            [element * shape.target_tokens * (45 * hidden + 5 * heads * both) // 2],
-        ]
-        layers = [config.num_hidden_layers * sizes for sizes in layers]
+        # The decoder has a second attention, to all of the source.
+        entries = 34 * hidden + 5 * heads * shape.longest_source, 45 * hidden + 5 * heads * both
+        sizes = [element * tokens * per_token // 2 for tokens, per_token in zip(tokens_of_sides, entries, strict=True)]
+        layers = [config.num_hidden_layers * [size] for size in sizes]
         total, loss_workspace, workspace = 0, 0, 0
         loss = 3 * FLOAT32_BYTES * shape.target_tokens * getattr(config, "vocab_size", 0)
     else:
-        layers = []
-        for side, stack in STACKS.items():
-            kinds, blocks = config.stack_sizes(stack).layer_types, _block_scores(config, shape, side)
-            of_kind = {
-                kind: _layer(config, shape, precision, side, blocks if kind == SLIDING else 0) for kind in {*kinds}
-            }
-            layers.append([of_kind[kind] for kind in kinds])
-        total = _outside_layers(config, shape, precision)
+        outside, layers = zip(*(_stack(config, shape, precision, side) for side in STACKS), strict=True)
+        # All cross-attentions read the encoder output.
+        total = sum(outside) + shape.source_tokens * element * hidden
         # Logits exist in chunks alone, and their gradients are made in the forward pass.
         vocabulary, tokens = config.decoder_vocab_size, shape.target_tokens
         weight_gradient = FLOAT32_BYTES * vocabulary * (widths[1] + config.logits_bias)
@@ -170,7 +162,14 @@ def estimate_activations(
             # All logits, their caps and their probabilities.
             loss += 3 * FLOAT32_BYTES * tokens * vocabulary
         loss_workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
-        workspace = _backward_workspace(config, shape, precision)
+        # Gradients, beside those of weights, that the backward pass of one layer holds at a time: of output, query, key and
+        # value; in a CPU's grid too, where those of one product are freed together.
+        tensors = 7 if shape.is_packed and not precision.on_accelerator else 4
+        stacks = zip(tokens_of_sides, map(config.stack_sizes, STACKS.values()), strict=True)
+        workspace = 2 * sum(inputs) + element * max(
+            tokens * max(tensors * sizes.attention_heads * sizes.head_dim, 2 * sizes.ffn_dim)
+            for tokens, sizes in stacks
+        )
     for size, sizes in zip(inputs, layers, strict=True):
         total += len(sizes) * size if is_checkpointed else sum(sizes)
     workspace += max(map(max, layers)) * is_checkpointed
@@ -185,17 +184,35 @@ def _norm(config: MetaphraseConfig, precision: Precision, width: int) -> int:
     return FLOAT32_BYTES * (tensors * width + (1 if is_rms else 2))
 
 
-def _block_scores(config: MetaphraseConfig, shape: BatchShape, side: str) -> int:
-    """Return the scores of a head in layers whose windows are computed in blocks, or 0 without such layers."""
+def _stack(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str) -> tuple[int, list[int]]:
+    """Return the bytes that a stack keeps for embeddings, position biases and final norms, and for each layer."""
     sizes, tokens = config.stack_sizes(STACKS[side]), getattr(shape, f"{side}_tokens")
-    is_in_blocks = side == "source" or (shape.is_packed and not config.merged_attention)
-    if SLIDING not in sizes.layer_types or not is_in_blocks:
-        return 0
-    left, right = sizes.window
-    if getattr(shape, f"longest_{side}") <= 1 + (left if side == "target" else min(left, right)):
-        return 0
-    size = block_size(sizes.window)
-    return -(-tokens // size) * size * (left + size + right)
+    heads, norm = sizes.attention_heads, _norm(config, precision, sizes.hidden_size)
+    # Scores of a head in layers whose windows are computed in blocks.
+    block_scores = 0
+    if SLIDING in sizes.layer_types and (side == "source" or (shape.is_packed and not config.merged_attention)):
+        (left, right), size = sizes.window, block_size(sizes.window)
+        if getattr(shape, f"longest_{side}") > 1 + (left if side == "target" else min(left, right)):
+            block_scores = -(-tokens // size) * size * (left + size + right)
+    token = INDEX_BYTES + MASK_BYTES * sizes.hidden_size * (config.dropout > 0)
+    token += norm * (config.embedding_norm + config.final_norm)
+    kind, num_layers = config.position_embedding_type, sizes.layers
+    if kind == "rotary":
+        token += 2 * precision.stream_bytes * sizes.head_dim
+    outside = token * tokens
+    if block_scores:
+        num_layers -= sizes.layer_types.count(SLIDING)
+        # All layers share the mask of the blocks. Plain products, for a trained bias, do not keep the mask.
+        entry = {"relative": 0, "alibi": heads * FLOAT32_BYTES}.get(kind, precision.compute_bytes)
+        outside += block_scores * entry
+    if kind in ("relative", "alibi") and num_layers and not precision.on_accelerator:
+        is_shared = kind == "alibi" or config.relative_attention_shared
+        # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
+        rows = shape.pairs if side == "source" and shape.is_packed else 1
+        outside += (1 if is_shared else num_layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
+    blocks = {kind: block_scores if kind == SLIDING else 0 for kind in sizes.layer_types}
+    layers = {kind: _layer(config, shape, precision, side, scores) for kind, scores in blocks.items()}
+    return outside, [layers[kind] for kind in sizes.layer_types]
 
 
 def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str, block_scores: int) -> int:
@@ -203,6 +220,20 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
     sizes, element = config.stack_sizes(STACKS[side]), precision.compute_bytes
     heads, inner, hidden = sizes.attention_heads, sizes.ffn_dim, sizes.hidden_size
     tokens, head_dim, key_heads = getattr(shape, f"{side}_tokens"), sizes.head_dim, sizes.key_value_heads
+
+    def score_bytes(scores: int, keys: str, has_blocks: bool = False) -> int:
+        """Return the bytes of attention scores. An accelerator's kernels keep none."""
+        drops, has_cap = config.attention_dropout > 0, config.attn_logit_softcapping is not None
+        if precision.on_accelerator and not has_cap:
+            return 0
+        if shape.is_packed and not precision.on_accelerator and not has_blocks:
+            entry = element if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
+            # Larger scores are computed again.
+            return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
+        # A CPU's kernel for padded rows and blocks has no dropout and no trained bias: then plain products in float32 are used.
+        is_plain = drops or has_cap or (keys == side and config.position_embedding_type == "relative")
+        return scores * FLOAT32_BYTES * (1 + 2 * drops) * is_plain
+
     # Input of the projections, query, input of the output projection, and the logarithm of the sum of each softmax.
     query = element * (hidden + 2 * heads * head_dim) + FLOAT32_BYTES * heads
     # Only kernels for padded rows share keys among query heads.
@@ -215,77 +246,16 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
     feed_forward = element * (hidden + tensors * inner) + MASK_BYTES * inner * (config.activation_dropout > 0)
     norms = 2 if config.norm_position == "both" else 1
     sublayer = norms * _norm(config, precision, hidden) + MASK_BYTES * hidden * (config.dropout > 0)
-    self_attention = tokens * (query + key) + _scores(config, shape, precision, heads, side, side, block_scores)
+    scores = heads * (block_scores or getattr(shape, f"{side}_scores"))
+    self_attention = tokens * (query + key) + score_bytes(scores, side, block_scores > 0)
     if side == "target" and config.decoder_self_attention == SSRU:
         # Its input, and in float32 both factors, the states and the output.
         self_attention = tokens * hidden * (2 * element + FLOAT32_BYTES * (4 + shape.is_packed))
     size = tokens * (2 * sublayer + feed_forward) + self_attention
     if side == "target":
         size += tokens * (sublayer + query) * (not config.merged_attention) + shape.source_tokens * key
-        size += _scores(config, shape, precision, heads, "target", "source")
+        size += score_bytes(heads * shape.cross_scores, "source")
     return size
-
-
-def _scores(
-    config: MetaphraseConfig,
-    shape: BatchShape,
-    precision: Precision,
-    heads: int,
-    queries: str,
-    keys: str,
-    block_scores: int = 0,
-) -> int:
-    """Return the bytes of all attention scores between two sides. An accelerator's kernels keep none."""
-    is_self, drops = queries == keys, config.attention_dropout > 0
-    has_cap = config.attn_logit_softcapping is not None
-    scores = heads * (block_scores or (getattr(shape, f"{keys}_scores") if is_self else shape.cross_scores))
-    if precision.on_accelerator and not has_cap:
-        return 0
-    if shape.is_packed and not precision.on_accelerator and not block_scores:
-        entry = precision.compute_bytes if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
-        # Larger scores are computed again.
-        return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
-    # A CPU's kernel for padded rows and blocks has no dropout and no trained bias: then plain products in float32 are used.
-    is_plain = drops or has_cap or (is_self and config.position_embedding_type == "relative")
-    return scores * FLOAT32_BYTES * (1 + 2 * drops) * is_plain
-
-
-def _outside_layers(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
-    """Return the bytes that embeddings, position biases, final norms and the encoder output keep."""
-    size = 0
-    for side, stack in STACKS.items():
-        sizes, block_scores = config.stack_sizes(stack), _block_scores(config, shape, side)
-        heads, norm = sizes.attention_heads, _norm(config, precision, sizes.hidden_size)
-        token = INDEX_BYTES + MASK_BYTES * sizes.hidden_size * (config.dropout > 0)
-        token += norm * (config.embedding_norm + config.final_norm)
-        if config.position_embedding_type == "rotary":
-            token += 2 * precision.stream_bytes * sizes.head_dim
-        size += token * getattr(shape, f"{side}_tokens")
-        kind, layers = config.position_embedding_type, sizes.layers
-        if block_scores:
-            layers -= sizes.layer_types.count(SLIDING)
-            # All layers share the mask of the blocks. Plain products, for a trained bias, do not keep the mask.
-            entry = {"relative": 0, "alibi": heads * FLOAT32_BYTES}.get(kind, precision.compute_bytes)
-            size += block_scores * entry
-        if kind in ("relative", "alibi") and layers and not precision.on_accelerator:
-            is_shared = kind == "alibi" or config.relative_attention_shared
-            # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
-            rows = shape.pairs if side == "source" and shape.is_packed else 1
-            size += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
-    # All cross-attentions read the encoder output.
-    return size + shape.source_tokens * precision.compute_bytes * config.hidden_size
-
-
-def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
-    """Return the bytes of gradients, beside those of weights, that the backward pass of one layer holds at a time."""
-    # Output, query, key and value; in a CPU's grid too, where those of one product are freed together.
-    tensors = 7 if shape.is_packed and not precision.on_accelerator else 4
-    sides = [(shape.source_tokens, config.stack_sizes("encoder")), (shape.target_tokens, config.stack_sizes("decoder"))]
-    largest = max(
-        tokens * max(tensors * sizes.attention_heads * sizes.head_dim, 2 * sizes.ffn_dim) for tokens, sizes in sides
-    )
-    streams = sum(tokens * sizes.hidden_size for tokens, sizes in sides)
-    return precision.compute_bytes * largest + 2 * precision.stream_bytes * streams
 
 
 @dataclass(frozen=True)
@@ -319,8 +289,8 @@ class Sharding:
         if zero is not None:
             offload = (zero.get("offload_optimizer") or {}).get("device", "none")
             bucket = zero.get("reduce_bucket_size", 5 * 10**8)
-            bucket = bucket if isinstance(bucket, int | float) else 0
-            return cls(devices, int(zero.get("stage", 0)), "deepspeed", offload not in (None, "none"), int(bucket))
+            bucket = int(bucket) if isinstance(bucket, int | float) else 0
+            return cls(devices, int(zero.get("stage", 0)), "deepspeed", offload not in (None, "none"), bucket)
         if arguments.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
             plugin = arguments.fsdp_plugin_args or {}
             reshards = plugin.get("reshard_after_forward", os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
@@ -336,9 +306,6 @@ class Sharding:
         return f"{self.devices} devices by {self.engine}, sharing {shared}"
 
 
-_ASSUMED_BYTES = 8
-
-
 def optimizer_bytes(model: PreTrainedModel, arguments: TrainingArguments) -> tuple[int, str | None]:
     """Return the bytes of an optimizer's state for all trained weights, and a remark if they are assumed.
 
@@ -346,7 +313,7 @@ def optimizer_bytes(model: PreTrainedModel, arguments: TrainingArguments) -> tup
     two bytes.
     """
     name = getattr(arguments.optim, "value", arguments.optim)
-    entries = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    entries = model.num_parameters(only_trainable=True)
     if "8bit" in name:
         return 2 * entries, None
     matrix = nn.Parameter(torch.zeros(256, 256))
@@ -357,10 +324,8 @@ def optimizer_bytes(model: PreTrainedModel, arguments: TrainingArguments) -> tup
         optimizer.step()
     except (ValueError, ImportError, TypeError, RuntimeError) as error:
         # Its package is not here, or it takes other arguments.
-        remark = (
-            f"The state of the optimizer {name} is counted as that of AdamW, because it cannot be made here: {error}"
-        )
-        return _ASSUMED_BYTES * entries, remark
+        remark = f"The state of the optimizer {name} is counted as that of AdamW, as it cannot be made here: {error}"
+        return 8 * entries, remark
     states = (value for state in optimizer.state.values() for value in state.values())
     sizes = [value.numel() * value.element_size() for value in states if torch.is_tensor(value) and value.dim()]
     return entries * sum(sizes) // matrix.numel(), None
@@ -389,11 +354,7 @@ class StateMemory:
 
 
 def estimate_states(
-    model: PreTrainedModel,
-    optimizer: int,
-    precision: Precision,
-    sharding: Sharding,
-    accumulates: bool = False,
+    model: PreTrainedModel, optimizer: int, precision: Precision, sharding: Sharding, accumulates: bool = False
 ) -> StateMemory:
     """Estimate the bytes of weights, gradients and optimizer on one device.
 
@@ -418,7 +379,19 @@ def estimate_states(
         head = model.get_output_embeddings()
         projections = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
         cast_weights = precision.compute_bytes * sum(projection.weight.numel() for projection in projections)
-    gathered, buffers = _traffic(model, precision, sharding, trained)
+    gathered = buffers = 0
+    if devices > 1 and sharding.engine == "ddp":
+        buffers = trained
+    elif devices > 1:
+        element, entries = precision.compute_bytes, model.num_parameters()
+        names = set(model._no_split_modules or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+        # The next layer is gathered during the computation of one. Weights outside layers stay.
+        units = element * min(2 * max(sizes, default=0) + entries - sum(sizes), entries)
+        gathered = buffers = units if stage == 3 else element * entries
+        if is_deepspeed:
+            gathered, buffers = units if stage == 3 else 0, 2 * element * min(sharding.bucket_entries, entries)
     is_away = sharding.is_offloaded and sharding.engine == "fsdp"
     return StateMemory(
         weights=0 if is_away else share(weights, 3),
@@ -429,20 +402,3 @@ def estimate_states(
         optimizer=0 if sharding.is_offloaded else share(optimizer, 1),
         gradients_persist=accumulates or is_deepspeed,
     )
-
-
-def _traffic(model: PreTrainedModel, precision: Precision, sharding: Sharding, trained: int) -> tuple[int, int]:
-    """Return the bytes of gathered weights, and of gradients in transfer between devices."""
-    element, entries = precision.compute_bytes, sum(parameter.numel() for parameter in model.parameters())
-    if sharding.devices == 1:
-        return 0, 0
-    if sharding.engine == "ddp":
-        return 0, trained
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    # The next layer is gathered during the computation of one. Weights outside layers stay.
-    units = element * min(2 * max(sizes, default=0) + entries - sum(sizes), entries)
-    if sharding.engine == "fsdp":
-        return (units, units) if sharding.stage == 3 else (element * entries, element * entries)
-    return units if sharding.stage == 3 else 0, 2 * element * min(sharding.bucket_entries, entries)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 
 from metaphrase.choices.completion import complete
 from metaphrase.choices.estimate import estimate_recipe
@@ -17,12 +17,11 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
-from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
+from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, checkpoint_to_resume, only_writer
 from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer
 from metaphrase.training.model_setup import make_model
-from metaphrase.training.output_dir import checkpoint_to_resume, only_writer
 from metaphrase.training.recipe.fields import decodes, group_of
-from metaphrase.training.recipe.recipe import Recipe, learning_rate, saved_recipe
+from metaphrase.training.recipe.recipe import Recipe, is_better_lower, learning_rate, saved_recipe
 
 try:
     import optuna
@@ -34,17 +33,10 @@ logger = logging.getLogger(__name__)
 STUDY_NAME, START_NAME, TABLE_NAME, BEST_NAME = "study.db", "start.yaml", "trials.tsv", "best"
 # Trials that fit into the time if none is pruned.
 _TRIALS = 8
-_EVALUATIONS = 5
-_DECODED_SAMPLES = 500
-# Share of a trial's time for updates. The rest is for evaluations.
-_UPDATES_SHARE = 0.8
+_ENDED = ("COMPLETE", "PRUNED", "FAIL")
 _MIN_UPDATES = 100
-# Share of a trial that the end of the time may cut off.
-_MAX_CUT = 0.2
-# Seconds at the end for the table.
-_WRITING_SECONDS = 5.0
-# A trial keeps no checkpoints and ends by its own clock.
-_TRIAL_FIELDS = {"eval_strategy": "steps", "eval_steps": 1 / _EVALUATIONS, "save_strategy": "no", "disable_tqdm": True}
+# A trial has five evaluations, keeps no checkpoints and ends by its own clock.
+_TRIAL_FIELDS = {"eval_strategy": "steps", "eval_steps": 1 / 5, "save_strategy": "no", "disable_tqdm": True}
 _TRIAL_FIELDS |= {"load_best_model_at_end": False, "eval_on_start": False}
 _TRIAL_FIELDS |= dict.fromkeys(("average_last", "average_best", "early_stopping_patience", "time_budget"))
 
@@ -67,14 +59,7 @@ class _TrialScores(TrainerCallback):
 
 
 class Tuning:
-    """One search in one folder. `run()` fills the folder with the study, a table of its trials, and the best recipe.
-
-    Attributes:
-        metric: The metric that trials are compared by.
-        space: optuna's distribution of each searched field.
-        start: The recipe's values of these fields.
-        study: optuna's study.
-    """
+    """One search in one folder. `run()` fills the folder with the study, a table of its trials, and the best recipe."""
 
     def __init__(self, recipe: Recipe, max_trials: int | None, is_resumed: bool, started: float):
         """Check everything that can be checked before the pairs are read.
@@ -84,10 +69,6 @@ class Tuning:
             max_trials: Maximum number of trials, with those before a resumption; None for all that fit into the time.
             is_resumed: True to resume the search of the folder, if it has begun. Its fields fill those that are open.
             started: Beginning of the time budget, in seconds of `time.time()`.
-
-        Raises:
-            ImportError: If optuna is not installed.
-            MetaphraseError: If the recipe cannot be searched, or the folder holds something else.
         """
         if optuna is None:
             raise ImportError("`metaphrase tune` needs optuna: pip install metaphrase[tune].")
@@ -98,7 +79,8 @@ class Tuning:
             )
         self.folder, self.started = Path(recipe.output_dir), started
         self.max_trials = math.inf if max_trials is None else max_trials
-        self.deadline = started + parse_seconds(recipe.time_budget) - _WRITING_SECONDS
+        # The table is written at the end.
+        self.deadline = started + parse_seconds(recipe.time_budget) - 5
         self.is_resumed = (self.folder / STUDY_NAME).is_file()
         if not self.is_resumed:
             checkpoint_to_resume(recipe, self.folder)
@@ -125,9 +107,8 @@ class Tuning:
                 self._write()
                 logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.rows[-1].items()))
             if not self.best_rows:
-                raise MetaphraseError(
-                    f"`time_budget` must hold a trial that ends with a score, got none in {len(self.rows)}."
-                )
+                count = len(self.rows)
+                raise MetaphraseError(f"`time_budget` must hold a trial that ends with a score, got none in {count}.")
 
     def _prepare(self) -> None:
         """Complete the recipe, read and encode the pairs, and make or load the study."""
@@ -153,19 +134,15 @@ class Tuning:
             recipe.save(self.folder / START_NAME)
             self.study.set_user_attr("plan", self._plan())
         # Trials after a resumption are as long as before.
-        self.share, self.seconds, updates = (
-            self.study.user_attrs["plan"][key] for key in ("share", "seconds", "updates")
-        )
+        plan = self.study.user_attrs["plan"]
+        self.share, self.seconds, updates = plan["share"], plan["seconds"], plan["updates"]
         logger.info("A trial has %s updates, %.0f %% of those of the recipe.", f"{updates:,}", 100 * self.share)
         if updates < _MIN_UPDATES and self.share < 1:
             logger.warning("Trials of %d updates show little. Raise `time_budget`.", updates)
         firsts = [self.start]
         if not recipe.search:
             firsts.append({**self.start, "learning_rate": usual_rate(recipe)})
-        ended, killed = (
-            [trial.params for trial in self._trials(*states)]
-            for states in (("COMPLETE", "PRUNED", "FAIL"), ("RUNNING",))
-        )
+        ended, killed = ([trial.params for trial in self._trials(*states)] for states in (_ENDED, ("RUNNING",)))
         for values in firsts:
             # A trial that was killed is repeated.
             self.study.enqueue_trial(values, skip_if_exists=values in ended or values not in killed)
@@ -176,20 +153,28 @@ class Tuning:
         """Return the share of the recipe's updates that a trial has, their number, and the seconds that bound a trial."""
         estimate = estimate_recipe(self.recipe, self.data)
         seconds = max(0.0, self.deadline - time.time()) / min(self.max_trials, _TRIALS)
-        # The rate of a large network is not measured. Then the seconds alone bound a trial.
-        needed = 3600 * (estimate.hours or 0) / _UPDATES_SHARE
+        # The rate of a large network is not measured. Then the seconds alone bound a trial. A fifth is for evaluations.
+        needed = 3600 * (estimate.hours or 0) / 0.8
         share = min(1.0, seconds / needed) if needed else 1.0
         return {"share": share, "updates": round(share * estimate.steps), "seconds": seconds}
 
     def _has_time(self) -> bool:
-        """Return True if another trial would not be cut by the end of the time."""
+        """Return True if the end of the time would leave most of another trial."""
         longest = max((row["seconds"] for row in self.best_rows), default=self.seconds)
-        is_cut = time.time() + (1 - _MAX_CUT) * longest > self.deadline
+        is_cut = time.time() + 0.8 * longest > self.deadline
         return not is_cut and len(self._trials("COMPLETE", "PRUNED")) < self.max_trials
 
     def _run_trial(self, trial: "optuna.Trial") -> None:
-        trainer = self._make_trainer(trial)
-        scores = _TrialScores(trial, self.metric)
+        # Trackers would take all trials for one run.
+        name = f"{self.folder.name}-trial-{trial.number}"
+        recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
+        arguments, scores = make_arguments(recipe), _TrialScores(trial, self.metric)
+        set_seed(arguments.seed)
+        trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
+        deadline = min(self.deadline, time.time() + self.seconds)
+        trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
+        for printer in (ProgressLog, TrainingAlerts):
+            trainer.remove_callback(printer)
         trainer.add_callback(scores)
         try:
             trainer.train()
@@ -202,23 +187,10 @@ class Tuning:
             # A loss that is no number fails.
             self.study.tell(trial, scores.score, skip_if_finished=True)
 
-    def _make_trainer(self, trial: "optuna.Trial") -> Trainer:
-        # Trackers would take all trials for one run.
-        name = f"{self.folder.name}-trial-{trial.number}"
-        recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
-        arguments = make_arguments(recipe)
-        set_seed(arguments.seed)
-        trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
-        deadline = min(self.deadline, time.time() + self.seconds)
-        trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
-        for printer in (ProgressLog, TrainingAlerts):
-            trainer.remove_callback(printer)
-        return trainer
-
     def _trial_recipe(self, values: dict[str, Any]) -> Recipe:
         """Return the recipe of a trial: shorter, and without checkpoints."""
         recipe = with_values(self.recipe, values)
-        fields = {**_TRIAL_FIELDS, "max_decoded_samples": recipe.max_decoded_samples or _DECODED_SAMPLES}
+        fields = {**_TRIAL_FIELDS, "max_decoded_samples": recipe.max_decoded_samples or 500}
         if recipe.max_steps <= 0:
             fields["num_train_epochs"] = self.share * recipe.num_train_epochs
         for name in ("max_steps", "warmup_steps", "r_drop_start_step"):
@@ -226,8 +198,6 @@ class Tuning:
             if getattr(recipe, name) >= 1:
                 fields[name] = max(1, round(self.share * getattr(recipe, name)))
         return recipe.replace(**fields)
-
-    # Results
 
     def _trials(self, *states: str) -> list["optuna.trial.FrozenTrial"]:
         return [trial for trial in self.study.trials if trial.state.name in states]
@@ -241,7 +211,7 @@ class Tuning:
     def rows(self) -> list[dict[str, Any]]:
         """Trial, state, score, seconds and values of each trial that has ended. The score of a pruned trial is its last one."""
         rows = []
-        for trial in self._trials("COMPLETE", "PRUNED", "FAIL"):
+        for trial in self._trials(*_ENDED):
             score = None if trial.value is None else float(f"{trial.value:.5g}")
             seconds = round(trial.duration.total_seconds(), 1)
             row = {"trial": trial.number, "state": trial.state.name.lower(), self.metric: score, "seconds": seconds}
@@ -277,8 +247,6 @@ _FIXED_GROUPS = ("data", "tasks", "stages", "tokenizer", "evaluation", "search")
 _FIXED = {"model_name_or_path", "time_budget", "max_steps", "num_train_epochs", "average_last", "average_best"}
 _FIXED |= {"output_dir", "seed", "data_seed", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
 _FIXED_PREFIXES = ("eval_", "save_", "logging_", "per_device_eval_", "generation_")
-# The default search tries learning rates over a factor of 30.
-_RATE_FACTOR = math.sqrt(30)
 
 
 def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDistribution"], dict[str, Any]]:
@@ -349,9 +317,9 @@ def _config(recipe: Recipe) -> MetaphraseConfig:
 
 
 def _default_search(recipe: Recipe) -> dict[str, Any]:
-    rate = usual_rate(recipe)
+    rate, half_range = usual_rate(recipe), math.sqrt(30)
     search: dict[str, Any] = {
-        "learning_rate": {"low": rate / _RATE_FACTOR, "high": rate * _RATE_FACTOR, "log": True},
+        "learning_rate": {"low": rate / half_range, "high": rate * half_range, "log": True},
         "label_smoothing_factor": {"low": 0.0, "high": 0.2},
     }
     if recipe.model_name_or_path is None:

@@ -88,10 +88,10 @@ class _Base(NamedTuple):
         types = [types[index] for index in self.layers]
         windows = dict(zip(STACKS, self.family.windows(theirs.sliding_window), strict=True)) if SLIDING in types else {}
         prefix = "" if stack == "encoder" else "decoder_"
-        return {
-            f"{prefix}hidden_size": theirs.hidden_size,
-            f"{prefix}vocab_size": theirs.vocab_size,
-            f"{prefix}num_key_value_heads": theirs.num_key_value_heads,
+        same = {
+            f"{prefix}{name}": getattr(theirs, name) for name in ("hidden_size", "vocab_size", "num_key_value_heads")
+        }
+        return same | {
             f"{stack}_layers": len(self.layers),
             f"{stack}_attention_heads": theirs.num_attention_heads,
             f"{stack}_ffn_dim": theirs.intermediate_size,
@@ -126,17 +126,14 @@ def adapt(
             zero, so that the decoder computes the same as its base; or `merged` with the self-attention. None is `copied` if
             both stacks have the same width, and else `new`.
         dropout: Probability for embeddings and sublayers, which most decoder-only models lack.
-        overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Raises:
         MetaphraseError: If the models cannot be adapted, or do not fit each other.
-        OSError: If a model cannot be read.
     """
-    if cross_attention not in (None, *get_args(CrossAttention)):
-        raise MetaphraseError(
-            f"`cross_attention` must be one of {', '.join(get_args(CrossAttention))}, got {cross_attention!r}."
-        )
+    kinds = get_args(CrossAttention)
+    if cross_attention not in (None, *kinds):
+        raise MetaphraseError(f"`cross_attention` must be one of {', '.join(kinds)}, got {cross_attention!r}.")
     folders = {"decoder": checkpoints.find_folder(base), "encoder": checkpoints.find_folder(encoder or base)}
     layers = {"decoder": decoder_layers, "encoder": encoder_layers}
     with (
@@ -154,9 +151,8 @@ def adapt(
         checkpoints.write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
         tokenizers.save_pretrained(partial)
         checkpoints.copy_files(folders["decoder"], partial, checkpoints.LICENCES)
-        write_provenance(
-            partial / ADAPTATION_NAME, base, **{"from": bases["decoder"].config.model_type, "to": checkpoints.OURS}
-        )
+        provenance = {"from": bases["decoder"].config.model_type, "to": checkpoints.OURS}
+        write_provenance(partial / ADAPTATION_NAME, base, **provenance)
     return Path(output)
 
 
@@ -166,11 +162,10 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     if model_type not in BASES:
         raise MetaphraseError(f"`model_type` must be one of {', '.join(BASES)}, got {model_type!r} for {folder}.")
     config = CONFIG_MAPPING[model_type].from_pretrained(folder)
-    layers = range(config.num_hidden_layers) if layers is None else layers
-    if not layers or not {*layers} <= {*range(config.num_hidden_layers)}:
-        raise MetaphraseError(
-            f"`{field}` must be numbers of layers of {folder}, from 0 to {config.num_hidden_layers - 1}, got {[*layers]}."
-        )
+    count = config.num_hidden_layers
+    layers = range(count) if layers is None else layers
+    if not layers or not {*layers} <= {*range(count)}:
+        raise MetaphraseError(f"`{field}` must be layers of {folder}, from 0 to {count - 1}, got {[*layers]}.")
     return _Base(folder, config, WeightFiles(folder, files), layers)
 
 

@@ -36,11 +36,9 @@ def export_argos(
         source_language: Code and name of the language of sources, such as en and English.
         target_language: The same for targets.
         quantization: Type of the weights, as for `export_ctranslate2`.
-        overwrite: True to replace an existing file.
 
     Raises:
         MetaphraseError: If the model or its tokenizer cannot be expressed, or an argument is invalid.
-        OSError: If the model does not exist.
     """
     output = Path(output)
     if output.suffix != SUFFIX or output.is_dir():
@@ -63,9 +61,7 @@ def export_argos(
         exported = export_ctranslate2(folder, Path(temporary, "model"), quantization=quantization)
         config = read_json(exported / "config.json")
         if config["decoder_start_token"] is None:
-            raise MetaphraseError(
-                "Argos Translate cannot express a start of targets that varies. Export another model."
-            )
+            raise MetaphraseError("Argos Translate cannot express a start of targets that varies.")
         # Argos Translate encodes without an end of sequence.
         contents = {
             "metadata.json": json_text(metadata),
@@ -95,9 +91,9 @@ def sentencepiece_model(tokenizers: TokenizerPair) -> bytes:
     model = state.get("model", {})
     if (model.get("type"), steps, state.get("normalizer")) != ("Unigram", ["Metaspace", "Split"], None):
         kind = model.get("type") or ("two tokenizers" if tokenizer.is_fast else type(tokenizer).__name__)
+        text = "Train the model with `tokenizer_kind: unigram`, or serve this one with `metaphrase serve`."
         raise MetaphraseError(
-            "A package of Argos Translate needs one tokenizer of the kind unigram without normalization, got "
-            f"{kind}. Train the model with `tokenizer_kind: unigram`, or serve this one with `metaphrase serve`."
+            f"Argos needs one tokenizer of the kind unigram without normalization, got {kind}. {text}"
         )
     types = {token["content"]: _CONTROL if token["special"] else _USER_DEFINED for token in state["added_tokens"]}
     types[model["vocab"][model["unk_id"]][0]] = _UNKNOWN

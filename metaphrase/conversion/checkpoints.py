@@ -65,17 +65,15 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
         return Path(name)
     files = ["*.json", "*.safetensors", *TOKENIZER_FILES, *LICENCES, f"{TARGET_SUBFOLDER}/*"]
     # Folders hold a run's checkpoints or other formats. A star also matches a slash.
-    download = functools.partial(
-        snapshot_download, name, revision=revision, ignore_patterns=["*/*.safetensors", "*/*.bin"]
-    )
+    options = {"revision": revision, "ignore_patterns": ["*/*.safetensors", "*/*.bin"]}
     try:
-        folder = Path(download(allow_patterns=files))
+        folder = Path(snapshot_download(name, allow_patterns=files, **options))
         # Many models have their weights in both formats.
-        return folder if weight_names(folder) else Path(download(allow_patterns=[*files, "pytorch_model*.bin"]))
+        files.append("pytorch_model*.bin")
+        return folder if weight_names(folder) else Path(snapshot_download(name, allow_patterns=files, **options))
     except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise MetaphraseError(
-            f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
-        ) from error
+        text = f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
+        raise MetaphraseError(text) from error
 
 
 @contextlib.contextmanager
@@ -109,13 +107,9 @@ def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
 
 def stored_names(model: PreTrainedModel) -> list[str]:
     """Return the names of the weights in a model's checkpoint. Tied weights are stored once."""
-    ignored = model._keys_to_ignore_on_save or ()
-    tied = model.all_tied_weights_keys
-    return [
-        name
-        for name in model.state_dict()
-        if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
-    ]
+    ignored = "|".join(model._keys_to_ignore_on_save or ["$^"])
+    names = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
+    return [name for name in names if not re.search(ignored, name)]
 
 
 def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -146,6 +140,13 @@ def our_skeleton(folder: Path, weights: WeightFiles) -> PreTrainedModel:
     return model
 
 
+def save_config(output: Path, model: PreTrainedModel) -> None:
+    """Write configuration and code of our model."""
+    model.config.architectures = [type(model).__name__]
+    custom_object_save(model, output, config=model.config)
+    model.config.save_pretrained(output)
+
+
 def write_ours(
     output: Path,
     model: PreTrainedModel,
@@ -154,9 +155,7 @@ def write_ours(
     max_shard_size: int | str,
 ) -> None:
     """Write configuration, code, generation settings and planned weights of our model, whose own weights are not read."""
-    model.config.architectures = [type(model).__name__]
-    custom_object_save(model, output, config=model.config)
-    model.config.save_pretrained(output)
+    save_config(output, model)
     generation.save_pretrained(output)
     write_files(output, planned, max_shard_size)
 
@@ -172,8 +171,14 @@ class TorchWeights(WeightFiles):
 
     def __init__(self, folder: Path, names: list[str]):
         self.folder, tensors = folder, {}
-        for name in names:
-            tensors |= _load_tensors(folder / name)
+        for path in (folder / name for name in names):
+            try:
+                # A file with anything but tensors is refused, and runs no code. Only files of torch 1.6 and later can be mapped.
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+                tensors |= {name: tensor.detach() for name, tensor in content.items()}
+            except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
+                text = f"{path} must be a whole file of named tensors alone, since other content could run code."
+                raise MetaphraseError(text) from error
         self.load = tensors.__getitem__
         self.kinds = {
             name: Kind(_STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
@@ -187,18 +192,6 @@ def open_weights(folder: Path, files: contextlib.ExitStack) -> WeightFiles:
     return TorchWeights(folder, names) if names and not weight_names(folder) else WeightFiles(folder, files)
 
 
-def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load the tensors of a file that torch has saved. A file with anything else is refused, and runs no code."""
-    try:
-        # Only files of torch 1.6 and later can be mapped.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        return {name: tensor.detach() for name, tensor in tensors.items()}
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
-        raise MetaphraseError(
-            f"{path} must be a whole file of named tensors alone, since other content could run code."
-        ) from error
-
-
 def export_folder(
     source: str | os.PathLike,
     output: str | os.PathLike,
@@ -208,10 +201,9 @@ def export_folder(
     provenance: dict[str, str],
     **load_options,
 ) -> Path:
-    """Export the folder or Hub id of a Metaphrase model to a folder, which appears only when it is complete.
+    """Export a Metaphrase model, which is loaded with `load_options`, to a folder that appears only when it is complete.
 
-    `write` writes the model itself, and `obstacles_of` returns the options that the format cannot express. `provenance` has the
-    format as `to`. The model is loaded with `load_options`.
+    `write` writes the model itself, and `obstacles_of` returns the options that the format, `to` in `provenance`, cannot express.
     """
     source, output = os.fspath(source), Path(output)
     sources = [Path(source)] if os.path.isdir(source) else []

@@ -6,30 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS, export_folder, position_table
+from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 
 try:
-    import ctranslate2
+    import ctranslate2  # noqa: F401 (the engine takes it from here)
     from ctranslate2.converters import utils
     from ctranslate2.specs import attention_spec, common_spec, model_spec
     from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
 except ImportError as error:
     raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
-
-# 4.8.0 silently computes a relative bias per layer wrongly.
-if Version(ctranslate2.__version__) < Version("4.8.5"):
-    raise ImportError(
-        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
-    )
 
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")
 _ACTIVATIONS = {
@@ -51,11 +44,9 @@ def export_ctranslate2(
     Args:
         source: Folder or Hub id of a Metaphrase model.
         quantization: Type of the weights, one of CTranslate2's, such as int8. None keeps the checkpoint's type.
-        overwrite: True to replace an `output` that this package wrote.
 
     Raises:
         MetaphraseError: If CTranslate2 cannot express the model, weights are missing, or an argument is invalid.
-        OSError: If the model does not exist.
     """
 
     def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
@@ -126,7 +117,13 @@ def find_obstacles(config: MetaphraseConfig) -> list[str]:
 
 def make_spec(model: PreTrainedModel) -> TransformerSpec:
     """Return the specification of a model without obstacles, with all weights and without vocabularies."""
-    config = model.config
+    config, heads = model.config, model.config.num_key_value_heads
+    is_plain = heads == config.encoder_attention_heads == config.decoder_attention_heads
+    attention_options = {
+        "rms_norm": config.norm_type == "rmsnorm",
+        "num_heads_kv": None if is_plain else heads,
+        "head_dim": config.head_dim,
+    }
     options = {
         # In Python this only decides on a norm at the end.
         "pre_norm": config.final_norm,
@@ -136,32 +133,24 @@ def make_spec(model: PreTrainedModel) -> TransformerSpec:
         "ffn_glu": config.gated_mlp,
         # Anything but None keeps the decoder from requiring a table of positions.
         "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
-        **_attention_options(config),
+        **attention_options,
     }
     with torch.no_grad():
         encoder = TransformerEncoderSpec(config.encoder_layers, config.encoder_attention_heads, **options)
         decoder = TransformerDecoderSpec(config.decoder_layers, config.decoder_attention_heads, **options)
         spec = TransformerSpec(encoder, decoder)
         spec.config.layer_norm_epsilon = config.norm_eps
-        _fill_stack(encoder, model.get_encoder(), config)
-        _fill_stack(decoder, model.get_decoder(), config)
+        _fill_stack(encoder, model.get_encoder(), config, attention_options)
+        _fill_stack(decoder, model.get_decoder(), config, attention_options)
         _fill_linear(decoder.projection, model.lm_head)
         if config.logits_scale != 1.0:
             decoder.scale_outputs = float(config.logits_scale)
     return spec
 
 
-def _attention_options(config: MetaphraseConfig) -> dict:
-    heads = config.num_key_value_heads
-    is_plain = heads == config.encoder_attention_heads == config.decoder_attention_heads
-    return {
-        "rms_norm": config.norm_type == "rmsnorm",
-        "num_heads_kv": None if is_plain else heads,
-        "head_dim": config.head_dim,
-    }
-
-
-def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig) -> None:
+def _fill_stack(
+    spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig, attention_options: dict
+) -> None:
     spec.pre_norm = config.norm_position == "pre"
     spec.scale_embeddings = float(stack.embed_tokens.embed_scale)
     embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
@@ -181,7 +170,7 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
                 rotary_dim=2 * len(stack.rotary_emb.inv_freq),
                 rotary_interleave=False,
                 rotary_base=config.rope_parameters["rope_theta"],
-                **_attention_options(config),
+                **attention_options,
             )
         _fill_attention(layer_spec.self_attention, layer.self_attn)
         _fill_norm(layer_spec.self_attention.layer_norm, layer.self_attn_norm)
@@ -203,12 +192,9 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
 def _fill_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: nn.Module) -> None:
     spec.queries_scale = float(attention.scaling)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    query, key, value = (_fill_linear(common_spec.LinearSpec(), projection) for projection in projections)
-    if attention.is_cross:
-        utils.fuse_linear(spec.linear[0], [query])
-        utils.fuse_linear(spec.linear[1], [key, value])
-    else:
-        utils.fuse_linear(spec.linear[0], [query, key, value])
+    linears = [_fill_linear(common_spec.LinearSpec(), projection) for projection in projections]
+    for fused, parts in zip(spec.linear, [linears[:1], linears[1:]] if attention.is_cross else [linears], strict=False):
+        utils.fuse_linear(fused, parts)
     _fill_linear(spec.linear[-1], attention.o_proj)
 
 

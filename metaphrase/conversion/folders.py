@@ -1,6 +1,7 @@
 """Conversion of a checkpoint folder, one tensor at a time."""
 
 import contextlib
+import functools
 import logging
 import os
 from pathlib import Path
@@ -24,7 +25,7 @@ from metaphrase.conversion.families.family import (
     HEAD_BIAS,
     Counterpart,
     Family,
-    Weights,
+    name_as_with_a_head,
 )
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.errors import MetaphraseError
@@ -36,7 +37,6 @@ from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 # Pipelines read these fields of every family's configuration.
 _TASK_FIELDS = ("prefix", "task_specific_params")
 # transformers does not list these unless sentencepiece is installed.
@@ -64,13 +64,10 @@ def convert(
             .bin, with its vocabularies beside it, or the folder of these files.
         to: `model_type` of the family to write, or marian-npz for a file of Marian. None or metaphrase for a checkpoint of
             another family.
-        revision: Branch, tag or commit on the Hub.
-        overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Raises:
         MetaphraseError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
-        OSError: If the checkpoint cannot be read.
     """
     marian_file = find_model_file(source)
     folder = checkpoints.find_folder(source, revision) if marian_file is None else marian_file.parent
@@ -89,9 +86,8 @@ def convert(
         else:
             _convert_family(folder, config, to, partial, max_shard_size)
         checkpoints.copy_files(folder, partial, (*checkpoints.LICENCES, "*.spm"))
-        write_provenance(
-            partial / checkpoints.PROVENANCE_NAME, source, **{"from": model_type, "to": to or checkpoints.OURS}
-        )
+        provenance = {"from": model_type, "to": to or checkpoints.OURS}
+        write_provenance(partial / checkpoints.PROVENANCE_NAME, source, **provenance)
     return Path(output)
 
 
@@ -102,65 +98,25 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
     if name not in FAMILIES:
         raise MetaphraseError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
     if config.get("quantization_config"):
-        raise MetaphraseError(
-            f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
-            "transformers, and call `dequantize` and `save_pretrained`."
-        )
+        text = "load it with transformers, and call `dequantize` and `save_pretrained`"
+        raise MetaphraseError(f"A checkpoint must hold plain weights, got `quantization_config` in {folder}: {text}.")
     family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
-        write = _write_theirs if model_type == checkpoints.OURS else _write_ours
-        write(family, folder, checkpoints.open_weights(folder, files), output, max_shard_size)
-    _copy_tokenizers(folder, config, output)
-
-
-def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_size: int | str) -> None:
-    theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
-    generation = _read_generation_config(folder)
-    if getattr(theirs, "decoder_start_token_id", None) is None:
-        theirs.decoder_start_token_id = generation.decoder_start_token_id
-    weights = Weights(files, family.prefix)
-    config = family.read_config(theirs, weights)
-    _copy_task_fields(theirs, config)
-    model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
-    planned = plan_ours(family, model, weights)
-    checkpoints.write_ours(output, model, planned, generation, max_shard_size)
-
-
-def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Path, max_shard_size: int | str) -> None:
-    # Options in the way are named before weights are checked.
-    config = MetaphraseConfig.from_pretrained(folder)
-    fields = family.write_config(config)
-    theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
-    model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
-    theirs.architectures = [model_class.__name__]
-    _copy_task_fields(config, theirs)
-    model = checkpoints.our_skeleton(folder, weights)
-    planned = plan_theirs(family, model, checkpoints.skeleton(model_class, theirs), weights)
-    theirs.save_pretrained(output)
-    # transformers' T5 always writes true here, and older versions believe it.
-    written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
-    write_json(output / CONFIG_NAME, written, sort_keys=True)
-    _read_generation_config(folder).save_pretrained(output)
-    checkpoints.write_files(output, planned, max_shard_size)
-
-
-def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
-
-
-def _read_generation_config(folder: Path) -> GenerationConfig:
-    """Read the generation config, which older checkpoints keep in the model's config."""
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
-
-
-def _copy_tokenizers(folder: Path, config: dict, output: Path) -> None:
-    for name in ("", TARGET_SUBFOLDER):
-        checkpoints.copy_files(folder, output, checkpoints.TOKENIZER_FILES, name)
-    settings = output / _TOKENIZER_CONFIG
+        weights = checkpoints.open_weights(folder, files)
+        # Older checkpoints keep the generation settings in the model's config.
+        is_old = not (folder / GENERATION_CONFIG_NAME).is_file()
+        names = {"config_file_name": CONFIG_NAME, "_from_model_config": True} if is_old else {}
+        generation = GenerationConfig.from_pretrained(folder, **names)
+        if model_type == checkpoints.OURS:
+            planned = _write_their_config(family, folder, weights, output)
+        else:
+            planned = _write_our_config(family, folder, weights, output, generation.decoder_start_token_id)
+        generation.save_pretrained(output)
+        checkpoints.write_files(output, planned, max_shard_size)
+    for subfolder in ("", TARGET_SUBFOLDER):
+        checkpoints.copy_files(folder, output, checkpoints.TOKENIZER_FILES, subfolder)
+    settings = output / "tokenizer_config.json"
     content = read_json(settings) if settings.is_file() else {}
-    model_type = config["model_type"]
     if model_type == "encoder-decoder":
         model_type = config["encoder"]["model_type"]
     named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
@@ -171,70 +127,99 @@ def _copy_tokenizers(folder: Path, config: dict, output: Path) -> None:
         write_json(settings, content | {"tokenizer_class": tokenizer_class})
 
 
-def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
-    """Return the tokenizer class that transformers would choose for a folder, which may name a class itself."""
-    family_class = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
-    return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class
-
-
-def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
-    """Plan our weights, with the shapes of the skeleton `ours`, from a family's checkpoint."""
-    config, our_shapes = ours.config, checkpoints.shapes(ours)
+def _write_our_config(
+    family: Family, folder: Path, weights: WeightFiles, output: Path, start: int | None
+) -> dict[str, PlannedTensor]:
+    """Write our configuration of a family's checkpoint, and return the planned weights. `start` is that of older checkpoints."""
+    theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
+    if getattr(theirs, "decoder_start_token_id", None) is None:
+        theirs.decoder_start_token_id = start
+    name_as_with_a_head(weights, family.prefix)
+    config = family.read_config(theirs, weights)
+    _copy_task_fields(theirs, config)
+    ours = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
+    checkpoints.save_config(output, ours)
+    our_shapes = checkpoints.shapes(ours)
     counterparts = {
         name: Counterpart(family.embedding_name(name, weights))
         if name in family.embedding_names
         else family.counterpart(name, config)
         for name in checkpoints.stored_names(ours)
     }
-    checkpoints.check_names([theirs.name for theirs in counterparts.values()], weights)
-    known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
-    known.update(*family.embedding_names.values())
-    if left_over := [
-        name
-        for name in weights.names
-        if family.original_name(name) not in known and not name.startswith(family.ignored_prefixes)
-    ]:
+    known = {counterpart.name for counterpart in counterparts.values()}
+    checkpoints.check_names(sorted(known), weights.kinds)
+    known = known.union(*family.embedding_names.values())
+    names = [name for name in weights.kinds if not name.startswith(family.ignored_prefixes)]
+    if left_over := [name for name in names if family.original_name(name) not in known]:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
-    for name, theirs in counterparts.items():
-        kind = weights.kind(theirs.name)
+    for name, counterpart in counterparts.items():
+        kind = weights.kinds[counterpart.name]
         if not kind.is_floating_point:
-            raise MetaphraseError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
-        checkpoints.check_shape(theirs.name, kind.shape, theirs.their_shape(our_shapes[name]))
-        planned[name] = PlannedTensor(kind.nbytes, lambda theirs=theirs: theirs.to_ours(weights.read(theirs.name)))
+            raise MetaphraseError(f"The weight `{counterpart.name}` must be of floating point, got {kind.dtype}.")
+        checkpoints.check_shape(counterpart.name, kind.shape, counterpart.their_shape(our_shapes[name]))
+        planned[name] = PlannedTensor(kind.nbytes, lambda item=counterpart: item.to_ours(weights.read(item.name)))
     return planned
 
 
-def plan_theirs(
+def _write_their_config(family: Family, folder: Path, weights: WeightFiles, output: Path) -> dict[str, PlannedTensor]:
+    """Write a family's configuration of our checkpoint, and return the planned weights."""
+    # Options in the way are named before weights are checked.
+    config = MetaphraseConfig.from_pretrained(folder)
+    fields = family.write_config(config)
+    theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
+    model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
+    theirs.architectures = [model_class.__name__]
+    _copy_task_fields(config, theirs)
+    ours = checkpoints.our_skeleton(folder, weights)
+    # LED's class completes the configuration.
+    their_skeleton = checkpoints.skeleton(model_class, theirs)
+    theirs.save_pretrained(output)
+    # transformers' T5 always writes true here, and older versions believe it.
+    written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    write_json(output / CONFIG_NAME, written, sort_keys=True)
+    return _plan_theirs(family, ours, their_skeleton, weights)
+
+
+def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
+    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
+
+
+def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
+    """Return the tokenizer class that transformers would choose for a folder, which may name a class itself."""
+    family_class = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
+    return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class
+
+
+def _plan_theirs(
     family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
 ) -> dict[str, PlannedTensor]:
     """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""
-    config, stored = ours.config, checkpoints.stored_names(ours)
+    config, embeddings = ours.config, family.embedding_names
     our_shapes = checkpoints.shapes(ours)
     their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(theirs).items()}
-    # Their name to our stored name and the counterpart. The second name of an embedding is the shared weight.
-    sources = {}
-    for our_name, (_, shared, *_) in family.embedding_names.items():
-        sources[shared] = HEAD_BIAS if our_name == HEAD_BIAS else ENCODER_EMBEDDING, Counterpart(shared)
+    # Their name to our stored name. The second name of an embedding is the shared weight.
+    sources = {shared: ENCODER_EMBEDDING for _, shared, *_ in embeddings.values()}
     decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
     stored_as = {DECODER_EMBEDDING: decoder, HEAD: decoder if config.tie_word_embeddings else HEAD}
-    for our_name, (first, *_) in family.embedding_names.items():
-        sources[first] = stored_as.get(our_name, our_name), Counterpart(first)
-    counterparts = {name: family.counterpart(name, config) for name in stored if name not in family.embedding_names}
-    sources |= {counterpart.name: (name, counterpart) for name, counterpart in counterparts.items()}
+    sources |= dict.fromkeys(embeddings.get(HEAD_BIAS, ()), HEAD_BIAS)
+    sources |= {theirs: stored_as.get(name, name) for name, (theirs, *_) in embeddings.items()}
+    names = [name for name in checkpoints.stored_names(ours) if name not in embeddings]
+    counterparts = [family.counterpart(name, config) for name in names]
+    sources |= {counterpart.name: name for name, counterpart in zip(names, counterparts, strict=True)}
+    by_name = {counterpart.name: counterpart for counterpart in counterparts}
     # The last ones are tied or recomputed by default, but not in this model.
-    heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
-    needed = [*map(family.file_name, checkpoints.stored_names(theirs)), *(item.name for item in counterparts.values())]
+    heads = [] if config.tie_word_embeddings else [embeddings[HEAD][0]]
     planned = {}
-    for name in dict.fromkeys(needed + heads):
-        if (source := sources.get(family.original_name(name))) is not None:
-            our_name, counterpart = source
+    for name in dict.fromkeys([*map(family.file_name, checkpoints.stored_names(theirs)), *by_name, *heads]):
+        original = family.original_name(name)
+        if (our_name := sources.get(original)) is not None:
+            counterpart = by_name.get(original, Counterpart(original))
             nbytes = weights.kinds[our_name].nbytes
             nbytes += counterpart.unused_rows * nbytes // our_shapes[our_name][0]
-            planned[name] = PlannedTensor(
-                nbytes, lambda name=our_name, theirs=counterpart: theirs.to_theirs(weights.read(name))
-            )
+            make = functools.partial(lambda name, theirs: theirs.to_theirs(weights.read(name)), our_name, counterpart)
+            planned[name] = PlannedTensor(nbytes, make)
         else:
             tensor = family.make_weight(name, their_shapes[name], config)
             tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)

@@ -28,11 +28,11 @@ from transformers.utils import CONFIG_NAME
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
+from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,7 @@ _NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
 
 
 def find_model_file(source: str | os.PathLike) -> Path | None:
-    """Return the model file of Marian that a path names or holds, or None for a folder of transformers and for other names.
-
-    Raises:
-        MetaphraseError: If a folder holds several.
-    """
+    """Return the model file of Marian that a path names or holds, or None for a folder of transformers and for other names."""
     path = Path(source)
     names = [] if (path / CONFIG_NAME).exists() else [path, *sorted(path.glob("*"))]
     files = [file for file in names if file.suffix in _SUFFIXES and file.is_file()]
@@ -75,26 +71,24 @@ def read_model_file(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     Weights of 8 bits (intgemm) are multiplied out. Factors of activations, which 8 bits need, are dropped.
     """
     # numpy leaves a damaged file open.
-    with _naming_damaged_file(path), open(path, "rb") as file:
+    with _naming_damaged_file(path, "a whole file of Marian"), open(path, "rb") as file:
         arrays = dict(np.load(file)) if path.suffix == ".npz" else _read_bin(path)
         options = dict(yaml.safe_load(arrays.pop(OPTIONS_NAME).tobytes().rstrip(b"\0").decode()))
     weights = {name: array for name, array in arrays.items() if not name.endswith("_QuantMultA")}
     for name, weight in weights.items():
         if weight.dtype != np.float32 or not np.isfinite(weight).all():
-            raise MetaphraseError(
-                f"The weight `{name}` of {path} must hold finite numbers in float32, got {weight.dtype}."
-            )
+            raise MetaphraseError(f"`{name}` of {path} must hold finite numbers in float32, got {weight.dtype}.")
     return options, weights
 
 
 @contextlib.contextmanager
-def _naming_damaged_file(path: Path) -> Iterator[None]:
+def _naming_damaged_file(path: Path, expected: str) -> Iterator[None]:
     """Name the file in each of the many errors that libraries raise for damaged files."""
     try:
         yield
     except Exception as error:
         text = " ".join(str(error).split())
-        raise MetaphraseError(f"{path} must be a whole file of Marian, got {type(error).__name__}: {text}") from error
+        raise MetaphraseError(f"{path} must be {expected}, got {type(error).__name__}: {text}") from error
 
 
 def _make_reader(path: Path) -> Callable[[str, int], np.ndarray]:
@@ -138,35 +132,24 @@ def _read_bin(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _find_vocabularies(folder: Path) -> list[Path]:
-    """Return the file of a joint vocabulary, or those of source and target."""
+def read_vocabularies(folder: Path) -> TokenizerPair:
+    """Return the tokenizers of a model by the file of a joint vocabulary, or those of both sides. Padding follows the pieces."""
     paths = sorted(folder.glob("*.spm"))
-    if len(paths) == 1:
-        return paths
-    sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
-    if len(paths) != 2 or [len(side) for side in sides] != [1, 1]:
-        raise MetaphraseError(
-            "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm, "
-            f"got {', '.join(path.name for path in paths) or 'none'} in {folder}."
-        )
-    return [*sides[0], *sides[1]]
-
-
-def read_vocabularies(paths: list[Path]) -> TokenizerPair:
-    """Return the tokenizers of a model, whose padding follows the pieces."""
+    if len(paths) > 1:
+        sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
+        paths = [path for side in sides for path in side] if [len(side) for side in sides] == [1, 1] else []
+    if not 1 <= len(paths) <= 2:
+        names = ", ".join(path.name for path in folder.glob("*.spm")) or "none"
+        text = "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm"
+        raise MetaphraseError(f"{text}, got {names} in {folder}.")
     tokenizers = []
     for path in paths:
-        try:
+        with _naming_damaged_file(path, "a unigram model of SentencePiece"):
             tokenizers.append(_make_tokenizer(path.read_bytes()))
-        # tokenizers has no error class of its own.
-        except Exception as error:
-            raise MetaphraseError(f"{path} must be a unigram model of SentencePiece: {error}.") from error
     source, target = tokenizers[0], tokenizers[-1]
-    sides = [(len(side), side.eos_token_id, side.unk_token_id) for side in (source, target)]
-    if sides[0] != sides[1]:
-        raise MetaphraseError(
-            f"Both vocabularies must have one size and the same special ids, got {sides[0]} and {sides[1]}."
-        )
+    one, other = ((len(side), side.eos_token_id, side.unk_token_id) for side in (source, target))
+    if one != other:
+        raise MetaphraseError(f"Both vocabularies must have one size and the same special ids, got {one} and {other}.")
     return TokenizerPair(source, target)
 
 
@@ -184,9 +167,7 @@ def _make_tokenizer(content: bytes) -> PreTrainedTokenizerFast:
     marks_spaces = not trainer.get(_SPACE_IS_SUFFIX) and normalizer.get(_ESCAPE, 1)
     has_different_pieces = len({*names}) == len(names) and kinds.count(_UNKNOWN) == 1
     if not is_unigram or not marks_spaces or not has_different_pieces or "</s>" not in names or _PADDING in names:
-        raise MetaphraseError(
-            f"it must mark spaces in front of words, and have different pieces, with </s>, one unknown and no {_PADDING}"
-        )
+        raise MetaphraseError(f"unmarked spaces, or pieces that are not unique, lack </s> or <unk>, or hold {_PADDING}")
     has_bytes, unknown = bool(trainer.get(_BYTE_FALLBACK)), kinds.index(_UNKNOWN)
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=has_bytes))
     steps = [normalizers.Precompiled(normalizer[_CHARSMAP])] if normalizer.get(_CHARSMAP) else []
@@ -202,14 +183,8 @@ def _make_tokenizer(content: bytes) -> PreTrainedTokenizerFast:
     cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
     splits.append(pre_tokenizers.Split(Regex(cuts), behavior="isolated"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if scheme == "always" else []),
-        ]
-    )
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if scheme == "always" else []))
     end = names.index("</s>")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B:1 </s>:1", special_tokens=[("</s>", end)]
@@ -238,11 +213,11 @@ def _read_message(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
     while offset < len(content):
         key = read_number()
-        # A number, 8 bytes, bytes with their length in front, or 4 bytes.
         if key & 7 == 0:
             yield key >> 3, read_number()
             continue
-        length = {1: lambda: 8, 2: read_number, 5: lambda: 4}.get(key & 7, lambda: len(content) + 1)()
+        # Bytes with their length in front, 8 bytes, or 4 bytes.
+        length = read_number() if key & 7 == 2 else {1: 8, 5: 4}[key & 7]
         if length > len(content) - offset:
             raise MetaphraseError("it is damaged")
         yield key >> 3, content[offset : offset + length]
@@ -252,13 +227,13 @@ def _read_message(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap:
     """Return the vocabulary map of a binary lexical shortlist. With a joint vocabulary, a source token also permits itself."""
     num_tokens, end = tokenizers.source.pad_token_id, tokenizers.target.eos_token_id
-    with _naming_damaged_file(path):
+    with _naming_damaged_file(path, f"the shortlist of {num_tokens} tokens"):
         read = _make_reader(path)
         magic, _, num_first, _, num_offsets, num_ids = read("<u8", 6).tolist()
         offsets, ids = read("<u8", num_offsets), read("<u4", num_ids)
         is_ascending = num_offsets == num_tokens + 1 and (offsets[1:] >= offsets[:-1]).all() and offsets[-1] <= num_ids
         if magic != _SHORTLIST_MAGIC or not is_ascending or max(num_first, ids.max(initial=0) + 1) > num_tokens:
-            raise MetaphraseError(f"it must be the shortlist of {num_tokens} tokens")
+            raise MetaphraseError(f"{num_offsets} offsets of {num_ids} tokens")
     targets = np.split(ids, offsets[1:-1].astype(np.int64))
     if tokenizers.is_joint:
         targets = [np.append(ids, np.uint32(index)) for index, ids in enumerate(targets)]
@@ -268,26 +243,12 @@ def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap
 # The name of this format, in the place of a family of transformers.
 MARIAN_FILE = "marian-npz"
 # Our fields, which hold for all of Marian's Transformers.
-_FIXED_FIELDS = {
-    "position_embedding_type": "sinusoidal",
-    "sinusoidal_layout": "fairseq",
-    "norm_type": "layernorm",
-    "norm_eps": 1e-6,
-    "gated_mlp": False,
-    "attention_bias": True,
-    "mlp_bias": True,
-    "logits_bias": True,
-    "train_padding_embedding": False,
-    "bos_token_id": None,
-}
+_FIXED_FIELDS = {"position_embedding_type": "sinusoidal", "sinusoidal_layout": "fairseq", "norm_type": "layernorm"}
+_FIXED_FIELDS |= {"norm_eps": 1e-6, "gated_mlp": False, "attention_bias": True, "mlp_bias": True, "logits_bias": True}
+_FIXED_FIELDS |= {"train_padding_embedding": False, "bos_token_id": None}
 _FREE_FIELDS = Family.free | {"dropout", "attention_dropout", "activation_dropout", "max_position_embeddings"}
-_SIZES = {
-    "hidden_size": "dim-emb",
-    "encoder_layers": "enc-depth",
-    "decoder_layers": "dec-depth",
-    "encoder_attention_heads": "transformer-heads",
-    "encoder_ffn_dim": "transformer-dim-ffn",
-}
+_SIZES = {"hidden_size": "dim-emb", "encoder_layers": "enc-depth", "decoder_layers": "dec-depth"}
+_SIZES |= {"encoder_attention_heads": "transformer-heads", "encoder_ffn_dim": "transformer-dim-ffn"}
 _OFF = (
     *("layer-normalization", "output-omit-bias", "right-left", "transformer-no-projection", "transformer-pool"),
     *("transformer-train-position-embeddings", "ulr"),
@@ -300,24 +261,12 @@ _FIXED_OPTIONS: dict[str, tuple] = {
     **dict.fromkeys(_OFF, (False,)),
 }
 # Options of other networks, which Marian writes into every file.
-_OTHER_NETWORKS: dict[str, Any] = {
-    "bert-train-type-embeddings": True,
-    "bert-type-vocab-size": 2,
-    "dec-cell-base-depth": 2,
-    "dec-cell-high-depth": 1,
-    "dim-rnn": 1024,
-    "enc-cell": "gru",
-    "enc-cell-depth": 1,
-    "enc-type": "bidirectional",
-    "skip": False,
-    "transformer-aan-activation": "swish",
-    "transformer-aan-depth": 2,
-    "transformer-aan-nogate": False,
-    "transformer-dim-aan": 2048,
-    "transformer-guided-alignment-layer": "last",
-    "ulr-dim-emb": 0,
-    "ulr-trainable-transformation": False,
-}
+_OTHER_NETWORKS: dict[str, Any] = {"bert-train-type-embeddings": True, "bert-type-vocab-size": 2, "skip": False}
+_OTHER_NETWORKS |= {"dec-cell-base-depth": 2, "dec-cell-high-depth": 1, "dim-rnn": 1024, "enc-cell": "gru"}
+_OTHER_NETWORKS |= {"enc-cell-depth": 1, "enc-type": "bidirectional", "transformer-aan-activation": "swish"}
+_OTHER_NETWORKS |= {"transformer-aan-depth": 2, "transformer-aan-nogate": False, "transformer-dim-aan": 2048}
+_OTHER_NETWORKS |= {"transformer-guided-alignment-layer": "last", "ulr-dim-emb": 0}
+_OTHER_NETWORKS |= {"ulr-trainable-transformation": False}
 _CHOICES: dict[str, dict[Any, Any]] = {
     # Marian approximates gelu by a sigmoid.
     "transformer-ffn-activation": {"relu": "relu", "swish": "silu", "gelu": "quick_gelu"},
@@ -331,22 +280,12 @@ _CHOICES: dict[str, dict[Any, Any]] = {
 _TIES = ("tied-embeddings", "tied-embeddings-src", "tied-embeddings-all")
 _KNOWN = {*_FIXED_OPTIONS, *_OTHER_NETWORKS, *_CHOICES, *_SIZES.values(), *_TIES, "version", "dim-vocabs", "dec-cell"}
 _KNOWN |= {"transformer-decoder-dim-ffn", "transformer-tied-layers", "transformer-depth-scaling", "factors-combine"}
-_PARTS = {
-    "self_attn": "self",
-    "cross_attn": "context",
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "up_proj": "1",
-    "down_proj": "2",
-    "input_proj": "",
-    "forget_proj": "f",
-}
+_PARTS = {"self_attn": "self", "cross_attn": "context", "mlp": "ffn"}
+_PARTS_OF_SUBLAYERS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "up_proj": "1", "down_proj": "2"}
+_PARTS_OF_SUBLAYERS |= {"input_proj": "", "forget_proj": "f"}
 # Marian starts the decoder with zeros. Ours starts with padding, whose row follows those of Marian and holds zeros. Its bias
 # keeps it out of every target.
 _PADDING_BIAS = -1e4
-_MATRIX = "_proj.weight"
 _WITH_PADDING = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 
 
@@ -366,7 +305,15 @@ def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int)
     for name, value in zip((*_SIZES.values(), "transformer-decoder-dim-ffn"), sizes.values(), strict=True):
         if type(value) is not int or value < 1:
             _refuse(name, "a number above 0", value)
-    activation, norm_position, behind, norm_emb, norm_top, recurrence = (_choose(options, name) for name in _CHOICES)
+    chosen = []
+    for name, choices in _CHOICES.items():
+        value = options.get(name, next(iter(choices)))
+        # d is dropout.
+        letters = value.replace("d", "") if isinstance(value, str) and "process" in name else value
+        if not isinstance(letters, str) or letters not in choices:
+            _refuse(name, " or ".join(map(repr, choices)), value)
+        chosen.append(choices[letters])
+    activation, norm_position, behind, norm_emb, norm_top, recurrence = chosen
     if behind != norm_position:
         expected = "dan" if norm_position == "post" else "da"
         _refuse("transformer-postprocess", expected, options.get("transformer-postprocess"))
@@ -390,16 +337,6 @@ def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int)
         decoder_start_token_id=num_tokens,
         dtype="float32",
     )
-
-
-def _choose(options: Mapping[str, Any], name: str) -> Any:
-    choices, default = _CHOICES[name], next(iter(_CHOICES[name]))
-    value = options.get(name, default)
-    # d is dropout.
-    letters = value.replace("d", "") if isinstance(value, str) and "process" in name else value
-    if not isinstance(letters, str) or letters not in choices:
-        _refuse(name, " or ".join(repr(choice) for choice in choices), value)
-    return choices[letters]
 
 
 def _refuse(name: str, expected: str, value: Any) -> None:
@@ -448,44 +385,34 @@ def _marian_name(name: str, config: MetaphraseConfig, decoder_layers: Sequence[i
     """
     if name in (HEAD, HEAD_BIAS):
         return "decoder_ff_logit_out_" + ("Wt" if name == HEAD else "b")
-    _, stack, *parts = name.split(".")
-    # A norm in front of a sublayer has a suffix.
-    norm = {"weight": "ln_scale", "bias": "ln_bias"}[parts[-1]]
-    match parts:
-        case ["embed_tokens", _]:
-            return "Wemb" if config.share_embeddings else f"{stack}_Wemb"
-        case ["embedding_norm", _]:
-            return f"{stack}_emb_{norm}_pre"
-        case ["norm", _]:
-            return f"{stack}_top_{norm}"
-    index, sublayer, *rest = parts[1:-1]
+    _, stack, *parts, kind = name.split(".")
+    if parts == ["embed_tokens"]:
+        return "Wemb" if config.share_embeddings else f"{stack}_Wemb"
+    norm = {"weight": "ln_scale", "bias": "ln_bias"}[kind]
+    if len(parts) == 1:
+        return f"{stack}_emb_{norm}_pre" if parts == ["embedding_norm"] else f"{stack}_top_{norm}"
+    _, index, sublayer, *rest = parts
     layer = f"{stack}_l{decoder_layers[int(index)] if stack == 'decoder' else int(index) + 1}"
-    is_recurrent = stack == "decoder" and config.decoder_self_attention == "ssru"
-    is_norm = sublayer.endswith("_norm")
-    sublayer = sublayer.removesuffix("_norm")
-    part = "rnn" if is_recurrent and sublayer == "self_attn" else "ffn" if sublayer == "mlp" else _PARTS[sublayer]
-    if not is_norm:
-        return f"{layer}_{part}_{'W' if parts[-1] == 'weight' else 'b'}{_PARTS[rest[0]]}"
+    part = _PARTS[sublayer.removesuffix("_norm")]
+    if part == "self" and stack == "decoder" and config.decoder_self_attention == "ssru":
+        part = "rnn"
+    if rest:
+        return f"{layer}_{part}_{'W' if kind == 'weight' else 'b'}{_PARTS_OF_SUBLAYERS[rest[0]]}"
+    # A norm in front has a suffix. Each has the prefix of its sublayer, but for the norm in front of a recurrence.
     is_pre_norm = config.norm_position == "pre"
-    # Marian gives a norm the prefix of its sublayer, but for the norm in front of a recurrence.
     prefix = {"ffn": "_ffn", "rnn": "" if is_pre_norm else "_ffn"}.get(part, "_Wo")
     return f"{layer}_{part}{prefix}_{norm}{'_pre' if is_pre_norm else ''}"
 
 
-def _marian_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    if name in _WITH_PADDING:
-        return shape[0] - 1, shape[1]
-    return (1, shape[0] - (name == HEAD_BIAS)) if len(shape) == 1 else (shape[1], shape[0])
-
-
-def _to_ours(name: str, weight: np.ndarray) -> torch.Tensor:
-    """Return our weight `name` from that of Marian."""
+def _to_ours(name: str, weight: np.ndarray, theirs: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return our weight `name`, which must have a shape, from the weight `theirs` of Marian."""
     if name in _WITH_PADDING:
         ours = np.concatenate((weight, np.zeros_like(weight[:1])))
     elif name == HEAD_BIAS:
         ours = np.append(weight[0], np.float32(_PADDING_BIAS))
     else:
-        ours = weight.T if name.endswith(_MATRIX) else weight[0]
+        ours = weight.T if len(shape) > 1 else weight[0]
+    checkpoints.check_shape(theirs, ours.shape, shape)
     return torch.from_numpy(np.array(ours, dtype=np.float32))
 
 
@@ -493,9 +420,7 @@ def _to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
     """Return Marian's weight from our weight `name`."""
     ours = weight.float().numpy()
     if name in (ENCODER_EMBEDDING, DECODER_EMBEDDING) and ours[-1].any():
-        raise MetaphraseError(
-            f"The last row of `{name}`, that of padding, must hold zeros, as Marian starts the decoder."
-        )
+        raise MetaphraseError(f"The last row of `{name}`, that of padding, must hold zeros: so Marian starts.")
     if name in _WITH_PADDING:
         return ours[:-1]
     return ours[None, : -1 if name == HEAD_BIAS else None] if ours.ndim == 1 else np.ascontiguousarray(ours.T)
@@ -503,7 +428,7 @@ def _to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
 
 def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
     """Write our checkpoint of a model file of Marian, with the vocabularies and the shortlist beside it."""
-    tokenizers = read_vocabularies(_find_vocabularies(file.parent))
+    tokenizers = read_vocabularies(file.parent)
     options, weights = read_model_file(file)
     config = _read_config(options, tokenizers.target.pad_token_id, tokenizers.target.eos_token_id)
     decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
@@ -515,8 +440,9 @@ def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
     checkpoints.check_names(names.values(), weights, {*names.values()})
     planned = {}
     for name, theirs in names.items():
-        checkpoints.check_shape(theirs, weights[theirs].shape, _marian_shape(name, our_shapes[name]))
-        planned[name] = PlannedTensor(weights[theirs].nbytes, functools.partial(_to_ours, name, weights[theirs]))
+        weight = weights[theirs]
+        make = functools.partial(_to_ours, name, weight, theirs, our_shapes[name])
+        planned[name] = PlannedTensor(weight.nbytes, make)
     # Marian writes no unknown token, and has the limit of 512 tokens in models of OPUS-MT.
     ids = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
     generation = GenerationConfig(**ids, max_length=512, suppress_tokens=[tokenizers.target.unk_token_id])

@@ -11,7 +11,6 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import STACKS
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NAMES = {
     r"^model\.": "",
     r"cross_attn\.": "multihead_attn.",
@@ -26,16 +25,8 @@ _NAMES = {
 }
 
 # These hold for every `torch.nn.Transformer`.
-_FIXED = {
-    "norm_type": "layernorm",
-    "gated_mlp": False,
-    "attention_bias": True,
-    "mlp_bias": True,
-    "qk_norm": False,
-    "attention_scale": None,
-    "num_key_value_heads": None,
-    "head_dim": None,
-} | RARE_FIELDS
+_FIXED = RARE_FIELDS | {"norm_type": "layernorm", "gated_mlp": False, "attention_bias": True, "mlp_bias": True}
+_FIXED |= {"qk_norm": False, "attention_scale": None, "num_key_value_heads": None, "head_dim": None}
 
 
 def from_torch_transformer(
@@ -82,14 +73,14 @@ def from_torch_transformer(
         options |= {"decoder_vocab_size": target_embedding.shape[0], "share_embeddings": False}
     # A field in both raises a TypeError.
     model = MetaphraseForConditionalGeneration(MetaphraseConfig(**known, **(options | fields)))
-    counterparts = {name: _counterpart(name) for name in _shared_names(model)}
+    counterparts = _counterparts(model)
     if difference := {theirs for theirs, _ in counterparts.values()} ^ state.keys():
+        names = ", ".join(sorted(difference)[:3])
         raise MetaphraseError(
-            "`state` must be that of a `torch.nn.Transformer` with biases and nothing else, got missing or further names: "
-            f"{', '.join(sorted(difference)[:3])}."
+            f"`state` must be that of a `torch.nn.Transformer` with biases, got a difference in {names}."
         )
     loaded = {
-        name: state[theirs] if part is None else state[theirs].chunk(len(_PROJECTIONS))[part]
+        name: state[theirs] if part is None else state[theirs].chunk(3)[part]
         for name, (theirs, part) in counterparts.items()
     }
     embeddings = {ENCODER_EMBEDDING: source_embedding, DECODER_EMBEDDING: target_embedding}
@@ -116,27 +107,20 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
     ]
     if config.norm_position == "both":
         obstacles.append("`norm_position` must be pre or post, got both")
-    if config.position_embedding_type in ("relative", "rotary", "alibi"):
-        obstacles.append(
-            f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
-        )
+    if (positions := config.position_embedding_type) in ("relative", "rotary", "alibi"):
+        obstacles.append(f"`position_embedding_type` must lie outside of attention, got {positions}")
     if obstacles:
         raise MetaphraseError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
     parts: dict[str, dict[int | None, torch.Tensor]] = {}
     weights = model.state_dict()
-    for name in _shared_names(model):
-        theirs, part = _counterpart(name)
+    for name, (theirs, part) in _counterparts(model).items():
         parts.setdefault(theirs, {})[part] = weights[name]
     return {name: torch.cat([value for _, value in sorted(pieces.items())]) for name, pieces in parts.items()}
 
 
-def _shared_names(model: MetaphraseForConditionalGeneration) -> list[str]:
-    """Return the names of our weights that a `torch.nn.Transformer` has too."""
+def _counterparts(model: MetaphraseForConditionalGeneration) -> dict[str, tuple[str, int | None]]:
+    """Return for each of our weights that a `torch.nn.Transformer` has its name there, and the index of our part of three."""
     outside = ("lm_head.", ".embed_tokens.", ".embed_positions.", ".embedding_norm.")
-    return [name for name in model.state_dict() if not any(part in name for part in outside)]
-
-
-def _counterpart(name: str) -> tuple[str, int | None]:
-    """Return the name of the module's weight that holds one of ours, and the index of our part if it holds three."""
-    projection = name.split(".")[-2]
-    return rename(name, _NAMES), _PROJECTIONS.index(projection) if projection in _PROJECTIONS else None
+    names = [name for name in model.state_dict() if not any(part in name for part in outside)]
+    parts = {projection: index for index, projection in enumerate(("q_proj", "k_proj", "v_proj"))}
+    return {name: (rename(name, _NAMES), parts.get(name.split(".")[-2])) for name in names}

@@ -52,13 +52,10 @@ def trim_vocabulary(
     Args:
         source: Folder or Hub id of a model with one fast tokenizer.
         files: Text files in the languages to keep, plain or `.gz`. A tab ends a text.
-        revision: Branch, tag or commit on the Hub.
-        overwrite: True to replace an `output` that this package wrote.
         max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Raises:
         MetaphraseError: If the files hold no text, or the model's tokenizer cannot be trimmed.
-        OSError: If the model or a file cannot be read.
     """
     folder = checkpoints.find_folder(source, revision)
     with (
@@ -71,16 +68,15 @@ def trim_vocabulary(
         tokenizer = tokenizers.source
         if not tokenizer.is_fast or not tokenizers.is_joint:
             name = "two tokenizers" if tokenizer.is_fast else f"a {type(tokenizer).__name__}, which runs in Python"
-            raise MetaphraseError(
-                f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. Take a model such as NLLB, mBART or "
-                "mT5, or distill the model into a student with a small vocabulary."
+            text = (
+                "Take a model such as NLLB, mBART or mT5, or distill the model into a student with a small vocabulary."
             )
+            raise MetaphraseError(f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. {text}")
         texts = (text for line in iterate_lines(files) for text in line.split("\t") if text.strip())
         first_texts = [*itertools.islice(texts, _TEXTS_PER_BATCH)]
         if not first_texts:
-            raise MetaphraseError(
-                f"`trim_vocabulary` must name files with texts, got no text in {', '.join(map(str, files))}."
-            )
+            names = ", ".join(map(str, files))
+            raise MetaphraseError(f"`trim_vocabulary` must name files with texts, got no text in {names}.")
         used: set[int] = set()
         texts = itertools.chain(_prefixes(fields), first_texts, texts)
         while batch := [*itertools.islice(texts, _TEXTS_PER_BATCH)]:
@@ -98,7 +94,11 @@ def trim_vocabulary(
         new_ids = {index: new for new, index in enumerate(ids)}
         config = _map_ids(config, new_ids.get) | {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
         model = checkpoints.skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_dict(config))
-        planned = {name: _plan(name, weights, ids) for name in checkpoints.stored_names(model)}
+        planned = {}
+        for name in checkpoints.stored_names(model):
+            kind, rows = weights.kinds[name], ids if name in _ROWS else slice(None)
+            nbytes = kind.nbytes // kind.shape[0] * len(ids) if name in _ROWS else kind.nbytes
+            planned[name] = PlannedTensor(nbytes, lambda name=name, rows=rows: weights.read(name)[rows])
         generation = GenerationConfig.from_dict(_map_ids(generation, new_ids.get))
         checkpoints.write_ours(partial, model, planned, generation, max_shard_size)
         tokenizers.save_pretrained(partial)
@@ -112,9 +112,8 @@ def trim_vocabulary(
             raise MetaphraseError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
         checkpoints.copy_files(folder, partial, checkpoints.LICENCES)
         shutil.rmtree(partial / _WHOLE, ignore_errors=True)
-        write_provenance(
-            partial / checkpoints.PROVENANCE_NAME, source, **{"from": fields["model_type"], "to": checkpoints.OURS}
-        )
+        provenance = {"from": fields["model_type"], "to": checkpoints.OURS}
+        write_provenance(partial / checkpoints.PROVENANCE_NAME, source, **provenance)
     before, after = (sum(tensor.nbytes for tensor in tensors.values()) / 1e6 for tensors in (weights.kinds, planned))
     logger.info("Kept %d of %d tokens. The weights have %.1f MB, %.1f MB less.", len(ids), size, after, before - after)
     return Path(output)
@@ -193,10 +192,3 @@ def _trim_state(state: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, 
         for name in {"cls", "sep"} & step.keys():
             step[name][1] = new_ids[step[name][1]]
     return state
-
-
-def _plan(name: str, weights: WeightFiles, ids: list[int]) -> PlannedTensor:
-    kind = weights.kinds[name]
-    if name not in _ROWS:
-        return PlannedTensor(kind.nbytes, lambda: weights.read(name))
-    return PlannedTensor(kind.nbytes // kind.shape[0] * len(ids), lambda: weights.read(name)[ids])

@@ -11,14 +11,12 @@ from transformers import PreTrainedModel
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL, shift_right
 
-# Families whose class builds the decoder input from the sources instead of the labels.
-_NOT_SHIFTING = ("fsmt",)
-
 
 def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Add `decoder_input_ids` (the labels shifted to the right) to a batch for a model that does not shift labels itself."""
     config, labels = model.config, inputs.get("labels")
-    if config.model_type not in _NOT_SHIFTING or labels is None or "decoder_input_ids" in inputs:
+    # FSMT builds the decoder input from the sources.
+    if config.model_type != "fsmt" or labels is None or "decoder_input_ids" in inputs:
         return dict(inputs)
     shifted = shift_right(labels, config.pad_token_id, config.decoder_start_token_id)
     return {**inputs, "decoder_input_ids": shifted}
@@ -46,18 +44,15 @@ class PairCollator:
         An `attention_mask` marks the padding of pairs that are padded already.
         """
         sources = [source_of(pair) for pair in pairs]
-        batch = {
-            "input_ids": self._pad(sources, self.pad_token_id),
-            "attention_mask": self._pad([[1] * len(source) for source in sources], 0),
-        }
+        masks = [[1] * len(source) for source in sources]
+        columns: dict[str, tuple[list, int]] = {"input_ids": (sources, self.pad_token_id), "attention_mask": (masks, 0)}
         if "labels" in pairs[0]:
-            batch["labels"] = self._pad([pair["labels"] for pair in pairs], IGNORED_LABEL)
+            columns["labels"] = [pair["labels"] for pair in pairs], IGNORED_LABEL
+        batch = {}
+        for name, (rows, padding) in columns.items():
+            width = -(-max(map(len, rows)) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+            batch[name] = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], dtype=torch.long)
         return batch
-
-    def _pad(self, rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-        longest = max(len(row) for row in rows)
-        width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows], dtype=torch.long)
 
 
 @dataclass
@@ -86,27 +81,16 @@ class PackedCollator:
         if min(map(min, lengths)) == 0:
             raise MetaphraseError("Both sides of a pair must hold at least one token to be packed, got an empty one.")
         longest = [max(side) for side in lengths]
-        batch = {"longest_source": longest[0], "longest_target": longest[1]}
-        all_fillers = filler_lengths([sum(side) for side in lengths], longest, self.pad_to_multiple_of)
-        names = (("input_ids", "source_lengths", self.pad_token_id), ("labels", "target_lengths", IGNORED_LABEL))
-        for (ids, sizes, padding), rows, side, fillers in zip(
-            names, zip(*sides, strict=True), lengths, all_fillers, strict=True
+        missing, num_fillers = [-sum(side) % self.pad_to_multiple_of for side in lengths], 0
+        # Both rows have equally many fillers. None is empty, or longer than the longest pair, because positions may end there.
+        while any(missing) and min(missing) < (
+            num_fillers := max(math.ceil(count / limit) for count, limit in zip(missing, longest, strict=True))
         ):
-            batch[ids] = torch.tensor([[*chain.from_iterable(rows), *[padding] * sum(fillers)]])
+            missing = [count if count >= num_fillers else count + self.pad_to_multiple_of for count in missing]
+        batch = {"longest_source": longest[0], "longest_target": longest[1]}
+        names = (("input_ids", "source_lengths", self.pad_token_id), ("labels", "target_lengths", IGNORED_LABEL))
+        for (ids, sizes, pad), rows, side, count in zip(names, zip(*sides, strict=True), lengths, missing, strict=True):
+            fillers = [count // num_fillers + (number < count % num_fillers) for number in range(num_fillers)]
+            batch[ids] = torch.tensor([[*chain.from_iterable(rows), *[pad] * count]])
             batch[sizes] = torch.tensor(side + fillers)
         return batch
-
-
-def filler_lengths(tokens: Sequence[int], longest: Sequence[int], multiple: int) -> list[list[int]]:
-    """Return the lengths of the pairs that fill up two rows of so many tokens to a multiple, equally many for each row.
-
-    No filler is empty, or longer than `longest`, because positions may end there.
-    """
-    missing = [-count % multiple for count in tokens]
-    if not any(missing):
-        return [[] for _ in tokens]
-    while min(missing) < (
-        fillers := max(math.ceil(count / limit) for count, limit in zip(missing, longest, strict=True))
-    ):
-        missing = [count if count >= fillers else count + multiple for count in missing]
-    return [[count // fillers + (number < count % fillers) for number in range(fillers)] for count in missing]

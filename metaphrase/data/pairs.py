@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 Column = str | int | None
 Columns = tuple[Column, Column]
 SIDES = ("source", "target")
-_TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 
 
 class PairProblem(NamedTuple):
@@ -43,15 +42,15 @@ Record = tuple[str, str] | PairProblem
 
 def read_parallel(source_file: str, target_file: str, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of two text files with one sentence per line. Both must have the same number of lines."""
-    counts = [count_lines(path) for path in (source_file, target_file)]
-    if counts[0] != counts[1]:
+    source_lines, target_lines = count_lines(source_file), count_lines(target_file)
+    if source_lines != target_lines:
         raise MetaphraseError(
             "Parallel files must have the same number of lines, "
-            f"got {counts[0]} in {source_file} and {counts[1]} in {target_file}."
+            f"got {source_lines} in {source_file} and {target_lines} in {target_file}."
         )
     for source, target in zip(read_lines(source_file, limit), read_lines(target_file, limit), strict=True):
         line = source if source.problem else target
-        yield PairProblem(line.kind, line.problem) if line.problem else (source.content, target.content)
+        yield PairProblem(line.kind, line.problem) if line.problem else (source.text, target.text)
 
 
 def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
@@ -59,15 +58,17 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
     """
-    names = column_names(columns)
+    names, source, target, width = column_names(columns), 0, 1, 2
     for line in read_lines(path, limit):
-        fields = line.content.split("\t")
+        fields = line.text.split("\t")
         if line.number == 1:
             if all(name in fields for name in names):
                 check_columns(path, names, fields)
-                source, target, width = *map(fields.index, names), len(fields)
+                source, target = map(fields.index, names)
+                width = len(fields)
                 continue
-            (source, target), width = ((0, 1), 2) if columns == (None, None) else (columns, len(fields))
+            if columns != (None, None):
+                (source, target), width = names, len(fields)
             has_columns = all(isinstance(column, int) and 0 <= column < width for column in (source, target))
             if not has_columns or len(fields) > width:
                 raise MetaphraseError(
@@ -77,8 +78,8 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
         if line.problem:
             yield PairProblem(line.kind, line.problem)
         elif len(fields) != width:
-            problem = f"must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
-            yield PairProblem("malformed", f"{path} {problem}")
+            message = f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
+            yield PairProblem("malformed", message)
         else:
             yield fields[source], fields[target]
 
@@ -90,7 +91,7 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
     """
 
     def lines() -> Iterator[str]:
-        for line in read_lines(path, limit):
+        for line in read_lines(path, limit, keepends=True):
             if line.kind == "line_too_long":
                 raise MetaphraseError(line.problem)
             # Invalid bytes are lone surrogates, which `_from_mapping` detects.
@@ -105,8 +106,8 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
             if header is None:
                 check_columns(path, names, header := row)
             elif len(row) != len(header):
-                problem = f"must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
-                yield PairProblem("malformed", f"{path} {problem}")
+                message = f"{path} must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
+                yield PairProblem("malformed", message)
             else:
                 record = dict(zip(header, row, strict=True))
                 yield _from_mapping(record, names, f"{path}, line {reader.line_num}", limit)
@@ -142,7 +143,7 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
         first = next((line.text.lstrip() for line in read_lines(path, limit) if line.text.strip()), "")
         if first.startswith("["):
             try:
-                records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize)))
+                records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize, keepends=True)))
             except ValueError as error:
                 raise MetaphraseError(f"{path} must be a JSON array of objects, got: {error}") from error
             for number, record in enumerate(records, start=1):
@@ -155,8 +156,8 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
             try:
                 record = json.loads(line.text)
             except (ValueError, RecursionError) as error:  # Also for integers of thousands of digits.
-                problem = f"must hold one JSON object per line, got in line {line.number}: {error}"
-                yield PairProblem("malformed", f"{path} {problem}")
+                message = f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
+                yield PairProblem("malformed", message)
             else:
                 yield _from_mapping(record, names, f"{path}, line {line.number}", limit)
 
@@ -179,10 +180,8 @@ def _from_mapping(record: Any, names: list[str], where: str, limit: int) -> Reco
         except UnicodeEncodeError:  # a lone surrogate
             return PairProblem("invalid_utf8", f"{where} must hold valid UTF-8, got {value!a} as {name!r}.")
         if len(value) > limit:
-            problem = (
-                f"must hold texts of at most {limit} characters, got more. Set `max_line_characters` higher to read it."
-            )
-            return PairProblem("line_too_long", f"{where} {problem}")
+            message = f"{where} must hold texts of at most {limit} characters, got more."
+            return PairProblem("line_too_long", f"{message} Set `max_line_characters` higher to read it.")
     return row[names[0]], row[names[1]]
 
 
@@ -217,20 +216,6 @@ def _select_columns(columns: Columns, where: str, present: list[str]) -> list[st
 
 # A reader of each ending. All files but Parquet may have `.gz` behind it.
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
-
-
-def tsv_line(*texts: str) -> str:
-    """Return a line of a .tsv file. Tabs and line breaks inside a text become spaces."""
-    return "\t".join(text.translate(_TSV_BREAKS) for text in texts) + "\n"
-
-
-def pair_formatter(output: str | None) -> Callable[[str, str], str]:
-    """Return the function that formats a pair for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
-    if output is not None and not output.endswith((".tsv", ".jsonl")):
-        raise MetaphraseError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
-    if output is None or output.endswith(".tsv"):
-        return tsv_line
-    return lambda *pair: json.dumps(dict(zip(SIDES, pair, strict=True)), ensure_ascii=False) + "\n"
 
 
 SPLITS = ("train", "validation", "test")
@@ -356,9 +341,7 @@ class PairSource:
             )
         endings = (*READERS, *(f"{ending}.gz" for ending in READERS if ending != ".parquet"))
         if self.file is not None and not self.paths[0].endswith(endings):
-            raise MetaphraseError(
-                f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}."
-            )
+            raise MetaphraseError(f"`file` must end in one of {', '.join(READERS)}, or .gz after it, got {self.file}.")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -383,7 +366,7 @@ class PairSource:
             tables = self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ)
             return read_arrow(tables, self.columns, self.name, limit)
         if self.file is None:
-            return read_parallel(*self.paths, limit)
+            return read_parallel(self.paths[0], self.paths[1], limit)
         [path] = self.paths
         return READERS[Path(path.removesuffix(".gz")).suffix](path, self.columns, limit)
 
@@ -402,8 +385,7 @@ class PairSource:
                 yield "", "", record.kind
             else:
                 source, target = record
-                prefix = self.source_prefix if self.source_prefix and source.strip() else ""
-                yield prefix + source, target, ""
+                yield self.source_prefix + source if self.source_prefix and source.strip() else source, target, ""
 
     def pairs(self, report: "DataReport | None" = None) -> Iterator[tuple[str, str]]:
         """Stream the good pairs, and count all pairs in the report. Each call reads anew."""
@@ -462,10 +444,8 @@ def read_cached(
     paths: Iterable[str],
     cache_dir: str | Path | None = None,
 ) -> datasets.Dataset:
-    """Return the rows that `read` yields, from a file that is written once for each key and each state of the files in `paths`.
-
-    `Dataset.from_generator` takes five times as long, since it writes row by row.
-    """
+    """Return the rows that `read` yields, from a file written once for each key and each state of the files in `paths`."""
+    # `Dataset.from_generator` takes five times as long, since it writes row by row.
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     fingerprint = Hasher.hash((key, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)))
     cached = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "metaphrase" / f"{fingerprint}.arrow"

@@ -1,6 +1,7 @@
 """Batches by a token budget: of pairs in memory, and of a stream that sorts a buffer of pairs."""
 
 import hashlib
+import itertools
 import logging
 import math
 from collections import Counter
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Batches of a sorted chunk of pairs.
 _BATCHES_PER_CHUNK = 200
+# Batches of a chunk that is sorted by length, without a token budget.
+_GROUPED_BATCHES = 50
 # Training arguments that cannot keep their meaning beside a token budget, with the reason.
 _NOT_WITH_A_BUDGET = {
     "train_sampling_strategy": "because the budget groups pairs of similar length",
@@ -47,10 +50,6 @@ def check_beside_budget(arguments: Any, max_tokens_per_batch: int | None) -> Non
             raise MetaphraseError(
                 f"`{name}` must be left out with `max_tokens_per_batch`, {reason}, got {shown} and {budget}."
             )
-
-
-# Batches of a chunk that is sorted by length, without a token budget.
-_GROUPED_BATCHES = 50
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -83,11 +82,6 @@ class LengthGroupedSampler(Sampler[int]):
         yield from order[num_full * self.batch_size :]
 
 
-def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Return lengths rounded up to a multiple, as a collator pads."""
-    return -(-lengths // multiple) * multiple
-
-
 def as_padded(
     lengths: np.ndarray | Sequence[Sequence[int]], max_tokens_per_batch: int, multiple: int, num_before: int = 0
 ) -> np.ndarray:
@@ -95,31 +89,16 @@ def as_padded(
 
     A longer pair is refused by its number, which counts `num_before` earlier pairs.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    sums = lengths.sum(axis=1)
-    longest = int(sums.argmax())
-    if sums[longest] > max_tokens_per_batch:
-        source, target = lengths[longest].tolist()
+    array = np.asarray(lengths, dtype=np.int64)
+    longest = int(array.sum(axis=1).argmax())
+    source, target = array[longest].tolist()
+    if source + target > max_tokens_per_batch:
         raise MetaphraseError(
             f"`max_tokens_per_batch` must hold the longest pair, number {num_before + longest + 1} of those to train on, with "
             f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or "
             "lower `max_source_length` and `max_target_length`."
         )
-    return round_up(lengths, multiple)
-
-
-def sort_by_both_lengths(indices: np.ndarray, lengths: np.ndarray, num_batches: int) -> np.ndarray:
-    """Return indices of pairs in an order whose neighbours are similar in source and in target length.
-
-    Pairs are sorted by source length and cut into about as many strips as a strip has batches. Each strip is sorted by
-    target length, up and down in turn. Equal pairs keep their order.
-    """
-    indices = indices[np.argsort(lengths[indices, 0], kind="stable")]
-    strips = np.array_split(indices, max(1, round(math.sqrt(num_batches))))
-    for number, strip in enumerate(strips):
-        targets = lengths[strip, 1]
-        strips[number] = strip[np.argsort(targets if number % 2 == 0 else -targets, kind="stable")]
-    return np.concatenate(strips)
+    return -(-array // multiple) * multiple
 
 
 def form_steps(
@@ -148,15 +127,20 @@ def form_batches(
 ) -> list[list[int]]:
     """Shuffle pairs, sort them by both lengths in chunks, and cut each chunk into batches.
 
-    Larger chunks mean less padding and less mixing; None sorts all pairs together.
+    A chunk is sorted by source length and cut into about as many strips as a strip has batches. Each strip is sorted by target
+    length, up and down in turn. Larger chunks mean less padding and less mixing; None sorts all pairs together.
     """
     shuffled = torch.randperm(len(lengths), generator=generator).numpy()
     size = pairs_per_chunk or len(shuffled)
     batches: list[list[int]] = []
     for start in range(0, len(shuffled), size):
         indices = shuffled[start : start + size]
-        expected = math.ceil(lengths[indices].sum() / max_tokens_per_batch)
-        order = sort_by_both_lengths(indices, lengths, expected)
+        num_strips = max(1, round(math.sqrt(math.ceil(lengths[indices].sum() / max_tokens_per_batch))))
+        strips = np.array_split(indices[np.argsort(lengths[indices, 0], kind="stable")], num_strips)
+        for number, strip in enumerate(strips):
+            targets = lengths[strip, 1]
+            strips[number] = strip[np.argsort(targets if number % 2 == 0 else -targets, kind="stable")]
+        order = np.concatenate(strips)
         batches += cut_into_batches(order.tolist(), lengths[order].tolist(), max_tokens_per_batch)
     return batches
 
@@ -386,24 +370,19 @@ class TokenBudgetStream(IterableDataset):
         yield from islice(self._batches(), index, None, count)
 
     def _batches(self) -> Iterator[list[Pair]]:
-        number = 0
-        while True:
+        for number in itertools.count():
             num_read = 0
             pairs = iter(self.read(number))
             while buffer := list(islice(pairs, self.pairs_in_buffer)):
-                yield from self._cut(buffer, number, num_read)
+                lengths = np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in buffer])
+                lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple, num_read)
+                seed = (self.seed * 1_000_003 + number) * 1_000_003 + num_read
                 num_read += len(buffer)
+                # The filler has the index `len(buffer)`.
+                buffer.append(uncounted(buffer[int(lengths.sum(axis=1).argmin())]))
+                batches = form_round(lengths, self.max_tokens_per_batch, seed, self.num_processes)
+                for batch in batches[self.process_index :: self.num_processes]:
+                    yield [buffer[index] for index in batch]
             if num_read == 0:
                 raise MetaphraseError(f"A stream must hold at least one pair, got none in pass {number}.")
             logger.info("Pass %d over the stream: %d pairs.", number + 1, num_read)
-            number += 1
-
-    def _cut(self, buffer: list[Pair], number: int, num_read: int) -> Iterator[list[Pair]]:
-        lengths = np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in buffer])
-        lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple, num_read)
-        seed = (self.seed * 1_000_003 + number) * 1_000_003 + num_read
-        # The filler has the index `len(buffer)`.
-        pairs = [*buffer, uncounted(buffer[int(lengths.sum(axis=1).argmin())])]
-        batches = form_round(lengths, self.max_tokens_per_batch, seed, self.num_processes)
-        for batch in batches[self.process_index :: self.num_processes]:
-            yield [pairs[index] for index in batch]

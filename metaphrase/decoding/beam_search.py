@@ -45,7 +45,7 @@ class BeamState(DecoderState):
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._mask = self._mask.flatten(0, 1).index_select(0, rows).unflatten(0, (len(self._mask), -1))
-        self._select_states(rows)
+        self._states = [states.index_select(0, rows) for states in self._states]
 
     def select_sources(self, sources: torch.Tensor) -> None:
         super().select_sources(sources)
@@ -69,31 +69,12 @@ class BeamState(DecoderState):
             self._drop_unused()
         start = self._token_positions.shape[1]
         stop = start + self.copies
-        if stop > self._target_cache.capacity:
-            self._target_cache.grow(start, 2 * max(self._most_tokens, stop))
-        # (layers, sources, copies, heads, head_dim); with one copy, without the axis.
-        keys = self._target_cache.keys[..., start:stop].movedim(4, 2).squeeze(2)
-        values = self._target_cache.values[..., start:stop, :].movedim(3, 2).squeeze(2)
-        self._new_entries = list(zip(keys.unbind(0), values.unbind(0), strict=True))
+        self._new_entries = self._target_cache.extend(start, self.copies, 2 * max(self._most_tokens, stop))
         self._target_views = self._target_cache.views(stop)
-        lowest = torch.finfo(self.dtype).min
-        new = self._mask.new_full((self.copies, self.copies), lowest).fill_diagonal_(0)
+        new = self._mask.new_full((self.copies, self.copies), torch.finfo(self.dtype).min).fill_diagonal_(0)
         self._mask = torch.cat((self._mask, new.expand(len(self._mask), -1, -1)), dim=2)
         self._token_positions = nn.functional.pad(self._token_positions, (0, self.copies), value=self.length)
-        self._target_biases = self._map_biases(self._tree_bias)
-
-    def _tree_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the bias of the scores, (sources, 1 or key_value_heads, copies * groups, tokens).
-
-        `bias` is the position bias of the last position, (H, positions).
-        """
-        # (sources, copies, tokens) -> (sources, 1, copies, 1, tokens)
-        mask = self._mask[:, None, :, None]
-        if bias is None:
-            return mask.expand(-1, -1, -1, self.groups, -1).flatten(2, 3)
-        # (H, sources, tokens) -> (sources, key_value_heads, 1, groups, tokens)
-        token_bias = bias[:, bias.shape[1] - 1 - self.length + self._token_positions].transpose(0, 1)
-        return (mask + token_bias.unflatten(1, (-1, 1, self.groups))).flatten(2, 3)
+        self._target_biases = self._masked_biases(self._mask, self.length - self._token_positions[:, None])
 
 
 class Candidates(NamedTuple):

@@ -28,9 +28,9 @@ from metaphrase.decoding.beam_search import (
 )
 from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, prepared_projections
 from metaphrase.decoding.options import are_ends
+from metaphrase.decoding.phrases import encode_phrase
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import Engine
-from metaphrase.tokenization import encode_phrase
 
 DEFAULT_NUM_BEAMS = 10
 # A phrase is a tuple of token ids. START before them lets the phrase count only at the start of the target.

@@ -120,25 +120,21 @@ class PreparedLayer:
         self.mlp_input = PreparedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj])
         self.mlp_output = PreparedLinear([mlp.down_proj])
         self.activation, self.is_gated = mlp.activation, mlp.is_gated
+        # Both attentions have the same heads.
+        self.scaling = cross.scaling
         # Norms of queries and keys, which most models have not.
+        names, no_norm = ("self_attn", "cross_attn", "mlp"), nn.Identity()
         self.self_head_norms, self.cross_head_norms = (
-            [prepared_norm(getattr(module, name, nn.Identity())) for name in ("q_norm", "k_norm")]
+            [prepared_norm(getattr(module, name, no_norm)) for name in ("q_norm", "k_norm")]
             for module in (attention, cross)
         )
-        # Both attentions have the same heads.
-        self.scaling, self.is_pre_norm = cross.scaling, layer.is_pre_norm
-        self.norms, self.output_norms = (
-            [prepared_norm(getattr(layer, name + kind, nn.Identity())) for name in ("self_attn", "cross_attn", "mlp")]
+        # Norms of the input of each sublayer, of its output, and of the sum of output and residual.
+        norms, self.output_norms = (
+            [prepared_norm(getattr(layer, name + kind, no_norm)) for name in names]
             for kind in ("_norm", "_output_norm")
         )
-
-    def feed_forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., D)"""
-        inner = self.mlp_input(states)
-        if self.is_gated:
-            gate, inner = inner.chunk(2, dim=-1)
-            return self.mlp_output(self.activation(gate) * inner)
-        return self.mlp_output(self.activation(inner))
+        others = [prepared_norm(no_norm)] * 3
+        self.input_norms, self.sum_norms = (norms, others) if layer.is_pre_norm else (others, norms)
 
 
 def prepared_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -187,19 +183,21 @@ class KeyValueCache:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         self.keys, self.values = keys, values
 
-    @property
-    def capacity(self) -> int:
-        """Most tokens of each row."""
-        return self.keys.shape[4]
+    def extend(self, length: int, count: int = 1, least: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return, by layer, where to write `count` keys and values (rows, count, heads, head_dim) behind the first `length`.
 
-    def grow(self, length: int, least: int) -> None:
-        """Grow to room for at least `least` tokens in each row, and keep the first `length` tokens."""
-        *heads, head_dim, _ = self.keys.shape
-        capacity = with_reserve(length, least)
-        keys = self.keys.new_empty(*heads, head_dim, capacity)
-        values = self.values.new_empty(*heads, capacity, head_dim)
-        keys[..., :length], values[..., :length, :] = self.keys[..., :length], self.values[..., :length, :]
-        self.keys, self.values = keys, values
+        One token has no axis. A cache without room grows, to a capacity of at least `least`.
+        """
+        *heads, head_dim, capacity = self.keys.shape
+        stop = length + count
+        if stop > capacity:
+            capacity = max(least, stop + max(_ADDED_TOKENS, length // _TOKENS_PER_ADDED_TOKEN))
+            keys = self.keys.new_empty(*heads, head_dim, capacity)
+            values = self.values.new_empty(*heads, capacity, head_dim)
+            keys[..., :length], values[..., :length, :] = self.keys[..., :length], self.values[..., :length, :]
+            self.keys, self.values = keys, values
+        keys, values = self.keys[..., length:stop].movedim(4, 2), self.values[..., length:stop, :].movedim(3, 2)
+        return list(zip(keys.squeeze(2).unbind(0), values.squeeze(2).unbind(0), strict=True))
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace the rows by the rows with these indices, in this order. An index may repeat."""
@@ -229,11 +227,6 @@ class KeyValueCache:
         """
         keys, values = self.keys[..., :length], self.values[..., :length, :]
         return list(zip(keys.flatten(1, 2).unbind(0), values.flatten(1, 2).unbind(0), strict=True))
-
-
-def with_reserve(length: int, least: int) -> int:
-    """Return the capacity to allocate for at least `least` tokens, of which `length` are there."""
-    return max(least, length + max(_ADDED_TOKENS, length // _TOKENS_PER_ADDED_TOKEN))
 
 
 class _AbsorbedAttention:
@@ -285,6 +278,9 @@ class DecoderState:
         copies: Targets of each source.
     """
 
+    # Tokens that a step reads of a target.
+    width = 1
+
     def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
         """Project the encoder output (sources, S, D) to keys and values, for a decoder in evaluation mode.
 
@@ -323,66 +319,67 @@ class DecoderState:
         self._states = [
             encoder_output.new_zeros(size, dtype=torch.float32) for layer in self.layers if layer.is_recurrent
         ]
-        # Tables over positions: the position bias of each layer (H, positions), embeddings (positions, D), and cosine and sine
+        # Tables over positions: each position bias (H, positions), embeddings (positions, D), and cosine and sine
         # (positions, rotated).
         self.num_positions = 0
-        self._biases: list[torch.Tensor | None] = []
+        self._bias_of_layer = decoder.position_biases()
+        self._biases: dict[nn.Module | None, torch.Tensor | None] = {}
         self._positions: torch.Tensor | None = None
         self._rotations: Rotation = None
-        # For the current step, by layer: where new keys and values are written, the cache to attend to, the bias of the scores.
+        # For the current step: by layer, where new keys and values are written and the cache to attend to; by position bias, the
+        # bias of the scores.
         self._new_entries: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._target_views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._target_biases: list[torch.Tensor | None] = [None] * len(self.layers)
-
-    @property
-    def rows(self) -> int:
-        return self._source_cache.keys.shape[1] * self.copies
+        self._target_biases: dict[nn.Module | None, torch.Tensor | None] = {}
+        # A first operand that `baddbmm` does not read. Making one takes as long as a small product.
+        self._unread = torch.empty(1, dtype=torch.float32, device=self.device)
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read one token of each row, (rows,), and return the decoder's output (rows, D)."""
-        self._grow_tables(self.length + 1)
+        start, stop = self.length, self.length + self.width
+        if stop > self.num_positions:
+            self._grow_tables(stop)
         if not self._states:
             self._prepare_step()
         embeddings, rotation = self.decoder.embed_tokens(input_ids), None
         if self.decoder.norms_first:
             embeddings = self._embedding_norm(embeddings)
         if self._positions is not None:
-            embeddings = embeddings + self._positions[self.length].to(embeddings.dtype)
+            embeddings = embeddings + self._positions[start:stop].to(embeddings.dtype)
         if self._rotations is not None:
-            # (1, rotated)
-            rotation = tuple(angles[self.length, None].to(embeddings.dtype) for angles in self._rotations)
+            # (width, 1, rotated)
+            rotation = tuple(angles[start:stop, None].to(embeddings.dtype) for angles in self._rotations)
         hidden_states = embeddings if self.decoder.norms_first else self._embedding_norm(embeddings)
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
-        self.length += 1
+        self.length = stop
         return self._norm(hidden_states)
 
     def expand_beams(self, copies: int) -> None:
-        """Repeat the target of each source `copies` times."""
-        if copies > 1:
-            self.reorder(torch.arange(self.rows, device=self.device).repeat_interleave(copies))
-            self.copies *= copies
-            self._rows_per_cache_row = self.rows // self._target_cache.keys.shape[1]
-            if self._absorbed is not None and not self._gains_by_absorbing():
-                self._absorbed = None
+        """Make `copies` targets of the one target of each source."""
+        if copies == 1:
+            return
+        sources = self._source_cache.keys.shape[1]
+        self.reorder(torch.arange(sources, device=self.device).repeat_interleave(copies))
+        self.copies = copies
+        self._rows_per_cache_row = sources * copies // self._target_cache.keys.shape[1]
+        if self._absorbed is not None and not self._gains_by_absorbing():
+            self._absorbed = None
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Let each row continue the row of the same source with this index, (rows,)."""
         self._target_cache.select_rows(rows)
-        self._select_states(rows)
+        self._states = [states.index_select(0, rows) for states in self._states]
 
     def select_sources(self, sources: torch.Tensor) -> None:
         """Select the sources with these indices, (sources,), and their targets."""
         rows = (sources[:, None] * self.copies + torch.arange(self.copies, device=self.device)).flatten()
         self._target_cache.select_rows(rows if self._rows_per_cache_row == 1 else sources)
-        self._select_states(rows)
+        self._states = [states.index_select(0, rows) for states in self._states]
         self._source_cache.select_rows(sources)
-        self._source_views = self._source_cache.views(self._source_cache.capacity)
+        self._source_views = self._source_cache.views(self._source_cache.keys.shape[4])
         if self._source_bias is not None:
             self._source_bias = self._source_bias.index_select(0, sources)
-
-    def _select_states(self, rows: torch.Tensor) -> None:
-        self._states = [states.index_select(0, rows) for states in self._states]
 
     def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
@@ -392,12 +389,8 @@ class DecoderState:
         are_plain = self.dtype == torch.float32 and all(
             is_plain(attention.q_proj) and is_plain(attention.o_proj) for attention in attentions
         )
-        if (
-            has_operations_between
-            or self._source_cache.keys.shape[1] != 1
-            or not are_plain
-            or not self._gains_by_absorbing()
-        ):
+        is_single = self._source_cache.keys.shape[1] == 1
+        if has_operations_between or not are_plain or not is_single or not self._gains_by_absorbing():
             return None
         bias = None if self._source_bias is None else self._source_bias.flatten()
         views = zip(attentions, self._source_views, strict=True)
@@ -405,26 +398,22 @@ class DecoderState:
 
     def _gains_by_absorbing(self) -> bool:
         size = self.decoder.layers[0].cross_attn.q_proj.weight.numel()
-        entries = self._source_cache.capacity * size // self.head_dim
+        entries = self._source_cache.keys.shape[4] * size // self.head_dim
         return entries <= size // 2 or (entries <= _FEW_ENTRIES and self.copies <= _FEW_ROWS)
 
     def _grow_tables(self, length: int) -> None:
-        """Compute the position biases, position embeddings and rotations of at least `length` positions, if there are less."""
-        if length <= self.num_positions:
-            return
-        num_positions = with_reserve(self.length, length)
+        """Compute the position biases, position embeddings and rotations of at least `length` positions."""
+        num_positions = length + max(_ADDED_TOKENS, length // _TOKENS_PER_ADDED_TOKEN)
         table, rotary = self.decoder.embed_positions, self.decoder.rotary_emb
         if isinstance(table, LearnedPositionEmbedding):
             # The table raises an error if `length` is more than it has.
             num_positions = max(length, min(num_positions, table.num_embeddings - table.offset))
         positions = torch.arange(num_positions, device=self.device)[None]
-        modules = self.decoder.position_biases()
         # Only the distance counts: the bias of an earlier query is the end of the bias of the last query. (H, positions)
-        biases = {
+        self._biases = {
             module: None if module is None else module(positions[:, -1:], positions)[0, :, 0].to(self.dtype)
-            for module in dict.fromkeys(modules)
+            for module in dict.fromkeys(self._bias_of_layer)
         }
-        self._biases = [biases[module] for module in modules]
         if table is not None:
             self._positions = table(positions, num_positions)[0]
         if rotary is not None:
@@ -435,48 +424,51 @@ class DecoderState:
     def _prepare_step(self) -> None:
         """Find where each layer writes the new keys and values, its views of the cache, and the bias of its scores."""
         past = self.length + 1
-        if past > self._target_cache.capacity:
-            self._target_cache.grow(self.length, past)
-        keys, values = self._target_cache.keys, self._target_cache.values
-        self._new_entries = list(
-            zip(keys[..., self.length].unbind(0), values[..., self.length, :].unbind(0), strict=True)
-        )
+        self._new_entries = self._target_cache.extend(self.length)
         self._target_views = self._target_cache.views(past)
-        if any(bias is not None for bias in self._biases):
-            self._target_biases = self._map_biases(
-                lambda bias: None if bias is None else bias[None, :, -past:].unflatten(1, (-1, self.groups))
-            )
+        self._target_biases = {
+            module: None if bias is None else bias[None, :, -past:].unflatten(1, (-1, self.groups))
+            for module, bias in self._biases.items()
+        }
 
-    def _map_biases(self, make: Callable[[torch.Tensor | None], torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Apply a function to the bias (H, positions) of each layer, once where layers share a bias."""
-        biases = {id(bias): bias for bias in self._biases}
-        results = {key: make(bias) for key, bias in biases.items()}
-        return [results[id(bias)] for bias in self._biases]
+    def _masked_biases(self, mask: torch.Tensor, distances: torch.Tensor) -> dict[nn.Module | None, torch.Tensor]:
+        """Return the biases of the scores, (sources, 1 or key_value_heads, copies * groups, tokens).
+
+        The mask is added, (sources, copies, tokens). `distances` lead from the last token of a target back to each token, which
+        may differ between the targets, (sources, 1 or copies, tokens).
+        """
+        biases = {}
+        for module, bias in self._biases.items():
+            # (sources, 1, copies, 1, tokens)
+            total = mask[:, None, :, None]
+            if bias is not None:
+                # (H, sources, 1 or copies, tokens) -> (sources, key_value_heads, 1 or copies, groups, tokens)
+                token_bias = bias[:, bias.shape[1] - 1 - distances].unflatten(0, (-1, self.groups))
+                total = total + token_bias.permute(2, 0, 3, 1, 4)
+            biases[module] = total.expand(-1, -1, -1, self.groups, -1).flatten(2, 3)
+        return biases
 
     def _pass_layer(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
         """(rows, D) -> (rows, D)"""
-        self_norm, cross_norm, mlp_norm = layer.norms
-        if layer.is_pre_norm:
-            output = self._attend_to_target(index, layer, self_norm(hidden_states), rotation)
-            hidden_states = hidden_states + layer.output_norms[0](output)
-            hidden_states = self._add_cross_attention(index, layer, hidden_states, cross_norm(hidden_states))
-            return hidden_states + layer.output_norms[2](layer.feed_forward(mlp_norm(hidden_states)))
-        hidden_states = self_norm(hidden_states + self._attend_to_target(index, layer, hidden_states, rotation))
-        hidden_states = cross_norm(self._add_cross_attention(index, layer, hidden_states, hidden_states))
-        return mlp_norm(hidden_states + layer.feed_forward(hidden_states))
-
-    def _project_target(
-        self, layer: PreparedLayer, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(..., D) -> queries (..., H, head_dim), keys and values (..., key_value_heads, head_dim)"""
-        states = layer.self_qkv(hidden_states)
-        states = states.view(*states.shape[:-1], -1, self.head_dim)
-        sizes = (self.key_value_heads * self.groups, self.key_value_heads, self.key_value_heads)
-        query, key, value = states.split_with_sizes(sizes, dim=-2)
-        query_norm, key_norm = layer.self_head_norms
-        return query_norm(query), key_norm(key), value
+        output = self._attend_to_target(index, layer, layer.input_norms[0](hidden_states), rotation)
+        hidden_states = layer.sum_norms[0](hidden_states + layer.output_norms[0](output))
+        states = layer.input_norms[1](hidden_states)
+        if self._absorbed is not None:
+            hidden_states = self._absorbed[index].add_to(hidden_states, states)
+        else:
+            query = layer.cross_head_norms[0](layer.cross_query(states).view(len(states), -1, self.head_dim))
+            output = self._attend(query, self._source_views[index], self._source_bias, layer.scaling, self.copies)
+            hidden_states = hidden_states + layer.output_norms[1](layer.cross_output(output))
+        hidden_states = layer.sum_norms[1](hidden_states)
+        inner = layer.mlp_input(layer.input_norms[2](hidden_states))
+        if layer.is_gated:
+            gate, inner = inner.chunk(2, dim=-1)
+            inner = layer.activation(gate) * inner
+        else:
+            inner = layer.activation(inner)
+        return layer.sum_norms[2](hidden_states + layer.output_norms[2](layer.mlp_output(inner)))
 
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
@@ -486,7 +478,11 @@ class DecoderState:
             forget = torch.sigmoid(layer.ssru_forget(hidden_states).float())
             self._states[index] = torch.lerp(layer.ssru_input(hidden_states).float(), self._states[index], forget)
             return torch.relu(self._states[index]).to(hidden_states.dtype)
-        query, key, value = self._project_target(layer, hidden_states)
+        # (rows, D) -> queries (rows, H, head_dim), keys and values (rows, key_value_heads, head_dim)
+        states = layer.self_qkv(hidden_states).view(len(hidden_states), -1, self.head_dim)
+        sizes = (self.key_value_heads * self.groups, self.key_value_heads, self.key_value_heads)
+        query, key, value = states.split_with_sizes(sizes, dim=1)
+        query, key = layer.self_head_norms[0](query), layer.self_head_norms[1](key)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         keys, values = self._new_entries[index]
@@ -494,22 +490,8 @@ class DecoderState:
             key, value = key.view(keys.shape), value.view(values.shape)
         keys.copy_(key)
         values.copy_(value)
-        views, bias = self._target_views[index], self._target_biases[index]
+        views, bias = self._target_views[index], self._target_biases[self._bias_of_layer[index]]
         return layer.self_output(self._attend(query, views, bias, layer.scaling, self._rows_per_cache_row))
-
-    def _add_cross_attention(
-        self, index: int, layer: PreparedLayer, residual: torch.Tensor, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the residual plus the cross-attention of the states, both (rows, ..., D)."""
-        if self._absorbed is not None:
-            if residual.ndim == 2:
-                return self._absorbed[index].add_to(residual, hidden_states)
-            flat = residual.flatten(0, -2), hidden_states.flatten(0, -2)
-            return self._absorbed[index].add_to(*flat).view(residual.shape)
-        query, views = layer.cross_query(hidden_states), self._source_views[index]
-        query = layer.cross_head_norms[0](query.view(*query.shape[:-1], -1, self.head_dim))
-        output = self._attend(query, views, self._source_bias, layer.scaling, self.copies)
-        return residual + layer.output_norms[1](layer.cross_output(output))
 
     def _attend(
         self,
@@ -524,47 +506,26 @@ class DecoderState:
         `copies` rows share their keys (rows / copies * key_value_heads, head_dim, keys), their values (..., keys, head_dim)
         and the bias of their scores, (1 or rows / copies, 1 or key_value_heads, 1 or copies * groups, keys).
         """
-        rows = query.shape[0]
+        rows, (keys, values) = len(query), views
+        batch = rows // copies
         if copies > 1:
-            # (rows, H, head_dim) -> (rows / copies, key_value_heads, copies, groups, head_dim)
-            query = query.view(-1, copies, self.key_value_heads, self.groups, self.head_dim).transpose(1, 2)
-        # (rows / copies * key_value_heads, copies * groups, head_dim)
-        query = query.reshape(rows // copies * self.key_value_heads, -1, self.head_dim)
-        output = attend(query, *views, bias, scaling, rows // copies, self.soft_cap)
+            # (rows, H, head_dim) -> (batch, key_value_heads, copies, groups, head_dim)
+            query = query.view(batch, copies, self.key_value_heads, self.groups, self.head_dim).transpose(1, 2)
+        # (batch * key_value_heads, copies * groups, head_dim)
+        query = query.reshape(batch * self.key_value_heads, -1, self.head_dim)
+        if query.dtype != torch.float32 and self.soft_cap is None:
+            # The kernel computes scores in float32.
+            states = (flat.unflatten(0, (batch, -1)) for flat in (query, keys.mT, values))
+            output = nn.functional.scaled_dot_product_attention(*states, attn_mask=bias, scale=scaling).flatten(0, 1)
+        else:
+            if self.soft_cap is None:
+                # For one query, this is several times as fast on a CPU.
+                scores = torch.baddbmm(self._unread, query, keys, beta=0, alpha=scaling)
+            else:
+                scores = soft_cap(torch.bmm(query, keys) * scaling, self.soft_cap)
+            if bias is not None:
+                scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
+            output = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
         if copies > 1:
-            output = output.reshape(-1, self.key_value_heads, copies, self.groups, self.head_dim).transpose(1, 2)
+            output = output.reshape(batch, self.key_value_heads, copies, -1, self.head_dim).transpose(1, 2)
         return output.reshape(rows, -1)
-
-
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
-    scaling: float,
-    batch: int,
-    largest_score: float | None = None,
-) -> torch.Tensor:
-    """Attend with few queries (batch * H, queries, head_dim), and return an output of that shape.
-
-    Keys stand in columns, (batch * H, head_dim, keys). A bias of the scores is (1 or batch, 1 or H, 1 or queries, keys).
-    """
-    if query.dtype != torch.float32 and largest_score is None:
-        # The kernel computes scores in float32.
-        states = (flat.unflatten(0, (batch, -1)) for flat in (query, keys.mT, values))
-        return nn.functional.scaled_dot_product_attention(*states, attn_mask=bias, scale=scaling).flatten(0, 1)
-    if largest_score is None:
-        # For one query, this is several times as fast on a CPU. With beta 0 the first operand is not read.
-        scores = torch.baddbmm(_unread_operand(query.device), query, keys, beta=0, alpha=scaling)
-    else:
-        scores = soft_cap(torch.bmm(query, keys) * scaling, largest_score)
-    if bias is not None:
-        scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
-    return torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
-
-
-@functools.cache
-def _unread_operand(device: torch.device) -> torch.Tensor:
-    """Return a tensor to pass where a kernel reads nothing. Making one takes as long as a small product."""
-    with torch.inference_mode(False):
-        return torch.empty(1, dtype=torch.float32, device=device)

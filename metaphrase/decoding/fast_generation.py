@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin
+from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLengthCriteria
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
 from transformers.utils.output_capturing import capture_outputs
 
@@ -22,7 +22,6 @@ from metaphrase.decoding.decoder_state import DecoderState, prepare_head, prepar
 from metaphrase.decoding.options import (
     ROW_PROCESSORS,
     are_ends,
-    has_unknown_criteria,
     only_lower,
     process,
     process_permitted,
@@ -87,7 +86,12 @@ def generate(
     sources, prompt = encoded_sources(model_kwargs, copies), input_ids[::copies]
     project, best_tokens = prepared_projections(model)
     if permitted is not None:
-        permitted = _complete(permitted, prompt, config, model.config.decoder_vocab_size)
+        # Ascending, with the tokens of the prompt, the ends and the forced tokens.
+        values = permitted, prompt, config.forced_bos_token_id, config.forced_eos_token_id, config._eos_token_tensor
+        tokens = [torch.as_tensor(value).flatten().to(prompt) for value in values if value is not None]
+        tokens = torch.cat(tokens).unique()
+        # An end of -1 means that no token ends a target.
+        permitted = tokens[(tokens >= 0) & (tokens < model.config.decoder_vocab_size)]
         head = prepared_rows(model.get_output_embeddings(), permitted)
     if head is None:
         permitted = None
@@ -145,15 +149,6 @@ def _generate_by_transformers(
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
 
-def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationConfig, vocab_size: int) -> torch.Tensor:
-    """Return the permitted tokens, those of the prompt, the ends and the forced tokens, ascending."""
-    values = permitted, prompt, config.forced_bos_token_id, config.forced_eos_token_id, config._eos_token_tensor
-    tokens = [torch.as_tensor(value).flatten().to(prompt) for value in values if value is not None]
-    tokens = torch.cat(tokens).unique()
-    # An end of -1 means that no token ends a target.
-    return tokens[(tokens >= 0) & (tokens < vocab_size)]
-
-
 def prepared_projections(
     model: MetaphraseForConditionalGeneration,
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[..., torch.Tensor | None] | None]:
@@ -161,7 +156,7 @@ def prepared_projections(
     head, shortlist = model.get_output_embeddings(), None
     if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
-    is_plain = _is_of_package(type(model).project) and model.config.final_logit_softcapping is None
+    is_plain = _is_of_package(model, "project") and model.config.final_logit_softcapping is None
 
     def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
         return shortlist(model.transform(hidden_states), *arguments)
@@ -171,7 +166,7 @@ def prepared_projections(
 
 def find_obstacle(
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -183,13 +178,20 @@ def find_obstacle(
     if not is_metaphrase(model):
         return "a model of another family"
     config, cache, mask = generation_config, model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
-    names = {name for name, value in model_kwargs.items() if value is not None}
+    names, ends = {name for name, value in model_kwargs.items() if value is not None}, config._eos_token_tensor
+    # Criteria other than the limits of the configuration, such as a caller's own.
+    unknown_criteria = [
+        item
+        for item in stopping_criteria
+        if not (type(item) is MaxLengthCriteria and item.max_length == config.max_length)
+        and not (type(item) is EosTokenCriteria and ends is not None and item.eos_token_id.tolist() == ends.tolist())
+    ]
     conditions = {
         "synced_gpus": synced_gpus,
         "sampled beams": config.do_sample and config.num_beams > 1,
         "streamer": streamer is not None,
         "logits processor": any(type(item) not in ROW_PROCESSORS for item in logits_processor),
-        "stopping criterion": has_unknown_criteria(stopping_criteria, config),
+        "stopping criterion": unknown_criteria,
         "argument of the network": names - _SUPPORTED_ARGUMENTS,
         # A cache of the caller must be filled.
         "kind of cache": cache is not None
@@ -212,6 +214,8 @@ def find_obstacle_of_model(
 ) -> str | None:
     """Return the first reason why the fast loops cannot run a model in its present state, or None."""
     sizes, max_length = model.config.stack_sizes("decoder"), generation_config.max_length
+    attributes, modules = vars(model), (model, model.base_model, *walk(model.get_decoder()))
+    hooks = [hook for module in modules for hook in module._forward_hooks.values()]
     conditions = {
         "merged_attention": model.config.merged_attention,
         "sliding_rope_theta": model.get_decoder().sliding_rotary_emb is not None,
@@ -222,29 +226,21 @@ def find_obstacle_of_model(
         "dtype": model.dtype not in _SUPPORTED_DTYPES,
         "autocast": torch.is_autocast_enabled(model.device.type),
         "rope_type": has_changing_rotation(model.config),
-        "hook or own forward": not _calls_are_plain(model),
+        "hook or own forward": "prepare_inputs_for_generation" in attributes
+        # accelerate casts around the original `forward`, which it stores.
+        or ("forward" in attributes and "_original_forward" not in attributes)
+        or not all(_is_of_package(model, name) for name in ("forward", "prepare_inputs_for_generation"))
+        or any(module._forward_pre_hooks or "_hf_hook" in vars(module) for module in modules)
+        # transformers leaves hooks behind that recorded hidden states or attention weights.
+        or any(getattr(hook, "__module__", None) != capture_outputs.__module__ for hook in hooks),
     }
     return next((name for name, is_met in conditions.items() if is_met), None)
 
 
-def _calls_are_plain(model: MetaphraseForConditionalGeneration) -> bool:
-    """Return True if no hook and no replaced method of a user would run in a call of the model or its decoder."""
-    attributes, modules = vars(model), (model, model.base_model, *walk(model.get_decoder()))
-    hooks = [hook for module in modules for hook in module._forward_hooks.values()]
-    return (
-        "prepare_inputs_for_generation" not in attributes
-        # accelerate casts around the original `forward`, which it stores.
-        and ("forward" not in attributes or "_original_forward" in attributes)
-        and all(_is_of_package(getattr(type(model), name)) for name in ("forward", "prepare_inputs_for_generation"))
-        and not any(module._forward_pre_hooks or "_hf_hook" in vars(module) for module in modules)
-        # transformers leaves hooks behind that recorded hidden states or attention weights.
-        and all(getattr(hook, "__module__", None) == capture_outputs.__module__ for hook in hooks)
-    )
-
-
-def _is_of_package(method: Callable) -> bool:
+def _is_of_package(model: PreTrainedModel, method: str) -> bool:
     """Return True if a method is defined by the network itself, not by a subclass elsewhere."""
-    return method.__module__.rpartition(".")[0] == MetaphraseForConditionalGeneration.__module__.rpartition(".")[0]
+    modules = getattr(type(model), method).__module__, MetaphraseForConditionalGeneration.__module__
+    return len({module.rpartition(".")[0] for module in modules}) == 1
 
 
 def sample(

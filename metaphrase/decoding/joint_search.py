@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.beam_search import BeamState, beam_search
-from metaphrase.decoding.decoder_state import DecoderState, PreparedLayer, Rotation, attend
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.fast_generation import (
     encoded_sources,
     find_obstacle,
@@ -27,9 +27,9 @@ from metaphrase.decoding.fast_generation import (
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import longest_source
-from metaphrase.inference.generator import Generator, check_single
+from metaphrase.inference.generator import Generator
 from metaphrase.modeling.configuration_metaphrase import SSRU
-from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
+from metaphrase.modeling.positions import LearnedPositionEmbedding
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
@@ -87,8 +87,7 @@ def _check_partner(generator: Generator, partner: Generator, name: str) -> None:
 def start_search(
     state_class: type[DecoderState],
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    generation_config: GenerationConfig,
+    input_ids: torch.Tensor,
     partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
     **kwargs,
 ) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], list[DecoderState]]:
@@ -96,9 +95,9 @@ def start_search(
 
     `partners` are the other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
     """
-    models = [model, *(partner for partner, _ in partners)]
-    obstacles = [find_obstacle(model, input_ids, generation_config=generation_config, **kwargs)]
-    obstacles += [find_obstacle_of_model(partner, generation_config) for partner in models[1:]]
+    models, config = [model, *(partner for partner, _ in partners)], kwargs["generation_config"]
+    obstacles = [find_obstacle(model, input_ids, **kwargs)]
+    obstacles += [find_obstacle_of_model(partner, config) for partner in models[1:]]
     if state_class is BlockState and any(item.config.decoder_self_attention == SSRU for item in models):
         # A recurrence cannot forget its last tokens.
         obstacles.append("`decoder_self_attention` ssru with `assistant_model`")
@@ -107,7 +106,7 @@ def start_search(
             "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
             f"cache, and without streamers and hooks. Not supported here: {obstacle}."
         )
-    encoded = [encoded_sources(kwargs, max(generation_config.num_beams, generation_config.num_return_sequences))]
+    encoded = [encoded_sources(kwargs, max(config.num_beams, config.num_return_sequences))]
     for partner, inputs in partners:
         encoded.append((partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
     states = [state_class(item.get_decoder(), *source) for item, source in zip(models, encoded, strict=True)]
@@ -115,26 +114,13 @@ def start_search(
 
 
 class EnsembleState:
-    """Decoder states of several models for the same targets."""
+    """Decoder states of several models for the same targets: a method of `DecoderState` is called for all of them."""
 
     def __init__(self, states: Sequence[DecoderState]):
-        self.states = list(states)
+        self._states = states
 
-    def step(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
-        """Return each decoder's output (rows, H) for one token of each row, (rows,)."""
-        return [state.step(input_ids) for state in self.states]
-
-    def expand_beams(self, copies: int) -> None:
-        for state in self.states:
-            state.expand_beams(copies)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        for state in self.states:
-            state.reorder(rows)
-
-    def select_sources(self, sources: torch.Tensor) -> None:
-        for state in self.states:
-            state.select_sources(sources)
+    def __getattr__(self, name: str) -> Callable[..., list]:
+        return lambda *arguments: [getattr(state, name)(*arguments) for state in self._states]
 
 
 class EnsembleSearch:
@@ -143,22 +129,19 @@ class EnsembleSearch:
     def __call__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
         partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
         return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput:
         """Search with the model and its partners as `fast_generation.generate` does."""
-        config, processors = generation_config, logits_processor
-        kwargs["logits_processor"] = processors
+        config, processors = kwargs["generation_config"], kwargs["logits_processor"]
         state_class = BeamState if config.num_beams > 1 else DecoderState
-        projections, states = start_search(state_class, model, input_ids, config, partners, **kwargs)
+        projections, states = start_search(state_class, model, input_ids, partners, **kwargs)
 
         def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
             logits = torch.stack(
-                [head(hidden) for head, hidden in zip(projections, hidden_states, strict=True)]
+                [head(states) for head, states in zip(projections, hidden_states, strict=True)]
             ).float()
             mean = logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
             if config.num_beams > 1 or not processors:
@@ -167,7 +150,7 @@ class EnsembleSearch:
             # Restore the size of logits, which matters for processors such as the repetition penalty.
             return mean + logits.logsumexp(dim=-1, keepdim=True).mean(dim=0)
 
-        copies, state = len(input_ids) // states[0].rows, EnsembleState(states)
+        copies, state = max(config.num_beams, config.num_return_sequences), EnsembleState(states)
         if config.num_beams > 1:
             ids, scores = beam_search(project, state, input_ids[::copies], processors, config)
         else:
@@ -176,65 +159,23 @@ class EnsembleSearch:
 
 
 class BlockState(DecoderState):
-    """The state of one target. It reads blocks of tokens, and a smaller `length` lets it forget the last tokens again."""
+    """The state of one target. A step reads a block of tokens, and a smaller `length` lets it forget the last tokens again."""
 
-    def read(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Read tokens (1, width) behind the target, and return the decoder's output (1, width, H)."""
-        past = self.length + input_ids.shape[1]
-        self._grow_tables(past)
-        if past > self._target_cache.capacity:
-            self._target_cache.grow(self.length, past)
-        positions = torch.arange(self.length, past, device=self.device)[None]
-        # (width, past), below 0 for later tokens of the block.
-        distances = positions.T - torch.arange(past, device=self.device)
-        self._target_biases = self._map_biases(lambda bias: self._block_bias(bias, distances))
-        # The fast loops have one rotation for all layers.
-        hidden_states, (rotation, *_) = self.decoder.enter(self.decoder.embed_tokens(input_ids), positions, past)
-        if rotation is not None:
-            # (1, 1, width, rotated) -> (1, width, 1, rotated)
-            rotation = tuple(angles.transpose(1, 2) for angles in rotation)
-        for index, layer in enumerate(self.layers):
-            hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
-        self.length = past
-        return self.decoder.norm(hidden_states)
+    def step(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Read tokens behind the target, (width,), and return the decoder's output (width, D)."""
+        self.width = self.copies = self._rows_per_cache_row = len(input_ids)
+        return super().step(input_ids)
 
-    def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
-        """Return a block's bias and mask, (1, 1 or key_value_heads, groups * width, past), from the last position's bias."""
-        lowest = torch.finfo(self.dtype).min
-        if bias is None:
-            mask = torch.zeros_like(distances, dtype=self.dtype).masked_fill_(distances < 0, lowest)
-            return mask.repeat(self.groups, 1)[None, None]
-        # (heads, width, past)
-        block = bias[:, bias.shape[1] - 1 - distances.clamp(min=0)].masked_fill(distances < 0, lowest)
-        return block.unflatten(0, (-1, self.groups)).flatten(1, 2)[None]
-
-    def _attend_to_target(
-        self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
-    ) -> torch.Tensor:
-        # (1, width, heads, head_dim)
-        query, key, value = self._project_target(layer, hidden_states)
-        if rotation is not None:
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
-        past = self.length + key.shape[1]
-        keys, values = self._target_cache.keys[index], self._target_cache.values[index]
-        keys[..., self.length : past] = key.permute(0, 2, 3, 1)
-        values[:, :, self.length : past] = value.transpose(1, 2)
-        views = keys[..., :past].flatten(0, 1), values[:, :, :past].flatten(0, 1)
-        return layer.self_output(self._attend(query, views, self._target_biases[index], layer.scaling, 1))
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        views: tuple[torch.Tensor, torch.Tensor],
-        bias: torch.Tensor | None,
-        scaling: float,
-        copies: int,
-    ) -> torch.Tensor:
-        """Attend as in `DecoderState` with several queries: (1, width, H, head_dim) -> (1, width, D)."""
-        # (key_value_heads, groups * width, head_dim)
-        query = query.transpose(1, 2).unflatten(1, (-1, self.groups)).flatten(2, 3).flatten(0, 1)
-        output = attend(query, *views, bias, scaling, 1, self.soft_cap)
-        return output.view(1, self.key_value_heads * self.groups, -1, self.head_dim).transpose(1, 2).flatten(2)
+    def _prepare_step(self) -> None:
+        past = self.length + self.width
+        self._new_entries = self._target_cache.extend(self.length, self.width)
+        self._target_views = self._target_cache.views(past)
+        positions = torch.arange(past, device=self.device)
+        # (1, width, past), below 0 for later tokens of the block.
+        distances = (positions[self.length :, None] - positions)[None]
+        mask = torch.zeros_like(distances, dtype=self.dtype)
+        mask.masked_fill_(distances < 0, torch.finfo(self.dtype).min)
+        self._target_biases = self._masked_biases(mask, distances.clamp(min=0))
 
 
 class SpeculativeSearch:
@@ -254,21 +195,19 @@ class SpeculativeSearch:
     def __call__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
         partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
         return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput:
         """Search as `EnsembleSearch` does; the one partner drafts. Scores are sums of log-probabilities."""
-        config, kwargs["logits_processor"] = generation_config, logits_processor
+        config, processors = kwargs["generation_config"], kwargs["logits_processor"]
         if config.num_beams > 1 or config.do_sample or len(input_ids) > 1:
             raise MetaphraseError(
                 "`num_beams` must be 1, `do_sample` false and sources be given one by one with `assistant_model`, "
                 f"got {config.num_beams}, {config.do_sample} and {len(input_ids)} sources."
             )
-        projections, (state, draft) = start_search(BlockState, model, input_ids, config, partners, **kwargs)
+        projections, (state, draft) = start_search(BlockState, model, input_ids, partners, **kwargs)
         project, project_draft = projections
         # Tokens that each decoder can read. The draft model does not read its own last token.
         tables = [item.decoder.embed_positions for item in (state, draft)]
@@ -279,15 +218,15 @@ class SpeculativeSearch:
         end, total = min(config.max_length - 1, most, most_of_draft + 1), 0.0
         is_done, ids = input_ids.shape[1] >= config.max_length, input_ids
         while not is_done:
-            length, unread, drafted = ids.shape[1], ids[:, draft.length :], ids
+            length, unread, drafted = ids.shape[1], ids[0, draft.length :], ids
             for _ in range(min(self.num_assistant_tokens, end - length)):
-                scores = project_draft(draft.read(unread)[:, -1]).float()
-                unread = process(logits_processor, drafted, scores).argmax(dim=-1, keepdim=True)
-                drafted = torch.cat((drafted, unread), dim=1)
+                scores = project_draft(draft.step(unread)[-1:]).float()
+                unread = process(processors, drafted, scores).argmax(dim=-1)
+                drafted = torch.cat((drafted, unread[None]), dim=1)
             # The last token is unread; in the first round the whole prompt is.
-            hidden_states = state.read(drafted[:, state.length :])[:, length - drafted.shape[1] - 1 :]
-            rows = enumerate(project(hidden_states)[0].float().split(1), start=length)
-            scores = torch.cat([process(logits_processor, drafted[:, :past], row) for past, row in rows])
+            hidden_states = state.step(drafted[0, state.length :])[length - drafted.shape[1] - 1 :]
+            rows = enumerate(project(hidden_states).float().split(1), start=length)
+            scores = torch.cat([process(processors, drafted[:, :past], row) for past, row in rows])
             tokens = scores.argmax(dim=-1)
             num_accepted = int((tokens[:-1] == drafted[0, length:]).long().cumprod(dim=0).sum())
             # The accepted tokens and one more, up to the first end.
@@ -305,3 +244,10 @@ class SpeculativeSearch:
             state.length, draft.length = (min(item.length, ids.shape[1] - 1) for item in (state, draft))
         scores = torch.as_tensor(total, device=ids.device).view(1) if return_scores else None
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+
+
+def check_single(generator: Generator, name: str) -> None:
+    """Raise `MetaphraseError` if a generator is an ensemble or has another engine than torch."""
+    if not generator.is_single:
+        actual = f"an ensemble of {1 + len(generator.members)}" if generator.members else type(generator.model).__name__
+        raise MetaphraseError(f"`{name}` must be a single torch model here, got {actual}.")

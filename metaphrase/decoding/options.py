@@ -1,10 +1,10 @@
-"""Logits processors and stopping criteria of `generate()`: which of them the fast loops support, and how they are applied."""
+"""Logits processors of `generate()`: which of them the fast loops support, and how they are applied."""
 
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
-from transformers.generation import logits_process, stopping_criteria
+from transformers import LogitsProcessor
+from transformers.generation import logits_process
 
 
 def _classes_of(*names: str) -> set[type | None]:
@@ -36,17 +36,6 @@ def only_lower(processors: Sequence[LogitsProcessor]) -> bool:
         or (type(processor) is logits_process.RepetitionPenaltyLogitsProcessor and processor.penalty >= 1)
         for processor in processors
     )
-
-
-def has_unknown_criteria(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> bool:
-    """Return True if a criterion differs from the limits of the configuration, such as a caller's own."""
-    ends = config._eos_token_tensor
-    for criterion in criteria:
-        is_length = type(criterion) is stopping_criteria.MaxLengthCriteria and criterion.max_length == config.max_length
-        is_end = type(criterion) is stopping_criteria.EosTokenCriteria and ends is not None
-        if not (is_length or (is_end and criterion.eos_token_id.tolist() == ends.tolist())):
-            return True
-    return False
 
 
 def process(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

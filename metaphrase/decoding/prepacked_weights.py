@@ -5,13 +5,12 @@ because there MKL's kernels are slower: by an eighth with 512 rows, by half with
 weight has changed.
 """
 
-import contextlib
 import functools
 import math
 import operator
 import platform
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,28 +124,6 @@ def can_record(layer: nn.Module) -> bool:
     return not any(parameter.is_inference() for parameter in layer.parameters())
 
 
-@contextlib.contextmanager
-def prepacked(stack: nn.Module) -> Iterator[None]:
-    """Run the layers of a stack with prepacked weights, where they gain by it."""
-    parameter, replaced, copies = next(stack.parameters()), [], []
-    # A compiled or traced graph must contain the layers themselves.
-    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    is_training = stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    if parameter.dtype == torch.float32 and parameter.device.type == "cpu" and not (is_graph or is_training):
-        copies = prepared_copies(stack, stack.layers, _prepack)
-    for layer, packed in copies:
-        # accelerate, for example, replaces `forward` to load the weights first.
-        if isinstance(vars(layer).get("forward"), PrepackedWeight | None):
-            # The instance attribute leaves the hooks of `nn.Module.__call__` in place.
-            vars(layer)["forward"] = packed
-            replaced.append(layer)
-    try:
-        yield
-    finally:
-        for layer in replaced:
-            vars(layer).pop("forward", None)
-
-
 def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"]], list[torch.Tensor]]:
     """Return the linear layers that gain by prepacked weights with these weights, and the weights that were packed."""
     linears = [layer for layer in layers.modules() if is_plain(layer) and can_record(layer)]
@@ -225,13 +202,26 @@ def plug_in() -> None:
     plain_encode, plain_train = MetaphraseEncoder.encode, Stack.train
 
     def encode(encoder, embeddings, attention_mask, position_ids, **kwargs):
-        with prepacked(encoder):
+        parameter, replaced, copies = next(encoder.parameters()), [], []
+        # A compiled or traced graph must contain the layers themselves.
+        is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        is_training = encoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        if parameter.dtype == torch.float32 and parameter.device.type == "cpu" and not (is_graph or is_training):
+            copies = prepared_copies(encoder, encoder.layers, _prepack)
+        for layer, packed in copies:
+            # accelerate, for example, replaces `forward` to load the weights first.
+            if isinstance(vars(layer).get("forward"), PrepackedWeight | None):
+                # The instance attribute leaves the hooks of `nn.Module.__call__` in place.
+                vars(layer)["forward"] = packed
+                replaced.append(layer)
+        try:
             output = None
             if position_ids is None and kwargs.get("source_lengths") is None:
                 output = encode_without_padding(encoder, embeddings, attention_mask, **kwargs)
-            return (
-                plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs) if output is None else output
-            )
+            return output or plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
+        finally:
+            for layer in replaced:
+                vars(layer).pop("forward", None)
 
     def train(stack, mode=True):
         if mode:

@@ -78,7 +78,7 @@ class PackedLinear(nn.Module):
             step = max(-low.item(), high.item(), _LEAST) / levels
             return _multiply_operator()(states, step, levels + 1, self._packed)
         scaled, step = scale_rows(states)
-        output = multiply_levels(scaled, self._packed)
+        output = _multiply_operator()(scaled, 1.0, activation_levels() + 1, self._packed)
         # The kernel has added the bias to unscaled sums.
         return output.mul_(step) if self.bias is None else torch.lerp(self.bias, output, step)
 
@@ -176,11 +176,6 @@ def _multiply_operator() -> Callable[..., torch.Tensor]:
     return getattr(packet, "_op", packet)
 
 
-def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
-    """Round rows of `scale_rows`, multiply them with a packed weight and add its bias: (rows, out_features)."""
-    return _multiply_operator()(states, 1.0, activation_levels() + 1, packed)
-
-
 class ShortlistProjection:
     """A projection from decoder output to the best tokens, for a plain head in float32 on a CPU that has int8 kernels.
 
@@ -209,7 +204,7 @@ class ShortlistProjection:
         error = error + norm * (states.shape[1] * torch.finfo(states.dtype).eps)
         # (rows, 2) x (2, vocab): the largest error of each logit.
         state_norms, bias = torch.stack((error, rounded_norm), dim=1), self._head.bias
-        logits = multiply_levels(scaled, packed)
+        logits = _multiply_operator()(scaled, 1.0, activation_levels() + 1, packed)
         if bias is not None:
             logits += bias / scale
         floor = torch.addmm(logits, state_norms, weight_norms, alpha=-1).amax(dim=1, keepdim=True)

@@ -10,23 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.demo import grammar
-from metaphrase.demo.grammar import (
-    ADJECTIVES,
-    BARE,
-    BE,
-    DEFINITE,
-    INDEFINITE,
-    NOUNS,
-    POSSESSIVES,
-    RELATIVE,
-    Clause,
-    JoinedClause,
-    NounPhrase,
-    PrepositionalPhrase,
-    Sentence,
-    to_english,
-    to_german,
-)
+from metaphrase.demo.grammar import ADJECTIVES, BARE, BE, DEFINITE, INDEFINITE, NOUNS, Clause, NounPhrase, Sentence
 from metaphrase.errors import MetaphraseError
 
 # Repetition in a tuple is the weight of an item.
@@ -34,8 +18,8 @@ _SUBJECT_PRONOUNS = (*grammar.PRONOUNS[:2], *grammar.PRONOUNS)  # I and you have
 _VERBS = (*grammar.INTRANSITIVE_VERBS * 2, *grammar.OBJECT_VERBS * 2, *grammar.DITRANSITIVE_VERBS * 3, *[BE] * 16)
 # Verbs of events; *be* among them takes a passing state.
 _EVENT_VERBS = tuple(verb for verb in _VERBS if verb.english not in ("know", "have", "love", "live"))
-_DETERMINERS = (*[DEFINITE] * 12, *[INDEFINITE] * 6, *POSSESSIVES, grammar.THIS, grammar.THIS, grammar.EVERY)
-_KNOWN_DETERMINERS = (*[DEFINITE] * 6, *POSSESSIVES, grammar.THIS)
+_DETERMINERS = (*[DEFINITE] * 12, *[INDEFINITE] * 6, *grammar.POSSESSIVES, grammar.THIS, grammar.THIS, grammar.EVERY)
+_KNOWN_DETERMINERS = (*[DEFINITE] * 6, *grammar.POSSESSIVES, grammar.THIS)
 # Determiners that are clear under negation: *nicht jeden* and *jeden ... nicht* would differ.
 _NEGATED_DETERMINERS = (*_KNOWN_DETERMINERS, *[INDEFINITE] * 8)
 _PLACE_DETERMINERS = (*[DEFINITE] * 8, INDEFINITE, grammar.THIS)
@@ -78,7 +62,6 @@ class Sampler:
         )
 
     def sentence(self) -> Sentence:
-        """Draw one sentence."""
         self._used = []
         return self._pick(self._constructions)()
 
@@ -124,7 +107,7 @@ class Sampler:
         is_past, is_negated = self._chance(0.4), self._chance(0.1)
         verb = self._pick(grammar.CLAUSE_VERBS)
         main = Clause(self._subject(verb, is_negated), verb, is_past, is_negated=is_negated)
-        return Sentence(main, joined=JoinedClause(grammar.THAT, self._clause(is_past, is_simple=True)))
+        return Sentence(main, joined=grammar.JoinedClause(grammar.THAT, self._clause(is_past, is_simple=True)))
 
     def _adverbial_clause(self) -> Sentence:
         conjunction = self._pick((grammar.BECAUSE, grammar.ALTHOUGH, grammar.WHEN))
@@ -132,13 +115,14 @@ class Sampler:
         is_past = conjunction is not grammar.WHEN and self._chance(0.4)
         main = self._clause(is_past, is_simple=True)
         clause = self._clause(is_past, is_simple=True, is_event=conjunction is grammar.WHEN)
-        joined = JoinedClause(conjunction, replace(clause, frequency=None) if conjunction is grammar.WHEN else clause)
+        clause = replace(clause, frequency=None) if conjunction is grammar.WHEN else clause
+        joined = grammar.JoinedClause(conjunction, clause)
         return Sentence(main, front=joined) if self._chance(0.4) else Sentence(main, joined=joined)
 
     def _coordinated_clauses(self) -> Sentence:
         is_past = self._chance(0.4)
         first, second = (self._clause(is_past, is_simple=True) for _ in range(2))
-        return Sentence(first, joined=JoinedClause(self._pick((grammar.AND, grammar.BUT)), second))
+        return Sentence(first, joined=grammar.JoinedClause(self._pick((grammar.AND, grammar.BUT)), second))
 
     def _clause(
         self, is_past: bool | None = None, is_simple: bool = False, is_event: bool = False, is_question: bool = False
@@ -187,7 +171,7 @@ class Sampler:
         phrase = getattr(clause, role)
         if not isinstance(phrase, NounPhrase) or phrase.determiner not in (DEFINITE, INDEFINITE) or phrase.possessor:
             return clause
-        pronoun = NounPhrase(phrase.noun, RELATIVE, phrase.is_plural)
+        pronoun = NounPhrase(phrase.noun, grammar.RELATIVE, phrase.is_plural)
         with_subject, with_object = _verbs_of(phrase.noun.kind)
         if with_subject and (self._chance(0.6) or not with_object):
             relative = Clause(pronoun, self._pick(with_subject), clause.is_past)
@@ -210,7 +194,8 @@ class Sampler:
     def _objects(self, clause: Clause, is_simple: bool) -> dict[str, grammar.Nominal]:
         verb, subject = clause.verb, clause.subject
         # *Heute hilft ein Lehrer mir* would be odd: an object pronoun wants a subject that is known.
-        may_be_pronoun = not isinstance(subject, NounPhrase) or subject.determiner in (*_KNOWN_DETERMINERS, RELATIVE)
+        known = *_KNOWN_DETERMINERS, grammar.RELATIVE
+        may_be_pronoun = not isinstance(subject, NounPhrase) or subject.determiner in known
         if "person" in verb.objects and may_be_pronoun and self._chance(0.25):
             return {"direct_object": self._object_pronoun(subject)}
         objects: dict[str, grammar.Nominal] = {}
@@ -231,8 +216,7 @@ class Sampler:
         person = None if subject.person == 3 else subject.person
         return self._pick([word for word in grammar.PRONOUNS if word is not subject and word.person != person])
 
-    def _phrase(self, clause: Clause) -> PrepositionalPhrase:
-        """Draw a place, a destination, or company."""
+    def _phrase(self, clause: Clause) -> grammar.PrepositionalPhrase:
         verb, is_negated = clause.verb, clause.is_negated
         name = self._pick(verb.phrases)
         if name in ("place", "water") or (name == "to" and self._chance(0.7)):
@@ -244,7 +228,7 @@ class Sampler:
         else:
             kinds = ("person", "animal") if "animal" in verb.subjects and name != "to" else ("person",)
             complement = self._noun_phrase(_nouns_of(kinds), is_negated, adjectives=0.3)
-        return PrepositionalPhrase(grammar.PREPOSITIONS[name], complement)
+        return grammar.PrepositionalPhrase(grammar.PREPOSITIONS[name], complement)
 
     def _noun_phrase(
         self,
@@ -258,9 +242,15 @@ class Sampler:
         while noun in self._used:
             noun = self._pick(nouns)
         self._used.append(noun)
-        described = self._adjectives(noun) if self._chance(adjectives) else ()
+        described: tuple[grammar.Adjective, ...] = ()
+        if self._chance(adjectives):
+            plain, colours = _adjectives_of(noun, False), _adjectives_of(noun, True)
+            if colours and self._chance(0.12):
+                described = self._pick(plain), self._pick(colours)
+            else:
+                described = (self._pick(plain + colours),)
         determiner = self._pick(_KNOWN_DETERMINERS if is_known else determiners)
-        is_possessive, is_parent = determiner in POSSESSIVES, noun.english in ("mother", "father")
+        is_possessive, is_parent = determiner in grammar.POSSESSIVES, noun.english in ("mother", "father")
         is_plural = noun.plural is not None and self._chance(0.3) and not (is_parent and is_possessive)
         has_no_one = is_plural or noun.plural is None  # plural and mass nouns: no *a*, no *every*
         possessor = None
@@ -272,15 +262,9 @@ class Sampler:
             owner = self._pick([person for person in _nouns_of(("person",)) if person not in self._used])
             self._used.append(owner)
             possessor = NounPhrase(
-                owner, self._pick(POSSESSIVES) if owner.can_be_owned and self._chance(0.4) else DEFINITE
+                owner, self._pick(grammar.POSSESSIVES) if owner.can_be_owned and self._chance(0.4) else DEFINITE
             )
         return NounPhrase(noun, determiner, is_plural, described, possessor)
-
-    def _adjectives(self, noun: grammar.Noun) -> tuple[grammar.Adjective, ...]:
-        plain, colours = _adjectives_of(noun, False), _adjectives_of(noun, True)
-        if colours and self._chance(0.12):
-            return (self._pick(plain), self._pick(colours))
-        return (self._pick(plain + colours),)
 
 
 Pair = tuple[str, str]
@@ -292,7 +276,7 @@ MIN_OCCURRENCES = 20
 MIN_SENTENCES, MAX_SENTENCES = 2, 3  # of a text
 _DEFAULT_NUM_TRAIN = 30000
 # Structures, whose fields may be structures. All else is a word.
-_STRUCTURES = (Sentence, JoinedClause, Clause, PrepositionalPhrase, grammar.Coordination, NounPhrase)
+_STRUCTURES = (Sentence, grammar.JoinedClause, Clause, grammar.PrepositionalPhrase, grammar.Coordination, NounPhrase)
 _HELD_OUT_MODULUS = 16
 _NUMBERS = {word: number for words in (NOUNS, ADJECTIVES, grammar.VERBS) for number, word in enumerate(words)}
 _CAT = next(noun for noun in NOUNS if noun.english == "cat")
@@ -328,7 +312,7 @@ def combinations(part: Any) -> Iterator[Combination]:
 
 def split_of_sentence(sentence: Sentence) -> str | None:
     """Return the split of a sentence, or None if it has combinations of both validation and test."""
-    held_out = {split_of_combination(combination) for combination in combinations(sentence)} - {"train"}
+    held_out = set(map(split_of_combination, combinations(sentence))) - {"train"}
     return None if len(held_out) > 1 else next(iter(held_out), "train")
 
 
@@ -338,15 +322,12 @@ def words_of(line: str) -> list[str]:
 
 
 def _draw(seed: int, max_draws: int) -> Iterator[tuple[str, Sentence]]:
-    """Yield sentences with their split. Raise a `MetaphraseError` after `max_draws` draws."""
     sampler = Sampler(seed)
     for _ in range(max_draws):
         sentence = sampler.sentence()
         if split := split_of_sentence(sentence):
             yield split, sentence
-    raise MetaphraseError(
-        f"The counts of pairs must be within what the grammar gives: not reached in {max_draws} draws."
-    )
+    raise MetaphraseError(f"The counts of pairs must be within the grammar: not reached in {max_draws} draws.")
 
 
 def make_demo_corpus(
@@ -366,11 +347,11 @@ def make_demo_corpus(
             sources.add(pair[0])
             pairs[split].append(pair)
 
-    add("test", (to_english(FIRST_TEST_SENTENCE), to_german(FIRST_TEST_SENTENCE)))
+    add("test", (grammar.to_english(FIRST_TEST_SENTENCE), grammar.to_german(FIRST_TEST_SENTENCE)))
     draws = (
-        (split, (english, to_german(sentence)))
+        (split, (english, grammar.to_german(sentence)))
         for split, sentence in _draw(seed, max_draws=20 * sum(counts.values()) + 1000)
-        if MIN_WORDS <= len(words_of(english := to_english(sentence))) <= MAX_WORDS
+        if MIN_WORDS <= len(words_of(english := grammar.to_english(sentence))) <= MAX_WORDS
     )
     held_out = []
     while len(pairs["train"]) < num_train:
@@ -442,7 +423,7 @@ def make_demo_summaries(
         begun[split].append(sentence)
         if len(begun[split]) < lengths[split]:
             continue
-        text, summary = (" ".join(map(to_english, part)) for part in (begun[split], map(core_of, begun[split])))
+        text, summary = (" ".join(map(grammar.to_english, part)) for part in (begun[split], map(core_of, begun[split])))
         if len(pairs[split]) < counts[split]:
             pairs[split][text] = summary
         begun[split] = []

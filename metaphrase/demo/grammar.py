@@ -64,8 +64,6 @@ class Verb:
 
 @dataclass(frozen=True, eq=False)
 class Modal:
-    """A modal verb."""
-
     english: str
     forms: Forms
 
@@ -105,9 +103,7 @@ class Preposition:
 
 
 @dataclass(frozen=True, eq=False)
-class Particle:
-    """An uninflected word: adverb, question word, conjunction with its comma."""
-
+class Particle:  # adverb, question word, conjunction with its comma
     english: str
     german: str
 
@@ -143,8 +139,6 @@ Nominal = NounPhrase | Coordination | Pronoun
 
 @dataclass(frozen=True)
 class PrepositionalPhrase:
-    """A preposition and its complement."""
-
     preposition: Preposition
     complement: NounPhrase | Pronoun
 
@@ -167,9 +161,7 @@ class Clause:
 
 @dataclass(frozen=True)
 class JoinedClause:
-    """A clause with its conjunction: *because the dog sleeps*, *and the dog sleeps*."""
-
-    conjunction: Particle
+    conjunction: Particle  # *because*, *and*
     clause: Clause
 
 
@@ -270,12 +262,10 @@ Order = Literal["plain", "fronted", "question", "subordinate"]
 
 
 def to_english(sentence: Sentence) -> str:
-    """Return a sentence in English."""
     return _write(sentence, "english", _english_clause, _english_phrase)
 
 
 def to_german(sentence: Sentence) -> str:
-    """Return a sentence in German."""
     return _write(sentence, "german", _german_clause, _german_phrase)
 
 
@@ -483,8 +473,8 @@ def _german_determiner(determiner: Determiner, case: int, column: int) -> str:
     if determiner is DEFINITE:
         return _ARTICLES[case][column]
     # *ein Hund, ein Haus*, but *einen Hund*.
-    columns = {NOMINATIVE: (MASCULINE, NEUTER), ACCUSATIVE: (NEUTER,)}
-    if determiner.kind == "bare" or (determiner.kind == "mixed" and column in columns.get(case, ())):
+    is_short = (case == NOMINATIVE and column in (MASCULINE, NEUTER)) or (case, column) == (ACCUSATIVE, NEUTER)
+    if determiner.kind == "bare" or (determiner.kind == "mixed" and is_short):
         return determiner.stem
     return determiner.stem + _FULL_ENDINGS[case][column]
 

@@ -6,15 +6,14 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from metaphrase.conversion.ctranslate2 import ctranslate2
+from metaphrase.conversion.ctranslate2 import ctranslate2, export_ctranslate2
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import GenerateBatch, Hypothesis
 from metaphrase.storage.folders import read_json
@@ -43,8 +42,7 @@ _WITHOUT_EFFECT = {
 _ZERO_EXPONENT = 1e-30
 
 
-@dataclass(frozen=True)
-class Search:
+class Search(NamedTuple):
     """A search in terms of CTranslate2."""
 
     options: dict[str, Any]  # arguments of `translate_batch`
@@ -135,8 +133,7 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
 def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int) -> Search:
     """Translate options of a search in which CTranslate2 finds the same tokens as torch, in float32 and in no more steps.
 
-    Raises:
-        MetaphraseError: If the search samples or could differ (see `translate_options`), or CTranslate2 does not support it.
+    `MetaphraseError` for a search that samples, could differ (see `translate_options`), or that CTranslate2 does not support.
     """
     early_stopping = options.get("early_stopping", config.early_stopping)
     if (options.get("num_beams", config.num_beams) or 1) > 1 and early_stopping is not True:
@@ -165,15 +162,10 @@ def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, An
     is_sampling = settings.get("do_sample")
     ignored = _UNDERSTOOD | _WITHOUT_EFFECT | (set() if is_sampling else _SAMPLING_ONLY)
     # Zero, False and an empty list switch an option off.
-    refused = [
-        f"`{name}` {value!r}"
-        for name, value in settings.items()
-        if name not in ignored and value and value != defaults.get(name)
-    ]
-    if refused:
-        raise MetaphraseError(
-            f"CTranslate2 does not support {', '.join(sorted(refused))}. Set None to override the model's generation config."
-        )
+    used = {name: value for name, value in settings.items() if value and value != defaults.get(name)}
+    if refused := sorted(f"`{name}` {value!r}" for name, value in used.items() if name not in ignored):
+        text = f"CTranslate2 does not support {', '.join(refused)}"
+        raise MetaphraseError(f"{text}. Set None to override the model's generation config.")
     # These two stay `None`, to tell an unset value from the default.
     for name in _UNDERSTOOD - {"early_stopping", "max_length"}:
         if settings.get(name) is None:
@@ -211,7 +203,9 @@ class CTranslate2Engine:
             self.translator = self._load()
         except (RuntimeError, UnicodeDecodeError) as error:
             raise MetaphraseError(f"CTranslate2 cannot load {self.folder} on {device}: {error}.") from error
-        self.sources, self.targets = (self._vocabulary(side) for side in ("source", "target"))
+        paths = [self.folder / f"{side}_vocabulary.json" for side in ("source", "target")]
+        paths = paths if paths[0].is_file() else [self.folder / "shared_vocabulary.json"] * 2
+        self.sources, self.targets = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
         self._target_ids = {token: index for index, token in enumerate(self.targets)}
         self._start = read_json(self.folder / CONFIG_NAME).get("decoder_start_token")
         # A copy that `EngineChoice` makes has none of its own.
@@ -234,22 +228,14 @@ class CTranslate2Engine:
 
         The dtype is a type of torch or a compute type of CTranslate2; `auto` keeps the type of the weights.
         """
+        copy = None
+        if not is_exported(name_or_path):
+            copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+            name_or_path = export_ctranslate2(name_or_path, Path(copy.name) / "model")
         compute_type = "default" if dtype == "auto" else str(dtype).removeprefix("torch.")
-        if is_exported(name_or_path):
-            return cls(name_or_path, device=device, compute_type=compute_type)
-        from metaphrase.conversion.ctranslate2 import export_ctranslate2
-
-        copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
-        engine = cls(
-            export_ctranslate2(name_or_path, Path(copy.name) / "model"), device=device, compute_type=compute_type
-        )
+        engine = cls(name_or_path, device=device, compute_type=compute_type)
         engine._copy = copy
         return engine
-
-    def _vocabulary(self, side: str) -> list[str]:
-        path = self.folder / f"{side}_vocabulary.json"
-        path = path if path.is_file() else self.folder / "shared_vocabulary.json"
-        return json.loads(path.read_text(encoding="utf-8"))
 
     def make_generate(self, options: Mapping[str, Any], return_scores: bool) -> GenerateBatch:
         """See `Engine`. `translate_options` lists the options that mean something else in CTranslate2."""
@@ -268,6 +254,13 @@ class CTranslate2Engine:
             translator = self._load()
         suppressed = [[self.targets[index] for index in word] for word in search.suppressed]
 
+        def hypothesis(tokens: list[str], score: float | None) -> Hypothesis:
+            ids = [self._target_ids[token] for token in tokens]
+            is_finished = bool(ids) and ids[-1] in search.ends
+            if search.forced_end is not None and ids and not is_finished:
+                ids[-1] = search.forced_end
+            return Hypothesis(ids, score, is_finished)
+
         def generate_batch(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
             results = translator.translate_batch(
                 [[self.sources[index] for index in source] for source in sources],
@@ -282,16 +275,9 @@ class CTranslate2Engine:
                 suppress_sequences=suppressed or None,
                 **search.options,
             )
-            rows = []
-            for result in results:
-                rows.append([])
-                scores = result.scores if return_scores else [None] * len(result.hypotheses)
-                for tokens, score in zip(result.hypotheses, scores, strict=True):
-                    ids = [self._target_ids[token] for token in tokens]
-                    is_finished = bool(ids) and ids[-1] in search.ends
-                    if search.forced_end is not None and ids and not is_finished:
-                        ids[-1] = search.forced_end
-                    rows[-1].append(Hypothesis(ids, score, is_finished))
-            return rows
+            return [
+                list(map(hypothesis, result.hypotheses, result.scores or [None] * len(result.hypotheses)))
+                for result in results
+            ]
 
         return generate_batch

@@ -15,28 +15,25 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.conversion.vocabulary_map import VocabularyMap
 from metaphrase.decoding.prepacked_weights import WeightRecord
 from metaphrase.decoding.quantization import quantization_of, quantize
+from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import Engine, longest_target
 from metaphrase.inference.generator import torch_dtype
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import load_pretrained
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
 
 # Most weights of a model that CTranslate2 decodes faster than torch, by type, search and batch: `benchmarks/engines.py` on one
 # core of Zen 4.
 _MAX_WEIGHTS = {
-    ("float32", "greedy", "alone"): 10e6,
-    ("float32", "greedy", "batch"): 15e6,
-    ("float32", "beam", "alone"): 15e6,
-    ("float32", "beam", "batch"): 20e6,
-    ("int8", "greedy", "alone"): 40e6,
-    ("int8", "greedy", "batch"): math.inf,
-    ("int8", "beam", "alone"): math.inf,
-    ("int8", "beam", "batch"): math.inf,
+    ("float32", "greedy"): {"alone": 10e6, "batch": 15e6},
+    ("float32", "beam"): {"alone": 15e6, "batch": 20e6},
+    ("int8", "greedy"): {"alone": 40e6, "batch": math.inf},
+    ("int8", "beam"): {"alone": math.inf, "batch": math.inf},
 }
 # Loading the copy takes longer than it saves with fewer sentences.
 MIN_SENTENCES = 64
@@ -55,8 +52,8 @@ def free_main_memory() -> int:
 
 def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> bool:
     """Return True if CTranslate2 decodes faster than torch by the table of measured speeds."""
-    key = dtype, "beam" if num_beams > 1 else "greedy", "batch" if batch_size > 1 else "alone"
-    return num_weights <= _MAX_WEIGHTS[key]
+    limits = _MAX_WEIGHTS[dtype, "beam" if num_beams > 1 else "greedy"]
+    return num_weights <= limits["batch" if batch_size > 1 else "alone"]
 
 
 def load_engine(
@@ -69,10 +66,7 @@ def load_engine(
     dtype: str | torch.dtype,
     **loading,
 ) -> tuple[PreTrainedModel | Engine, "EngineChoice | None"]:
-    """Load a model for `Generator.from_pretrained` in CTranslate2, in int8, or with a copy for CTranslate2.
-
-    Returns the model, and for the engine `auto` the choice of each call.
-    """
+    """Load a model in CTranslate2, in int8, or for the engine `auto` with the choice of each call, which is returned, too."""
     if engine == "ctranslate2":
         from metaphrase.engines.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
 
@@ -91,8 +85,7 @@ def load_engine(
 class EngineChoice:
     """A torch model, its copy in CTranslate2, and the choice between the two for each call.
 
-    In float32 both write the same tokens. The first call that the copy makes faster makes and loads it. From then on the weights
-    are in memory twice.
+    In float32 both write the same tokens. The first call that the copy makes faster makes and loads it, and takes as much memory.
     """
 
     def __init__(
@@ -144,74 +137,62 @@ class EngineChoice:
         Partners, of an ensemble or for drafts, decode with the model.
         """
         self._num_sentences += len(sources)
-        if self._dtype == "float32":
+        is_exact = self._dtype == "float32"
+        if is_exact:
             # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.
             batch_size = min(batch_size, len(sources))
-        reason = "CTranslate2 takes one model at a time" if has_partners else self._obstacle
-        if reason is None and self._dtype == "float32" and self._num_sentences < MIN_SENTENCES:
-            reason = f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
+        engine, text = model, "CTranslate2 (faster for this model and search)"
         try:
-            reason = reason or self._reason_for_torch(model, options, sources, batch_size, return_scores)
-        except ImportError as error:
-            reason = self._obstacle = str(error)
-        if reason is None:
+            if reason := "CTranslate2 takes one model at a time" if has_partners else self._obstacle:
+                raise MetaphraseError(reason)
+            if is_exact and self._num_sentences < MIN_SENTENCES:
+                raise MetaphraseError(f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2")
+            # Needs an extra.
+            from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
+            from metaphrase.engines.ctranslate2_engine import translate_exactly
+
+            search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
+            num_beams = search.options["beam_size"]
+            if not is_faster(self._num_weights, self._dtype, num_beams, batch_size):
+                weights = f"{self._num_weights:,} weights in {self._dtype}"
+                raise MetaphraseError(f"faster for {weights} with `num_beams` {num_beams}")
+            if search.start is None or self._start not in (None, search.start):
+                raise MetaphraseError("CTranslate2 does not support another `decoder_start_token_id`")
+            longest = max(*map(len, sources), search.options["max_decoding_length"] + 1)
+            is_sinusoidal = model.config.position_embedding_type == "sinusoidal"
+            limit = max(longest_target(model), SINUSOIDAL_POSITIONS) if is_sinusoidal else longest_target(model)
+            if limit is not None and longest > limit:
+                text = f"the positions of CTranslate2 end at {limit}, and the longest text may have {longest}"
+                raise MetaphraseError(text)
+            if is_exact and return_scores:
+                raise MetaphraseError("scores of CTranslate2 differ in the last digits")
             with self._lock:
-                reason = self._obstacle = self._load(model)
-        # A reason may hold values of the call, such as long lists of ids.
-        text = (
-            f"torch ({textwrap.shorten(reason, 200)})" if reason else "CTranslate2 (faster for this model and search)"
-        )
+                self._obstacle = self._load(model)
+            if self._obstacle is not None:
+                raise MetaphraseError(self._obstacle)
+            engine = self._engine
+        except (ImportError, ValueError) as error:
+            # A reason may hold values of the call, such as long lists of ids.
+            text = f"torch ({textwrap.shorten(str(error).removesuffix('.'), 200)})"
         if text not in self._logged:
             self._logged.add(text)
             logger.info("Engine: %s", text)
-        return model if reason else self._engine
-
-    def _reason_for_torch(
-        self,
-        model: PreTrainedModel,
-        options: Mapping[str, Any],
-        sources: Sequence[Sequence[int]],
-        batch_size: int,
-        return_scores: bool,
-    ) -> str | None:
-        # Needs an extra.
-        from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
-        from metaphrase.engines.ctranslate2_engine import translate_exactly
-
-        try:
-            search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
-        except ValueError as error:
-            return str(error).removesuffix(".")
-        num_beams = search.options["beam_size"]
-        if not is_faster(self._num_weights, self._dtype, num_beams, batch_size):
-            return f"faster for {self._num_weights:,} weights in {self._dtype} with `num_beams` {num_beams}"
-        if search.start is None or self._start not in (None, search.start):
-            return "CTranslate2 does not support another `decoder_start_token_id`"
-        limit, longest = longest_target(model), max(*map(len, sources), search.options["max_decoding_length"] + 1)
-        if model.config.position_embedding_type == "sinusoidal":
-            limit = max(limit, SINUSOIDAL_POSITIONS)
-        if limit is not None and longest > limit:
-            return f"the positions of CTranslate2 end at {limit}, and the longest text may have {longest}"
-        if self._dtype == "float32" and return_scores:
-            return "scores of CTranslate2 differ in the last digits"
-        return None
+        return engine
 
     def _write_files(self, model: PreTrainedModel) -> str | None:
         """Write the copy's files. Return the reason if that is not possible."""
-        try:
-            from metaphrase.conversion.ctranslate2 import find_obstacles, save_weights  # Needs an extra.
-        except ImportError as error:
-            return str(error)
-        if obstacles := find_obstacles(model.config):
-            return f"CTranslate2 cannot express {'; '.join(obstacles)}"
         num_bytes, free = 4 * self._num_weights, free_main_memory()
         if num_bytes > _MEMORY_SHARE * free:
             return f"a copy needs {num_bytes / 2**20:.0f} MiB of memory, and {free / 2**20:.0f} MiB are free"
         try:
+            from metaphrase.conversion.ctranslate2 import find_obstacles, save_weights  # Needs an extra.
+
+            if obstacles := find_obstacles(model.config):
+                return f"CTranslate2 cannot express {'; '.join(obstacles)}"
             self._files = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
             save_weights(model, self._tokenizers, Path(self._files.name), self._map and self._map.path)
-        except (ValueError, OSError) as error:
-            return f"no copy for CTranslate2: {error}"
+        except (ImportError, ValueError, OSError) as error:
+            return str(error)
         return None
 
     def _load(self, model: PreTrainedModel) -> str | None:
@@ -226,7 +207,7 @@ class EngineChoice:
                     self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
             except (ValueError, OSError) as error:
                 # A system may empty its folder for temporary files before the first call.
-                return f"no copy for CTranslate2: {error}"
+                return str(error)
             self._engine.use_vmap = self._map is not None
             self._record = WeightRecord(model, [weight for weight in model.parameters() if not weight.is_inference()])
         if not self._record.is_current(model):

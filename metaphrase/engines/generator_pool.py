@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.generator import COUNTERS, Chunk, Generator, ScoredText, TextStream, read_chunks
+from metaphrase.inference.generator import COUNTERS, Chunk, Generator, Plan, ScoredText, TextStream, read_chunks
 from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.loading import default_device
 from metaphrase.tokenization import checked_texts
@@ -84,7 +84,6 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         self._executor.shutdown(cancel_futures=True)
 
     def num_targets(self, **generation_kwargs) -> int:
-        """Return the number of candidates of a source with these options."""
         with self._naming_deaths():
             return self._executor.submit(_num_targets, generation_kwargs).result()
 
@@ -98,13 +97,10 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         show_progress: bool | None = False,
         **options,
     ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of each source as `Generator.generate_stream` does.
-
-        Each process has a chunk, and one more chunk waits.
+        """Yield the candidates of each source as `Generator.generate_stream` does. Each process has a chunk, and one more waits.
 
         Raises:
             ChildProcessError: If a process died.
-            MetaphraseError: As `Generator.generate_stream`.
         """
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         options = {"seed": None, "return_scores": True, "risk": None, "split_sentences": False} | options
@@ -121,9 +117,9 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
                 except (OSError, ValueError) as error:
                     # The generator of chunks has ended. The chunks before the error come first.
                     reading_error = error
-                if not futures and reading_error is not None:
-                    raise reading_error
                 if not futures:
+                    if reading_error is not None:
+                        raise reading_error
                     return
                 candidates, counts = futures.popleft().result()
                 self.count(counts)
@@ -135,9 +131,8 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         try:
             yield
         except BrokenProcessPool as error:
-            raise ChildProcessError(
-                "A process of the generator pool died. If memory was short, set a smaller `num_processes` or `batch_size`."
-            ) from error
+            text = "A process of the generator pool died. With little memory, lower `num_processes` or `batch_size`."
+            raise ChildProcessError(text) from error
 
 
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:
@@ -168,18 +163,18 @@ def _start(
     global _loading
     # A terminal sends SIGINT to all processes. The process that started the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(life,), name="metaphrase-life", daemon=True).start()
+
+    def end_with_pool() -> None:
+        wait([life])
+        os._exit(0)
+
+    threading.Thread(target=end_with_pool, name="metaphrase-life", daemon=True).start()
     torch.set_num_threads(num_threads)
     # Bars of several processes would overwrite each other.
     transformers_logging.disable_progress_bar()
-    # tqdm's default lock between processes would leak, because `_end_with` closes nothing.
+    # tqdm's default lock between processes would leak, because `end_with_pool` closes nothing.
     tqdm.set_lock(threading.RLock())
     _loading = (name_or_path, assistant_name), {**options, "device": devices.get()}
-
-
-def _end_with(life: Connection) -> None:
-    wait([life])
-    os._exit(0)
 
 
 def _num_targets(options: dict[str, Any]) -> int:
@@ -192,7 +187,7 @@ def _generate(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredTe
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
-    settings = (options.pop(name) for name in ("return_scores", "split_sentences", "risk"))
+    settings = {name: options.pop(name) for name in ("return_scores", "split_sentences", "risk")}
     seed = options.pop("seed")
-    candidates = generator.generate_chunk(chunk, seed, *generator.plan_stream(*settings, options))
+    candidates = generator.generate_chunk(Plan.of(generator, options, **settings), chunk, seed)
     return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}

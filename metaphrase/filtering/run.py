@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import hashlib
 import itertools
 import json
 import logging
@@ -9,25 +10,17 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from metaphrase.data.pairs import PROBLEMS, PairProblem, PairSource, Record, pair_formatter, tsv_line
+import numpy as np
+
+from metaphrase.data.pairs import PROBLEMS, SIDES, PairProblem, PairSource, Record
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
-from metaphrase.filtering.rules import (
-    RULES,
-    FilterSettings,
-    LanguageRule,
-    Pair,
-    PairRules,
-    SeenHashes,
-    hash_text,
-    normal_form,
-    normalize,
-)
+from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normal_form, normalize
 from metaphrase.storage.folders import WriteLock, file_in_one_step, json_text, read_fields, write_json
 from metaphrase.tokenization.texts import shard_range
 
@@ -38,10 +31,51 @@ NUM_EXAMPLES = 5
 _SEED = 0
 _STATE = "state.json"
 _LINE_BREAKS = str.maketrans("\r\n", "  ")
+_TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 # Returns the dual cross-entropy score of each pair, from 0 to 1.
 PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
 # The broken rule, or an empty text, and the pair.
 Verdict = tuple[str, Pair]
+
+
+class SeenHashes:
+    """Hashes of 8 bytes that occurred before, as sorted runs. A new run is merged with runs of its size or less.
+
+    All hashes stand in memory. A look-up takes a binary search in each of the few runs.
+    """
+
+    def __init__(self, hashes: bytes):
+        self._runs = [np.sort(np.frombuffer(hashes, dtype=np.uint64))]
+
+    def add_new(self, hashes: np.ndarray, most: int) -> np.ndarray:
+        """Add the hashes that occurred fewer than `most` times, here or in earlier calls. Return True for each of them."""
+        order = np.argsort(hashes, kind="stable")
+        ordered = hashes[order]
+        counts = np.arange(len(hashes)) - np.searchsorted(ordered, ordered)
+        for run in self._runs:
+            counts += np.searchsorted(run, ordered, side="right") - np.searchsorted(run, ordered)
+        is_new = np.empty(len(hashes), dtype=bool)
+        is_new[order] = counts < most
+        run = ordered[counts < most]
+        while self._runs and len(self._runs[-1]) <= len(run):
+            # The stable sort merges two sorted halves in linear time.
+            run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
+        self._runs.append(run)
+        return is_new
+
+
+def tsv_line(*texts: str) -> str:
+    """Return a line of a .tsv file. Tabs and line breaks inside a text become spaces."""
+    return "\t".join(text.translate(_TSV_BREAKS) for text in texts) + "\n"
+
+
+def pair_formatter(output: str | None) -> Callable[[str, str], str]:
+    """Return the function that formats a pair for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
+    if output is not None and not output.endswith((".tsv", ".jsonl")):
+        raise MetaphraseError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
+    if output is None or output.endswith(".tsv"):
+        return tsv_line
+    return lambda *pair: json.dumps(dict(zip(SIDES, pair, strict=True)), ensure_ascii=False) + "\n"
 
 
 class PairFilter:
@@ -52,11 +86,10 @@ class PairFilter:
         self._settings, self._score_pairs = settings, score_pairs
         self._active = set(RULES if settings.rules is None else settings.rules)
         has_language = "language" in self._active and (settings.source_lang, settings.target_lang) != (None, None)
-        self._language_rule = LanguageRule(settings) if has_language else None
+        self._is_foreign = load_detector(settings) if has_language else None
         # Packages that are missing must show before the corpus is read.
         PairRules(settings, ())
-        self.num_records, sample = sample_pairs(source.records(), MAX_PAIRS)
-        check_sample(source, self.num_records, sample)
+        self.num_records, sample = sample_pairs(source.records(), MAX_PAIRS, source.name)
         if settings.normalize:
             sample = [(normalize(first), normalize(second)) for first, second in sample]
         self._rules = PairRules(settings, sample)
@@ -73,10 +106,7 @@ class PairFilter:
     def decide(
         self, records: Sequence[Record], seen_pairs: SeenHashes, seen_sources: SeenHashes
     ) -> tuple[list[Verdict], bytes, bytes]:
-        """Return the verdict of each record, and the new hashes of pairs and of sources of pairs that stay.
-
-        The new hashes are added to those of earlier records.
-        """
+        """Return the verdict of each record, and the new hashes of pairs and of sources, which are added to earlier ones."""
         settings, verdicts = self._settings, []
         # Normal forms of the pairs that stay, by their indices.
         forms_of: dict[int, Pair] = {}
@@ -100,20 +130,19 @@ class PairFilter:
                 del forms_of[index]
 
         def drop_repeated(rule: str, texts: Iterable[str], most: int, earlier: SeenHashes) -> bytes:
-            """Drop pairs whose text occurred `most` times before. Return the hashes of the others."""
+            """Drop pairs whose text occurred `most` times before. Return the bytes of the hashes of the others."""
             if rule not in self._active:
                 return b""
-            hashes = list(map(hash_text, texts))
-            is_new = earlier.counts(hashes) < most
+            digests = (hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest() for text in texts)
+            hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
+            is_new = earlier.add_new(hashes, most)
             drop(rule, ~is_new)
-            hashes = list(itertools.compress(hashes, is_new))
-            earlier.add(hashes)
-            return b"".join(hashes)
+            return hashes[is_new].tobytes()
 
         compared = forms_of.values() if settings.duplicates == "near" else pairs()
         pair_hashes = drop_repeated("duplicate", map("\t".join, compared), 1, seen_pairs)
-        if self._language_rule is not None:
-            drop("language", (self._language_rule.breaks(*pair) for pair in pairs()))
+        if self._is_foreign is not None:
+            drop("language", itertools.starmap(self._is_foreign, pairs()))
         if self.alignment is not None:
             drop("alignment", self.alignment.scores(pairs()) < self.alignment.threshold)
         if self._score_pairs is not None and "dual_cross_entropy" in self._active:
@@ -123,31 +152,31 @@ class PairFilter:
         return verdicts, pair_hashes, drop_repeated("targets_per_source", sources, most, seen_sources)
 
 
-def sample_pairs(records: Iterator[Record], most: int) -> tuple[int, list[Pair]]:
-    """Return the number of records, and at most so many pairs drawn at random, in random order (Vitter 1985, algorithm R)."""
-    generator, sample, num_records, num_pairs = random.Random(_SEED), [], 0, 0
+def sample_pairs(records: Iterable[Record], most: int, name: str = "The corpus") -> tuple[int, list[Pair]]:
+    """Return the number of records, and at most so many pairs drawn at random, in random order (Vitter 1985, algorithm R).
+
+    Raises:
+        MetaphraseError: If there is no pair. The message has the name and the first problem.
+    """
+    generator, sample, problem, num_records, num_pairs = random.Random(_SEED), [], "", 0, 0
     for record in records:
         num_records += 1
         if isinstance(record, PairProblem):
+            problem = problem or f" {record.message}"
             continue
         num_pairs += 1
         if len(sample) < most:
             sample.append(record)
         elif (index := int(generator.random() * num_pairs)) < most:
             sample[index] = record
+    if not sample:
+        raise MetaphraseError(f"{name} must hold at least one pair, got none in {num_records:,} records.{problem}")
     generator.shuffle(sample)
     return num_records, sample
 
 
-def check_sample(source: PairSource, num_records: int, sample: Sequence[Pair]) -> None:
-    """Check that a sample of `sample_pairs` holds a pair. The error has the first problem."""
-    if not sample:
-        problem = f" in {num_records:,} records. {next(source.records()).message}" if num_records else "."
-        raise MetaphraseError(f"{source.name} must hold at least one pair, got none{problem}")
-
-
 class FilterReport:
-    """Counts of a run by rule, with the first examples of each. It is kept in the state of a run."""
+    """Counts of a run by rule, with the first examples of each."""
 
     def __init__(self, content: dict[str, Any] | None = None):
         content = content or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
@@ -155,7 +184,6 @@ class FilterReport:
         self.dropped = Counter(content["dropped"])
 
     def add(self, verdicts: Sequence[Verdict]) -> None:
-        """Count verdicts of `PairFilter.decide`."""
         self.num_read += len(verdicts)
         for rule, (source, target) in verdicts:
             if not rule:
@@ -166,7 +194,7 @@ class FilterReport:
                 examples.append({"source": source, "target": target})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts and examples as plain values for JSON, rules in their order."""
+        """Return counts and examples for JSON, rules in their order."""
         order = [rule for rule in (*PROBLEMS, *RULES) if rule in self.dropped]
         dropped, examples = ({rule: values[rule] for rule in order} for values in (self.dropped, self.examples))
         return {"read": self.num_read, "kept": self.num_kept, "dropped": dropped, "examples": examples}
@@ -184,11 +212,7 @@ class WorkFolder(contextlib.AbstractContextManager):
     """
 
     def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
-        """Read the state of a stopped run. Nothing is written before `with`.
-
-        Args:
-            key: Settings and input of the run, as values of JSON. A stopped run must have the same.
-        """
+        """Read the state of a stopped run, which must have the same `key`. Nothing is written before `with`."""
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
         saved = read_fields(self.path / _STATE)
@@ -234,7 +258,7 @@ class WorkFolder(contextlib.AbstractContextManager):
             self.append(name, b"")
 
     def append(self, name: str, content: bytes) -> None:
-        """Append to a file: an output, or a file of the run itself. Output whose path ends in .gz is compressed."""
+        """Append to an output, which is compressed if its path ends in .gz, or to a file of the run itself."""
         if name in self.outputs and self.outputs[name].name.endswith(".gz") and content:
             # A gzip file may have any number of members. Without a time, equal content has equal bytes.
             content = gzip.compress(content, mtime=0)
@@ -242,13 +266,7 @@ class WorkFolder(contextlib.AbstractContextManager):
             file.write(content)
             self._sizes[name] = file.tell()
 
-    def read(self, name: str) -> bytes:
-        """Return the content of a file of the run itself; nothing if there is none."""
-        path = self.path / name
-        return path.read_bytes() if path.exists() else b""
-
     def save(self, state: Mapping[str, Any]) -> None:
-        """Save the state, which belongs to all that was appended so far."""
         with file_in_one_step(self.path / _STATE) as temporary:
             write_json(temporary, {"key": self._key, "sizes": self._sizes, "state": state})
         self.state = dict(state)
@@ -300,9 +318,8 @@ def filter_pairs(
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in map(Path, source.paths)]
     # Names are those of the options, for the error about a stopped run that had other ones.
-    active = {"rules": [rule for rule in RULES if settings.rules is None or rule in settings.rules]}
-    key = asdict(settings) | active | {"shard": shard, "columns": source.columns}
-    key |= {"max_line_characters": source.max_line_characters}
+    key = asdict(settings) | {"rules": [rule for rule in RULES if settings.rules is None or rule in settings.rules]}
+    key |= {"shard": shard, "columns": source.columns, "max_line_characters": source.max_line_characters}
     identity = {"file": stats, "output": [str(path) for path in files.values()]}
     folder = WorkFolder(files, key | identity, resume=resume)
     result = FilterReport(folder.state.get("report"))
@@ -312,18 +329,20 @@ def filter_pairs(
             folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)
             on_start(len(part), result.num_read)
-            format_pair = None if "output_1" in files else pair_formatter(files["output_0"].name.removesuffix(".gz"))
-            seen_pairs, seen_sources = (SeenHashes(folder.read(name)) for name in ("pairs", "sources"))
+            format_pair = (
+                tsv_line if "output_1" in files else pair_formatter(files["output_0"].name.removesuffix(".gz"))
+            )
+            hashes = ((folder.path / name) for name in ("pairs", "sources"))
+            seen_pairs, seen_sources = (SeenHashes(path.read_bytes() if path.exists() else b"") for path in hashes)
             records = itertools.islice(source.records(), part.start + result.num_read, part.stop)
             while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
                 verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
                 result.add(verdicts)
                 pairs = [pair for rule, pair in verdicts if not rule]
+                lines = {"output_0": itertools.starmap(format_pair, pairs)}
                 if "output_1" in files:
-                    breaks = _LINE_BREAKS
-                    lines = {f"output_{i}": [f"{pair[i].translate(breaks)}\n" for pair in pairs] for i in (0, 1)}
-                else:
-                    lines = {"output_0": [format_pair(*pair) for pair in pairs]}
+                    sides = zip(("output_0", "output_1"), zip(*pairs, strict=True), strict=False)
+                    lines = {name: (f"{text.translate(_LINE_BREAKS)}\n" for text in side) for name, side in sides}
                 if rejected is not None:
                     lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
                 for name, texts in lines.items():

@@ -1,6 +1,7 @@
 """Generate target ids from source ids, in batches of similar length. Hypotheses have the order of the sources."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,6 @@ from metaphrase.storage.generation_options import (
     use_floats,
 )
 from metaphrase.tokenization.texts import batches_by_length
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_MAX_TOKENS_PER_BATCH = 8192
@@ -63,6 +63,8 @@ class Partner:
     sources: Sequence[Sequence[int]]
 
 
+# Takes the number of sources of a batch that is done.
+OnBatch = Callable[[int], object] | None
 # Takes the sources of a batch once for each model (token ids). Returns the hypotheses of each source.
 GenerateBatch = Callable[..., list[list[Hypothesis]]]
 
@@ -119,22 +121,17 @@ def check_sources(sources: Sequence[Sequence[int]], positions: int | None, max_t
             raise TooLongError(number, len(source), limit, has_positions=positions is not None)
 
 
-def longest_source(model: Any) -> int | None:
-    """Return the most tokens of a source, with the end of sequence, or None if the model has no limit."""
-    return _num_positions(model, "get_encoder", "position_limit")
-
-
-def longest_target(model: Any) -> int | None:
-    """Return the most tokens of the decoder's input, with the start token, or None if the model has no limit."""
-    return _num_positions(model, "get_decoder", "decoder_position_limit")
-
-
 def _num_positions(model: Any, method: str, name: str) -> int | None:
     if not hasattr(model, method):
         return None
     # FSMT's stacks have no configuration of their own.
     config = getattr(getattr(model, method)(), "config", model.config)
     return getattr(config, name if config.model_type == "metaphrase" else "max_position_embeddings", None)
+
+
+# Return the most tokens of a source, with the end of sequence, or of the decoder's input, with the start token. None is no limit.
+longest_source = functools.partial(_num_positions, method="get_encoder", name="position_limit")
+longest_target = functools.partial(_num_positions, method="get_decoder", name="decoder_position_limit")
 
 
 @contextlib.contextmanager
@@ -188,10 +185,10 @@ def generate_hypotheses(
     batch_size: int = DEFAULT_BATCH_SIZE,
     max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
     show_progress: bool | None = False,
-    on_batch: Callable[[int], object] | None = None,
+    on_batch: OnBatch = None,
     partners: Sequence[Partner] = (),
     search: Callable | None = None,
-    vocabulary_map: VocabularyMap | None = None,
+    vocabulary_map: Any = None,
     **generation_kwargs,
 ) -> list[list[Hypothesis]]:
     """Run `model.generate()`, or an engine, over all sources.
@@ -204,17 +201,12 @@ def generate_hypotheses(
         options: Arguments of `generate()` that a `Plan` has read, in place of `generation_kwargs`.
         batch_size: Most sources in a batch. It is 1 if tokens are drafted, or if an option looks at padded sources
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
-        max_tokens_per_batch: Most source tokens in a batch, padding included.
-        on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
         vocabulary_map: Permits the tokens of a batch, for the fast loops. Other searches and engines do not read the map.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
-
-    Raises:
-        MetaphraseError: If arguments contradict each other, or as `generate()` does.
     """
     if options is None:
         options = read_options(generation_kwargs)
@@ -255,7 +247,7 @@ def _make_generate(
     options: Mapping[str, Any],
     return_scores: bool,
     search: Callable | None,
-    vocabulary_map: VocabularyMap | None,
+    vocabulary_map: Any,
 ) -> GenerateBatch:
     model, settings = models[0], resolve_settings(models[0], options)
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
@@ -274,7 +266,11 @@ def _make_generate(
             longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
         forced_index = longest - 2
     loop = search
-    if loop is None and _is_plain(model, options):
+    modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
+    names = {name for name, value in options.items() if value is not None}
+    # The fast loops know the options of the command line alone.
+    is_plain = names <= {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
+    if loop is None and is_plain and model.generation_config.get_generation_mode() in modes:
         if vocabulary_map is not None:
             loop = needed_plugin("generate_loop", "vocabulary_map")
         elif return_scores:
@@ -298,7 +294,7 @@ def _make_generate(
         for ids in sequences[:, 1:].tolist():
             end = next((index for index, token in enumerate(ids) if token in ends), None)
             rows.append((ids if end is None else ids[: end + 1], end not in (None, forced_index)))
-        scores = [None] * len(rows)
+        scores: list[float | None] = [None] * len(rows)
         if return_scores and getattr(output, "sequences_scores", None) is not None:
             scores = output.sequences_scores.tolist()
         elif return_scores:
@@ -325,14 +321,6 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
         "input_ids": torch.tensor(ids, device=model.device),
         "attention_mask": torch.tensor(mask, device=model.device),
     }
-
-
-def _is_plain(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
-    """Return True for greedy search, beam search and sampling with no other options than those of the command line."""
-    modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
-    known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
-    names = {name for name, value in options.items() if value is not None}
-    return known >= names and model.generation_config.get_generation_mode() in modes
 
 
 def _sum_log_probs(steps: Sequence[torch.Tensor] | None, rows: Sequence[Sequence[int]]) -> list[float]:

@@ -24,6 +24,7 @@ from metaphrase.inference.batches import (
     DEFAULT_MAX_TOKENS_PER_BATCH,
     Engine,
     Hypothesis,
+    OnBatch,
     Partner,
     check_sources,
     generate_hypotheses,
@@ -37,7 +38,6 @@ from metaphrase.storage.folders import members_of
 from metaphrase.storage.generation_options import complete_sampling
 from metaphrase.storage.loading import check_device, default_device, is_exported, load_pretrained, naming
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, set_languages, shorten
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
 
@@ -101,17 +101,16 @@ class TextStream:
 
     num_unfinished = num_truncated = num_cut = num_loops = num_looping = num_drafted = num_accepted = 0
 
-    def count(self, counts: Mapping[str, int]) -> None:
-        """Add to the counters, by name."""
+    def count(self, counts: Mapping[str, int], hypotheses: Iterable[list[Hypothesis]] = ()) -> None:
+        """Add to the counters, by name, and to `num_unfinished` the hypotheses without their end of sequence."""
         for name, number in counts.items():
             setattr(self, name, getattr(self, name) + number)
+        self.num_unfinished += sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
 
     def log_counts(self, num_sources: int) -> None:
         """Log the counters that tell of a problem, and the share of drafted tokens that were accepted."""
         if self.num_unfinished:
-            text = (
-                "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_length or max_new_tokens."
-            )
+            text = "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_new_tokens."
             logger.warning(text, self.num_unfinished, num_sources)
         if self.num_loops:
             text = "Targets that repeated themselves and were decoded again: %d. Of these still repeat themselves: %d."
@@ -149,16 +148,26 @@ class Plan:
     ends_loops: bool
     return_scores: bool
     split_sentences: bool | str
+    # True to choose by `generate_mbr()`, whose arguments the options then are.
+    minimizes_risk: bool = False
 
     @classmethod
     def of(
         cls,
         generator: "Generator",
-        options: Mapping[str, Any],
+        options: dict[str, Any],
         return_scores: bool = False,
         split_sentences: bool | str = False,
+        risk: Mapping[str, Any] | None = None,
     ) -> "Plan":
-        """Read the options of a call, arguments of `generate()`. Raises `MetaphraseError` if they do not fit."""
+        """Read the options of a call, arguments of `generate()`. Raises `MetaphraseError` if they do not fit.
+
+        `risk` has arguments of `generate_mbr()`, if its choice is to be the only candidate.
+        """
+        if risk is not None:
+            if split_sentences:
+                raise MetaphraseError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
+            return cls([generator], None, {**risk, **options}, 1, False, True, False, minimizes_risk=True)
         options = {name: value for name, value in options.items() if value is not None or name not in _OWN_OPTIONS}
         ends_loops = bool(options.pop("end_loops", False))
         options = read_options(complete_sampling(options))
@@ -226,7 +235,7 @@ class Generator(TextStream):
         batch_size: int = DEFAULT_BATCH_SIZE,
         max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
         members: Sequence["Generator"] = (),
-        vocabulary_map: VocabularyMap | None = None,
+        vocabulary_map: Any = None,
     ):
         """Join the parts.
 
@@ -239,8 +248,8 @@ class Generator(TextStream):
             max_tokens_per_batch: Most source tokens in a batch, padding included.
             members: Generators whose models join this one in an ensemble. All need the same target vocabulary; each reads
                 sources with its own tokenizer. Generation settings are those of this generator.
-            vocabulary_map: Greedy search, beam search and sampling of this model select only from the tokens that the map
-                permits for the sources of a batch. Other searches select from all tokens.
+            vocabulary_map: `VocabularyMap`. Greedy search, beam search and sampling of this model select only from the tokens
+                that it permits for the sources of a batch. Other searches select from all tokens.
 
         Raises:
             MetaphraseError: If a size is below 1, `max_source_length` has no room for a token of the text, or the models cannot
@@ -306,35 +315,31 @@ class Generator(TextStream):
         """
         if engine not in ENGINES:
             raise MetaphraseError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
-        names = [name_or_path] if isinstance(name_or_path, str | os.PathLike) else list(name_or_path)
-        names = [model for name in names for model in members_of(name) or [name]]
+        names: list[Any] = []
+        for name in [name_or_path] if isinstance(name_or_path, str | os.PathLike) else name_or_path:
+            names += members_of(name) or [name]
         if len(names) != 1 and (engine == "ctranslate2" or use_vmap or not names):
-            raise MetaphraseError(
-                f"The engine ctranslate2 and `use_vmap` need one model, an ensemble several, got {names}."
-            )
-        if engine == "auto" and len(names) == 1:
-            engine = "ctranslate2" if is_exported(names[0]) else "auto"
-        elif engine == "auto":
-            engine = "torch"
+            raise MetaphraseError(f"Engine ctranslate2 and `use_vmap` need one model, ensembles several, got {names}.")
+        if engine == "auto":
+            engine = "torch" if len(names) > 1 else "ctranslate2" if is_exported(names[0]) else "auto"
         load_engine, choice = plugin("engine") if engine == "auto" else None, None
         if engine != "ctranslate2":
             device = default_device() if device is None else device
             check_device(device)
         if engine == "ctranslate2" or torch_dtype(dtype) == torch.int8:
             load_engine = needed_plugin("engine", "engine" if engine == "ctranslate2" else "dtype")
-        parts, loading = [], {"trust_remote_code": trust_remote_code}
+        loading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        parts = []
         for name in names:
             with naming(name, "name_or_path"):
                 tokenizers = TokenizerPair.from_pretrained(name, **loading)
                 if use_vmap:
-                    kwargs["vocabulary_map"] = VocabularyMap.from_pretrained(name, tokenizers)
+                    kwargs["vocabulary_map"] = needed_plugin("vocabulary_map", "use_vmap")(name, tokenizers)
                 if load_engine is None:
                     model = load_pretrained(name, dtype=torch_dtype(dtype), **loading).to(device).eval()
                 else:
-                    vocabulary_map = kwargs.get("vocabulary_map")
-                    model, choice = load_engine(
-                        name, tokenizers, vocabulary_map, engine=engine, device=device, dtype=dtype, **loading
-                    )
+                    options = {"engine": engine, "device": device, "dtype": dtype, **loading}
+                    model, choice = load_engine(name, tokenizers, kwargs.get("vocabulary_map"), **options)
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
             parts.append((model, tokenizers))
         first, *rest = parts
@@ -381,10 +386,8 @@ class Generator(TextStream):
         """
         # Overrides the model's own setting.
         plan = Plan.of(self, {"num_return_sequences": 1} | generation_kwargs, split_sentences=split_sentences)
-        if (count := plan.num_targets) != 1:
-            raise MetaphraseError(
-                f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`."
-            )
+        if (num := plan.num_targets) != 1:
+            raise MetaphraseError(f"`num_return_sequences` must be 1 for `generate`, got {num}: use `generate_n_best`.")
         candidates = self.generate_planned(plan, list(checked_texts(texts)), show_progress)
         return [scored[0].text for scored in candidates]
 
@@ -471,38 +474,19 @@ class Generator(TextStream):
         """
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         # A bad option is an error before the first line is read.
-        plan, risk = self.plan_stream(return_scores, split_sentences, risk, generation_kwargs)
+        plan = Plan.of(self, generation_kwargs, return_scores, split_sentences, risk)
         # Batches hold sentences, and the bar counts texts.
-        has_steps = plan is not None and not split_sentences
+        has_steps = not (plan.minimizes_risk or split_sentences)
         with progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             for chunk in chunks:
-                candidates = self.generate_chunk(chunk, seed, plan, risk, bar.update if has_steps else None)
+                candidates = self.generate_chunk(plan, chunk, seed, bar.update if has_steps else None)
                 bar.update(sum(not text.strip() for text in chunk.texts) if has_steps else len(chunk.texts))
                 yield from candidates
 
-    def plan_stream(
-        self,
-        return_scores: bool,
-        split_sentences: bool | str,
-        risk: Mapping[str, Any] | None,
-        generation_kwargs: Mapping[str, Any],
-    ) -> tuple[Plan | None, dict[str, Any]]:
-        """Return the plan of a stream, or None and the arguments of `generate_mbr()`."""
-        if risk is None:
-            return Plan.of(self, generation_kwargs, return_scores, split_sentences), {}
-        if split_sentences:
-            raise MetaphraseError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
-        return None, {**risk, **generation_kwargs}
-
     def generate_chunk(
-        self,
-        chunk: Chunk,
-        seed: int | None,
-        plan: Plan | None,
-        risk: Mapping[str, Any],
-        on_batch: Callable[[int], object] | None = None,
+        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: OnBatch = None
     ) -> list[list[ScoredText]]:
-        """Return the candidates of each source of a chunk, whatever came before. See `plan_stream`."""
+        """Return the candidates of each source of a chunk, whatever came before."""
         if chunk.number and self.engine_choice is not None:
             self.engine_choice.expect_many()
         if seed is not None and chunk.number:
@@ -511,16 +495,12 @@ class Generator(TextStream):
         if seed is not None:
             torch.manual_seed(seed)
         with numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
-            if plan is None:
-                return [[candidate] for candidate in self.generate_mbr(chunk.texts, **risk)]
+            if plan.minimizes_risk:
+                return [[candidate] for candidate in self.generate_mbr(chunk.texts, **plan.options)]
             return self.generate_planned(plan, chunk.texts, on_batch=on_batch)
 
     def generate_planned(
-        self,
-        plan: Plan,
-        texts: list[str],
-        show_progress: bool | None = False,
-        on_batch: Callable[[int], object] | None = None,
+        self, plan: Plan, texts: list[str], show_progress: bool | None = False, on_batch: OnBatch = None
     ) -> list[list[ScoredText]]:
         """Return the candidates of each text: the way from texts to ids, from ids to hypotheses, and from these to texts."""
         encoded = plan.encode(texts)
@@ -530,11 +510,7 @@ class Generator(TextStream):
         return plan.decode(encoded.documents, hypotheses)
 
     def generate_encoded(
-        self,
-        plan: Plan,
-        encoded: EncodedTexts,
-        show_progress: bool | None = False,
-        on_batch: Callable[[int], object] | None = None,
+        self, plan: Plan, encoded: EncodedTexts, show_progress: bool | None = False, on_batch: OnBatch = None
     ) -> list[list[Hypothesis]]:
         """Return the hypotheses of each sentence, and count. The server overrides this method, so that requests share batches."""
         ids, *partner_ids = encoded.ids
@@ -557,25 +533,16 @@ class Generator(TextStream):
             search=joint_search,
             vocabulary_map=self.vocabulary_map,
         )
-        self.count(encoded.counts | {name: getattr(joint_search, name, 0) for name in ("num_drafted", "num_accepted")})
-        self.count_unfinished(hypotheses)
+        drafts = {name: getattr(joint_search, name, 0) for name in ("num_drafted", "num_accepted")}
+        self.count(encoded.counts | drafts, hypotheses)
         return hypotheses
 
     def generate_ids(
-        self,
-        texts: list[str],
-        *,
-        return_scores: bool = False,
-        show_progress: bool | None = False,
-        **generation_kwargs,
+        self, texts: list[str], *, return_scores: bool = False, show_progress: bool | None = False, **generation_kwargs
     ) -> list[list[Hypothesis]]:
         """Return the hypotheses of texts, of which blank ones are left out. The options are those of `generate_n_best()`."""
         plan = Plan.of(self, generation_kwargs, return_scores)
         return self.generate_encoded(plan, plan.encode(texts), show_progress)
-
-    def count_unfinished(self, hypotheses: Iterable[list[Hypothesis]], sign: int = 1) -> None:
-        """Add the hypotheses without their end of sequence to the counter, or take them off."""
-        self.num_unfinished += sign * sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
 
     def num_targets(self, **generation_kwargs) -> int:
         """Return the number of candidates of a source with these options."""
@@ -584,7 +551,7 @@ class Generator(TextStream):
     def score(
         self, sources: Iterable[str], targets: Iterable[str | Sequence[int]], *, show_progress: bool | None = False
     ) -> list[Any]:
-        """Return the log-probability of each token of given targets, computed in batches of similar length.
+        """Return the log-probability of each token of given targets: one `ForcedScore` for each pair, in order.
 
         The scores are those of the model's own distribution. Penalties, forced tokens and other options of `generate` do not
         apply.
@@ -592,9 +559,6 @@ class Generator(TextStream):
         Args:
             sources: Source texts without `source_prefix`.
             targets: One for each source: a text, or token ids without the start token, such as `Hypothesis.ids`.
-
-        Returns:
-            One `ForcedScore` for each pair, in order.
 
         Raises:
             MetaphraseError: If the numbers of sources and targets differ, a side has more tokens than the model has positions, or
@@ -616,13 +580,6 @@ class Generator(TextStream):
             return sources
         end = TextFrame.of(self.tokenizers.encode_sources).end
         return [shorten(ids, self.max_source_length, end) for ids in sources]
-
-
-def check_single(generator: "Generator", name: str) -> None:
-    """Raise `MetaphraseError` if a generator is an ensemble or has another engine than torch."""
-    if not generator.is_single:
-        actual = f"an ensemble of {1 + len(generator.members)}" if generator.members else type(generator.model).__name__
-        raise MetaphraseError(f"`{name}` must be a single torch model here, got {actual}.")
 
 
 def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> None:

@@ -7,31 +7,18 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import ScoredText
 from metaphrase.storage.folders import WriteLock
-from metaphrase.tokenization import iterate_lines
-from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
 
 _SEPARATOR = " ||| "
 # Names of files that load with the `config.json` beside them: weights, tokenizers, settings and code.
 _MODEL_FILE = re.compile(r"(config|generation_config|tokenizer|vocab|model).*\.json|.*\.(safetensors|bin|model|spm|py)")
 # Scores have six decimals. Another number of threads may change the last ones.
 _SCORE_TOLERANCE = 1e-4
-
-
-def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[str]:
-    """Yield the lines of a file (`.gz` or not) or of standard input. Only a line feed ends a line."""
-    if path is not None:
-        yield from iterate_lines(path, max_line_characters=max_line_characters)
-        return
-    for line in decode_lines(sys.stdin.buffer, "standard input", max_line_characters):
-        if line.problem:
-            raise MetaphraseError(line.problem)
-        yield line.content
 
 
 def check_files(
@@ -61,11 +48,6 @@ def check_files(
             raise MetaphraseError(f"`{name}` must be another file than `{option}`, got {os.fspath(output)!r} for both.")
 
 
-def num_lines(path: str | None) -> int | None:
-    """Return the number of lines, for progress; `None` for a pipe or standard input."""
-    return count_lines(path) if path is not None and Path(path).is_file() else None
-
-
 def format_targets(index: int, candidates: Sequence[ScoredText], with_scores: bool) -> str:
     """Return the lines of the targets of one source: `index ||| target ||| score`, or the targets alone."""
     lines = (_SEPARATOR.join([str(index), c.text, f"{c.score:.6f}"]) if with_scores else c.text for c in candidates)
@@ -77,7 +59,7 @@ def as_lines(texts: Iterable[str]) -> str:
     return "".join(text.replace("\r", " ").replace("\n", " ") + "\n" for text in texts)
 
 
-class OutputFile(contextlib.AbstractContextManager):
+class OutputFile(contextlib.ExitStack):
     """Writer of targets, source by source, to a new file, to that of a stopped run, or to standard output.
 
     An old file keeps its content until the first write. A resumed file alone tells how far the run came: whole lines count, and
@@ -100,34 +82,24 @@ class OutputFile(contextlib.AbstractContextManager):
         with_scores: bool = False,
         chunk_size: int = 1,
     ):
-        """Open the file, so that an error comes before any work, and find out how far a resumed one goes.
-
-        Args:
-            path: The file; `None` is standard output.
-            resume: True to continue the regular file of a stopped run, or a missing one.
-        """
+        """Open the file, so that an error comes before any work, and find out how far a resumed one goes."""
+        super().__init__()
         self.path, self._with_scores = path, with_scores
         self.next_source = self.num_done = 0
         self._old_lines: collections.deque[bytes] = collections.deque()
-        self._resources = contextlib.ExitStack()
         if path is None:
             self._stream, self._end = sys.stdout, None
             if isinstance(sys.stdout, io.TextIOWrapper):
                 # Whatever the locale.
                 sys.stdout.reconfigure(encoding="utf-8", newline="\n")
             return
-        with contextlib.ExitStack() as resources:
-            # Mode `w` would empty the file at once.
-            self._stream = resources.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
-            resources.enter_context(WriteLock(path, name))
-            # Where the first write cuts the file. Pipes and devices cannot be truncated.
-            self._end = 0 if os.path.isfile(path) else None
-            if resume:
-                self._measure(path, num_targets, chunk_size)
-            self._resources = resources.pop_all()
-
-    def __exit__(self, *exception: object) -> None:
-        self._resources.close()
+        # Mode `w` would empty the file at once.
+        self._stream = self.enter_context(open(path, "a", encoding="utf-8", newline="\n"))  # noqa: SIM115 (an exit stack)
+        self.enter_context(WriteLock(path, name))
+        # Where the first write cuts the file. Pipes and devices cannot be truncated.
+        self._end = 0 if os.path.isfile(path) else None
+        if resume:
+            self._measure(path, num_targets, chunk_size)
 
     def write(self, lines: str) -> None:
         """Write the lines of the next source. Raises `MetaphraseError` if a resumed file holds other lines for this source."""
@@ -144,7 +116,9 @@ class OutputFile(contextlib.AbstractContextManager):
                     "input and options of the stopped run, or leave out --resume to start again."
                 )
         if self.next_source >= self.num_done:
-            self._cut()
+            if self._end is not None:
+                self._stream.truncate(self._end)
+                self._end = None
             self._stream.write(lines)
             self._stream.flush()
         self.next_source += 1
@@ -156,13 +130,8 @@ class OutputFile(contextlib.AbstractContextManager):
                 f"`output` must not hold targets of more sources than the input has, got {self.num_done} in {self.path}. "
                 "Leave out --resume to start again."
             )
-        if not self.num_done:
-            self._cut()
-
-    def _cut(self) -> None:
-        if self._end is not None:
+        if not self.num_done and self._end is not None:
             self._stream.truncate(self._end)
-        self._end = None
 
     def _measure(self, path: str | os.PathLike, num_targets: int, chunk_size: int) -> None:
         """Find the last complete source, and keep the lines of its chunk and of an incomplete source."""

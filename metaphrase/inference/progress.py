@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from typing import TypeAlias
 
 from tqdm.auto import tqdm
 
@@ -20,17 +21,15 @@ def has_bar() -> bool:
     return (sys.stderr.isatty() or "ipykernel" in sys.modules) and not os.environ.get("TQDM_DISABLE")
 
 
-class ProgressLines(contextlib.AbstractContextManager):
-    """Progress in lines of the log, for a file that would fill with the frames of a bar."""
+class ProgressLines(contextlib.nullcontext):
+    """Progress in lines of the log, for a file that would fill with the frames of a bar. The caller logs the last line."""
 
     def __init__(self, total: int | None, unit: str, initial: int = 0, time_limit: float = math.inf):
         """Begin to measure time, after `initial` units of an earlier run. Work may end at the time limit with units left."""
+        super().__init__(self)
         self.total, self.unit, self.done, self.time_limit = total, unit, initial, time_limit
         self._first, self._start = initial, time.monotonic()
         self._next = self._start + _LEAST_SECONDS
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the last line to the caller, who knows more."""
 
     def update(self, count: int, note: str = "") -> None:
         """Add units that are done. A line, which ends with the note, follows if the last one is long ago."""
@@ -50,7 +49,7 @@ class ProgressLines(contextlib.AbstractContextManager):
         logger.info("%s", "  ".join([*parts, note]).rstrip())
 
 
-ProgressBar = tqdm | ProgressLines
+ProgressBar: TypeAlias = tqdm | ProgressLines
 
 
 def progress_bar(total: int | None, unit: str, show_progress: bool | None, initial: int = 0) -> ProgressBar:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from metaphrase.modeling.layers import MetaphraseAttention
-from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask, softmax_gradient
+from metaphrase.ops.linear_and_dropout import apply_mask, can_fuse, joined_linear, random_mask
 from metaphrase.ops.packed_rows import PackedSequences, Packing, attend_in_blocks, grid_width
 
 # Most scores of a block, so that they stay in the processor's cache.
@@ -134,9 +134,9 @@ def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
     """Split the sequences, in order, into blocks of at most `BLOCK_ENTRIES` scores. A long sequence is split by heads."""
     sides = packing.queries.lengths.tolist(), packing.keys.lengths.tolist()
     start = 0
-    while start < len(packing.queries):
+    while start < len(packing.queries.lengths):
         stop, widths = start, (0, 0)
-        while stop < len(packing.queries):
+        while stop < len(packing.queries.lengths):
             wider = tuple(max(width, grid_width(side[stop])) for width, side in zip(widths, sides, strict=True))
             if stop > start and (stop + 1 - start) * heads * wider[0] * wider[1] > BLOCK_ENTRIES:
                 break
@@ -166,11 +166,11 @@ class _GridAttention(torch.autograd.Function):
         # `keeps_weights` stores the attention weights for the backward pass, which else computes them again.
         ctx.grid, ctx.scaling, ctx.cap, ctx.keeps_weights, ctx.kept_share = grid, scaling, cap, keeps_weights, 1.0
         width = sum(states.shape[1] for states in rows) // 3
-        ctx.counts = [states.shape[1] // width for states in rows]
+        # The first tensor holds the queries, alone or with keys and values.
+        sides = [grid.queries, *[grid.keys] * (len(rows) - 1)]
+        ctx.sides = [(side, states.shape[1] // width) for side, states in zip(sides, rows, strict=True)]
         query, key, value = (
-            cells
-            for states, count, side in zip(rows, ctx.counts, _sides(grid, rows), strict=True)
-            for cells in side.enter(states, count)
+            cells for states, (side, count) in zip(rows, ctx.sides, strict=True) for cells in side.enter(states, count)
         )
         output = torch.empty_like(query)
         all_weights, all_masks = [], []
@@ -192,59 +192,43 @@ class _GridAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         # Checkpointing allows one read of `saved_tensors`.
-        saved = ctx.saved_tensors
-        mask, (cells, mask_gradient) = saved[3], _grid_gradients(ctx, gradient, *saved)
-        row_gradients = []
-        # `pop` frees the cells of each gradient when its rows are there.
-        for count, side in zip(ctx.counts, _sides(ctx.grid, ctx.counts), strict=True):
-            row_gradients.append(side.leave(cells.pop(0), count))
+        query, key, value, mask, *saved = ctx.saved_tensors
+        grid, scaling = ctx.grid, ctx.scaling
+        all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
+        all_masks = saved[: len(saved) - len(all_weights)]
+        gradients = [query.new_empty(count * len(side.to_grid), query.shape[1]) for side, count in ctx.sides]
+        query_gradient, key_gradient, value_gradient = (
+            part for cells, (_, count) in zip(gradients, ctx.sides, strict=True) for part in cells.chunk(count)
+        )
+        (incoming,) = grid.queries.enter(gradient, repeats=False)
+        mask_gradient = torch.zeros(mask.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        all_parts = grid.parts((query, query_gradient, incoming), (key, value, key_gradient, value_gradient))
+        for number, (block, parts) in enumerate(all_parts):
+            queries, queries_gradient, outputs_gradient, keys, values, keys_gradient, values_gradient = parts
+            weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling, ctx.cap)
+            dropped, slope = weights.to(values.dtype), torch.bmm(outputs_gradient, values.transpose(1, 2))
+            if all_masks:
+                dropped, slope = (
+                    apply_mask(entries, all_masks[number], ctx.kept_share) for entries in (dropped, slope)
+                )
+            torch.bmm(dropped.transpose(1, 2), outputs_gradient, out=values_gradient)
+            # weights * (slope - sum(weights * slope)), in the dtype of the weights.
+            slope = torch._softmax_backward_data(slope.to(weights.dtype), weights, -1, weights.dtype)
+            if mask_gradient is not None:
+                part = block.part(mask_gradient)
+                part += slope.float().view(-1, block.num_heads, *slope.shape[1:]).sum_to_size(part.shape)
+            slope = slope.to(values.dtype)
+            if ctx.cap is not None:
+                slope *= 1 - _capped(queries, keys, scaling, ctx.cap).square()
+            torch.bmm(slope, keys, out=queries_gradient)
+            torch.bmm(slope.transpose(1, 2), queries, out=keys_gradient)
+        # There are fewer entries to scale here than in the scores.
+        query_gradient.mul_(scaling)
+        key_gradient.mul_(scaling)
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
+        row_gradients = (side.leave(cells, count) for cells, (side, count) in zip(gradients, ctx.sides, strict=True))
         return mask_gradient, None, None, None, None, None, *row_gradients
-
-
-def _sides(grid: Grid, rows: Sequence) -> list[GridSide]:
-    # The first tensor holds the queries, alone or with keys and values.
-    return [grid.queries, *[grid.keys] * (len(rows) - 1)]
-
-
-def _grid_gradients(
-    ctx, gradient: torch.Tensor, query, key, value, mask, *saved: torch.Tensor
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    grid, scaling = ctx.grid, ctx.scaling
-    all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
-    all_masks = saved[: len(saved) - len(all_weights)]
-    gradients = [
-        query.new_empty(count * len(side.to_grid), query.shape[1])
-        for count, side in zip(ctx.counts, _sides(grid, ctx.counts), strict=True)
-    ]
-    query_gradient, key_gradient, value_gradient = (
-        part for cells, count in zip(gradients, ctx.counts, strict=True) for part in cells.chunk(count)
-    )
-    (incoming,) = grid.queries.enter(gradient, repeats=False)
-    mask_gradient = torch.zeros(mask.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-    all_parts = grid.parts((query, query_gradient, incoming), (key, value, key_gradient, value_gradient))
-    for number, (block, parts) in enumerate(all_parts):
-        queries, queries_gradient, outputs_gradient, keys, values, keys_gradient, values_gradient = parts
-        weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling, ctx.cap)
-        dropped, slope = weights.to(values.dtype), torch.bmm(outputs_gradient, values.transpose(1, 2))
-        if all_masks:
-            dropped, slope = (apply_mask(entries, all_masks[number], ctx.kept_share) for entries in (dropped, slope))
-        torch.bmm(dropped.transpose(1, 2), outputs_gradient, out=values_gradient)
-        # weights * (slope - sum(weights * slope)), in the dtype of the weights.
-        slope = softmax_gradient(slope.to(weights.dtype), weights)
-        if mask_gradient is not None:
-            part = block.part(mask_gradient)
-            part += slope.float().view(-1, block.num_heads, *slope.shape[1:]).sum_to_size(part.shape)
-        slope = slope.to(values.dtype)
-        if ctx.cap is not None:
-            slope *= 1 - _capped(queries, keys, scaling, ctx.cap).square()
-        torch.bmm(slope, keys, out=queries_gradient)
-        torch.bmm(slope.transpose(1, 2), queries, out=keys_gradient)
-    # There are fewer entries to scale here than in the scores.
-    query_gradient.mul_(scaling)
-    key_gradient.mul_(scaling)
-    return gradients, mask_gradient
 
 
 def _weight_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
@@ -313,10 +297,10 @@ def grid_attention(
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
     sides = packing.queries, packing.keys, packing.keys
     cells = [
-        states.new_zeros(len(side) * side.width, states.shape[1]).index_copy(0, side.cells, states)
+        states.new_zeros(len(side.lengths) * side.width, states.shape[1]).index_copy(0, side.cells, states)
         for side, states in zip(sides, rows, strict=True)
     ]
-    cells = [states.view(len(packing.queries), -1, heads, head_dim).transpose(1, 2) for states in cells]
+    cells = [states.view(len(packing.queries.lengths), -1, heads, head_dim).transpose(1, 2) for states in cells]
     mask = packing.is_seen_in_grid() if mask is None else mask
     output = attend_in_blocks(*cells, mask, scaling, dropout, cap)
     return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
@@ -354,7 +338,7 @@ def fused_grid_attention(
     groups = [([attention.q_proj, *key_value], hidden_states)]
     if attention.is_cross:
         groups = [([attention.q_proj], hidden_states), (key_value, encoder_hidden_states)]
-    if not all(can_join(*group) for group in groups):
+    if not all(can_fuse(layer, states) for layers, states in groups for layer in layers):
         return None
     rows = [joined_linear(*group).flatten(0, 1) for group in groups]
     heads = attention.q_proj.out_features // attention.head_dim

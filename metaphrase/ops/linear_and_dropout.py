@@ -59,26 +59,16 @@ class _MaskedDropout(torch.autograd.Function):
         return states_gradient, gradient.to(ctx.residual_dtype) if ctx.needs_input_grad[1] else None, None
 
 
-def _is_plain(states: torch.Tensor, p: float, training: bool) -> bool:
-    """Return True if torch's own dropout runs."""
-    is_elsewhere = states.device.type != "cpu" or torch.compiler.is_compiling()
-    return not training or is_elsewhere or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
+def add_dropout(residual: torch.Tensor | None, states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+    """Return `residual + dropout(states)`, of one shape, or dropout alone (Srivastava et al. 2014, section 4).
 
-
-def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    """Apply dropout (Srivastava et al. 2014, section 4). Elsewhere than on a CPU, and in compiled code, torch's own runs.
-
-    On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128, most of it for random numbers.
+    On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128, most of it for random numbers. One
+    kernel with the sum takes half the time of two. Elsewhere, and in compiled code, torch's own dropout runs.
     """
-    if _is_plain(states, p, training):
-        return nn.functional.dropout(states, p, training)
-    return _MaskedDropout.apply(states, None, p)
-
-
-def add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    """Return `residual + dropout(states)`, of one shape. On a CPU one kernel takes half the time of two."""
-    if _is_plain(states, p, training):
-        return residual + nn.functional.dropout(states, p, training)
+    is_elsewhere = states.device.type != "cpu" or torch.compiler.is_compiling()
+    if not training or is_elsewhere or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY:
+        states = nn.functional.dropout(states, p, training)
+        return states if residual is None else residual + states
     return _MaskedDropout.apply(states, residual, p)
 
 
@@ -178,12 +168,8 @@ def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None 
     return plain_linear(layer, states, activation)
 
 
-def can_join(layers: Sequence[nn.Module], states: torch.Tensor) -> bool:
-    return all(can_fuse(layer, states) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
-
-
 def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectified: bool = False) -> torch.Tensor:
-    """Apply layers for which `can_join` is true to the same states: (..., in_features) -> (..., sum of out_features)."""
+    """Apply layers, all with a bias or none, for which `can_fuse` is true: (..., in_features) -> (..., sum of out_features)."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
     return _FusedLinear.apply(states, is_rectified, len(layers), *(layer.weight for layer in layers), *biases)
 
@@ -192,7 +178,3 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if a call of the module runs hooks or a replaced `forward`, as of accelerate to load weights."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in vars(module) or _has_any_global_hook()
-
-
-def softmax_gradient(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-    return torch._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)

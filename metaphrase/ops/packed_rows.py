@@ -44,22 +44,16 @@ class PackedSequences:
     """
 
     def __init__(self, lengths: torch.Tensor, num_tokens: int, longest: int | None = None):
+        if longest is None or lengths.device.type == "cpu":
+            values = lengths.tolist()
+            if sum(values) != num_tokens or min(values) < 1:
+                raise MetaphraseError(
+                    f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, got {values}."
+                )
+            longest = max(values)
         self.lengths, self.num_tokens, self.longest = lengths.long(), num_tokens, longest
-        if longest is not None and lengths.device.type != "cpu":
-            return
-        values = lengths.tolist()
-        if sum(values) != num_tokens or min(values) < 1:
-            raise MetaphraseError(
-                f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, got {values}."
-            )
-        self.longest = max(values)
-
-    def __len__(self) -> int:
-        return self.lengths.shape[0]
-
-    @property
-    def width(self) -> int:
-        return grid_width(self.longest)
+        # Columns of the grid.
+        self.width = grid_width(longest)
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -74,7 +68,7 @@ class PackedSequences:
     @cached_property
     def ids(self) -> torch.Tensor:
         """Index of each token's sequence, `(tokens)`."""
-        numbers = torch.arange(len(self), device=self.lengths.device)
+        numbers = torch.arange(len(self.lengths), device=self.lengths.device)
         return numbers.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     @cached_property
@@ -100,9 +94,10 @@ class Packing:
         kernel: str,
         window: tuple[int, int] | None = None,
     ):
-        if len(queries) != len(keys):
+        if len(queries.lengths) != len(keys.lengths):
             raise MetaphraseError(
-                f"A packed batch must have as many sources as targets, got {len(keys)} sources and {len(queries)} targets."
+                "A packed batch must have as many sources as targets, "
+                f"got {len(keys.lengths)} sources and {len(queries.lengths)} targets."
             )
         self.queries, self.keys, self.is_causal, self.kernel, self.window = queries, keys, is_causal, kernel, window
         # Storage of the kernel `grid`.
@@ -186,27 +181,25 @@ def product_dtype(states: torch.Tensor) -> torch.dtype:
 
 
 def packed_mask(packing: Packing, bias: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask for the kernel of a packing and hidden states, once for all layers that share a position bias."""
+    """Make the mask for the kernel of a packing and hidden states, once for all layers that share a position bias.
+
+    The mask is added to the scores: the bias in float32, or 0, and the lowest number for a key that a query does not see.
+    """
+    device = hidden_states.device
     if packing.kernel == "reference":
-        return additive_mask(packing.is_seen(), (packing.queries.positions,) * 2, bias, hidden_states)
-    if packing.kernel == "window":
+        is_seen, positions = packing.is_seen(), (packing.queries.positions,) * 2
+    elif packing.kernel == "window":
         (left, right), size = packing.window, block_size(packing.window)
-        indices = torch.arange(left + size + right, device=hidden_states.device)[None, :]
-        positions = indices[:, left : left + size], indices
-        return additive_mask(packing.is_seen_in_blocks(), positions, bias, hidden_states)
-    if packing.kernel == "varlen" or (bias is None and not packing.is_causal):
+        keys = torch.arange(left + size + right, device=device)[None, :]
+        is_seen, positions = packing.is_seen_in_blocks(), (keys[:, left : left + size], keys)
+    elif packing.kernel == "varlen" or (bias is None and not packing.is_causal):
         return None
-    # A token has the same position in its grid row as in its sequence.
-    positions = torch.arange(packing.queries.width, device=hidden_states.device)[None, :]
-    return additive_mask(packing.is_seen_in_grid(), (positions, positions), bias, hidden_states)
-
-
-def additive_mask(
-    is_seen: torch.Tensor, positions: tuple[torch.Tensor, ...], bias: nn.Module | None, hidden_states: torch.Tensor
-) -> torch.Tensor:
-    """Make a mask that is added to the scores: the bias in float32, or 0, if `is_seen`, and the lowest number elsewhere."""
+    else:
+        # A token has the same position in its grid row as in its sequence.
+        is_seen = packing.is_seen_in_grid()
+        positions = (torch.arange(packing.queries.width, device=device)[None, :],) * 2
     # Each layer would store a copy in another dtype.
-    zeros = torch.zeros(is_seen.shape, dtype=product_dtype(hidden_states), device=hidden_states.device)
+    zeros = torch.zeros(is_seen.shape, dtype=product_dtype(hidden_states), device=device)
     scores = zeros if bias is None else bias(*positions).float()
     return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
 

@@ -1,5 +1,7 @@
 """Encoder and decoder over packed rows, and windows of padded batches in blocks. Other batches go to the plain methods."""
 
+import functools
+
 import torch
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import create_bidirectional_mask
@@ -39,7 +41,7 @@ _plain_encode, _plain_decode = MetaphraseEncoder.encode, MetaphraseDecoder.decod
 def plug_in() -> None:
     """Put the operators of this package into the network."""
     acceleration.linear = linear_and_dropout.linear
-    acceleration.dropout = linear_and_dropout.dropout
+    acceleration.dropout = functools.partial(linear_and_dropout.add_dropout, None)
     acceleration.add_dropout = linear_and_dropout.add_dropout
     acceleration.packed_attention = packed_attention
     MetaphraseEncoder.encode, MetaphraseDecoder.decode = encode, decode

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from metaphrase.modeling.loss import IGNORED_LABEL
-from metaphrase.ops.linear_and_dropout import is_hooked, softmax_gradient
+from metaphrase.ops.linear_and_dropout import is_hooked
+from metaphrase.ops.packed_rows import product_dtype
 
 # A chunk of logits should fit into the processor's caches. It needs enough rows to make up for adding the gradient of the
 # projection once per chunk.
@@ -62,18 +63,19 @@ class _ProjectedLoss(torch.autograd.Function):
         bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needs_gradient[2] else None
         size = chunk_rows(vocab)
         for start in range(0, states.shape[0], size):
-            chunk, chunk_labels = states[start : start + size], labels[start : start + size]
-            mask = None if is_label is None else is_label[start : start + size]
+            chunk, mask = states[start : start + size], None if is_label is None else is_label[start : start + size]
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
-            rows = torch.arange(chunk.shape[0], device=chunk.device)
-            label_logits = logits[rows, chunk_labels].float()
-            probabilities = torch.softmax(logits, dim=1)
-            label_probabilities = _LabelProbabilities(probabilities, rows, chunk_labels)
-            losses = label_probabilities.surprisals(logits, probabilities, label_logits) + smoothing * label_logits
+            index = torch.arange(chunk.shape[0], device=chunk.device), labels[start : start + size]
+            label_logits, probabilities = logits[index].float(), torch.softmax(logits, dim=1)
+            values, rest, is_likely = of_labels = _label_probabilities(probabilities, index)
+            if logits.device.type == "cpu" and values.min() > torch.finfo(dtype).tiny:
+                unlikely = -values.log()
+            else:
+                # The largest probability is at least 1 / vocab, so its logarithm is accurate. The maximum is slow on a CPU.
+                unlikely = logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log() - label_logits
+            losses = torch.where(is_likely, -torch.log1p(-rest.clamp(max=0.5)), unlikely) + smoothing * label_logits
             if alpha:
-                divergences, divergence_gradient = _pair_divergence(
-                    logits, probabilities, label_probabilities, rows, chunk_labels, alpha
-                )
+                divergences, divergence_gradient = _pair_divergence(logits, probabilities, of_labels, index, alpha)
             del logits
             if smoothing:
                 losses -= share * (chunk.float() @ weight_sum)
@@ -86,7 +88,9 @@ class _ProjectedLoss(torch.autograd.Function):
                 continue
             # The probabilities become the gradient of the logits, without the part of smoothing.
             logits_gradient = probabilities
-            logits_gradient[rows, chunk_labels] = label_probabilities.minus(1 - smoothing).to(dtype)
+            share_of_label = 1 - smoothing
+            label_gradient = torch.where(is_likely, 1 - share_of_label - rest, values - share_of_label)
+            logits_gradient[index] = label_gradient.to(dtype)
             if alpha:
                 logits_gradient += divergence_gradient
                 del divergence_gradient
@@ -131,62 +135,45 @@ class _ProjectedLoss(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
-class _LabelProbabilities:
-    """Probabilities of the labels, and of all other tokens together, `(rows)`.
+def _label_probabilities(
+    probabilities: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return probabilities of the labels, those of all other tokens together, and True for likely labels, `(rows)`.
 
     In half precision, `1 - p` is inaccurate if p is near 1, but the sum of the other probabilities is accurate.
     """
-
-    def __init__(self, probabilities: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor):
-        values, dtype = probabilities[rows, labels], torch.promote_types(probabilities.dtype, torch.float32)
-        probabilities[rows, labels] = 0
-        # `sum` accumulates in float32 and rounds once. Converting the probabilities first takes far longer.
-        self.rest = probabilities.sum(dim=1).to(dtype)
-        probabilities[rows, labels] = values
-        self.values, self.is_likely = values.to(dtype), self.rest < 0.5
-
-    def minus(self, share: float) -> torch.Tensor:
-        return torch.where(self.is_likely, 1 - share - self.rest, self.values - share)
-
-    def difference(self) -> torch.Tensor:
-        """Return the probabilities of even rows minus those of odd rows, `(rows / 2)`."""
-        (p, q), (rest_p, rest_q) = ((tensor[::2], tensor[1::2]) for tensor in (self.values, self.rest))
-        are_likely = self.is_likely[::2] & self.is_likely[1::2]
-        return torch.where(are_likely, rest_q - rest_p, p - q)
-
-    def surprisals(self, logits: torch.Tensor, probabilities: torch.Tensor, label_logits: torch.Tensor) -> torch.Tensor:
-        """Return the negative logarithms of the probabilities, `(rows)`."""
-        if logits.device.type == "cpu" and self.values.min() > torch.finfo(probabilities.dtype).tiny:
-            unlikely = -self.values.log()
-        else:
-            # The largest probability is at least 1 / vocab, so its logarithm is accurate. The maximum is slow on a CPU.
-            unlikely = logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log() - label_logits
-        return torch.where(self.is_likely, -torch.log1p(-self.rest.clamp(max=0.5)), unlikely)
+    values, dtype = probabilities[index], torch.promote_types(probabilities.dtype, torch.float32)
+    probabilities[index] = 0
+    # `sum` accumulates in float32 and rounds once. Converting the probabilities first takes far longer.
+    rest = probabilities.sum(dim=1).to(dtype)
+    probabilities[index] = values
+    return values.to(dtype), rest, rest < 0.5
 
 
 def _pair_divergence(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
-    label_probabilities: _LabelProbabilities,
-    rows: torch.Tensor,
-    labels: torch.Tensor,
+    of_labels: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    index: tuple[torch.Tensor, torch.Tensor],
     alpha: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the divergence of even and odd rows of a chunk, with the same labels.
+    """Return the divergence of even and odd rows of a chunk, with the same labels, and its gradient.
 
     Their logits a and b have the probabilities p and q. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b). The gradient for a is
     p - q + p (a - b - sum(p (a - b))). Adding a constant to a - b changes neither. So a - b is made 0 for the label, since p and
     q of a likely label are inaccurate. Half the divergence of a pair comes times alpha, `(rows)`.
     """
     p, q = probabilities[::2], probabilities[1::2]
-    index = rows[: len(p)], labels[::2]
+    (label_p, label_q), (rest_p, rest_q), are_likely = ((part[::2], part[1::2]) for part in of_labels)
+    index = index[0][: len(p)], index[1][::2]
     gap, difference = logits[::2] - logits[1::2], p - q
     gap -= gap[index][:, None]
-    difference[index] = label_probabilities.difference().to(difference.dtype)
+    label_difference = torch.where(are_likely[0] & are_likely[1], rest_q - rest_p, label_p - label_q)
+    difference[index] = label_difference.to(difference.dtype)
     divergence = 0.25 * alpha * (gap * difference).sum(dim=1, dtype=torch.float32)
     gradient = torch.empty_like(probabilities)
-    torch.add(softmax_gradient(gap, p), difference, out=gradient[::2])
-    torch.add(softmax_gradient(gap, q), difference, out=gradient[1::2]).neg_()
+    torch.add(torch._softmax_backward_data(gap, p, -1, gap.dtype), difference, out=gradient[::2])
+    torch.add(torch._softmax_backward_data(gap, q, -1, gap.dtype), difference, out=gradient[1::2]).neg_()
     return divergence.repeat_interleave(2), gradient.mul_(0.5 * alpha)
 
 
@@ -234,8 +221,7 @@ def projected_loss(
         is_label = None
     else:
         hidden_states, labels, is_label = hidden_states[is_label], labels[is_label], None
-    is_autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden_states.dtype
+    dtype = product_dtype(hidden_states)
     with torch.autocast(device_type, enabled=False):
         return _ProjectedLoss.apply(
             hidden_states, weight, bias, labels, is_label, divisor, smoothing, r_drop_alpha, dtype

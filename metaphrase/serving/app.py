@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 import anyio
 from fastapi import FastAPI
 from fastapi.responses import Response
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from metaphrase.serving import deepl, huggingface, libretranslate, openai, ui
-from metaphrase.serving.gate import Gate, Metrics, handle_errors
+from metaphrase.serving.gate import ERROR_HANDLERS, Gate
 from metaphrase.serving.service import Service
 
 
@@ -24,16 +24,14 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
         # All requests are answered by now.
         await anyio.to_thread.run_sync(service.batcher.close)
 
-    metrics = Metrics(service)
-    middleware = [Middleware(Gate, service=service, metrics=metrics)]
+    registry = CollectorRegistry()
+    middleware = [Middleware(Gate, service=service, registry=registry)]
     if cors_origins:
         cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
         # Before the gate, so that a browser can read its refusals.
         middleware.insert(0, cors)
-    app = FastAPI(
-        title="Metaphrase", summary="Sequence-to-sequence models as a service", middleware=middleware, lifespan=lifespan
-    )
-    handle_errors(app)
+    options = {"middleware": middleware, "lifespan": lifespan, "exception_handlers": ERROR_HANDLERS}
+    app = FastAPI(title="Metaphrase", summary="Sequence-to-sequence models as a service", **options)
     for api in (huggingface, libretranslate, deepl, openai, ui):
         app.include_router(api.make_router(service))
 
@@ -45,6 +43,6 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
     @app.get("/metrics", tags=["Server"], response_class=Response)
     async def render_metrics() -> Response:
         """Return metrics for Prometheus."""
-        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app

@@ -6,7 +6,7 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -40,18 +40,6 @@ class Ticket:
     is_cancelled: bool = False  # True if the client has gone
     text_lock: "threading.Lock | None" = None  # held by a long request, but not while it waits
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Return a context in which other long requests may work on their texts."""
-        if self.text_lock is None:
-            yield
-            return
-        self.text_lock.release()
-        try:
-            yield
-        finally:
-            self.text_lock.acquire()
-
     def check(self) -> float:
         """Return the seconds that are left. Raises `CancelledRequest` or `TimeoutError` if the request has ended."""
         if self.is_cancelled:
@@ -77,22 +65,15 @@ class _Search:
     num_tokens: int
     results: dict[int, list[Hypothesis]] = field(default_factory=dict)
     future: Future = field(default_factory=Future)
-    arrival: float = field(default_factory=time.monotonic)
-
-    def near(self, length: int) -> slice:
-        """Return where the waiting sentences are that could share a batch with one of a length."""
-        middle = bisect.bisect_right(self.waiting, length, key=self.lengths.__getitem__)
-        size = self.plan.generators[0].batch_size
-        return slice(max(0, middle - size), middle + size)
 
 
-# The orders of which the turns alternate: by the tokens that are left, and by arrival.
-_ORDERS = (lambda search: search.num_tokens, lambda search: search.arrival)
+# The orders of which the turns alternate: by the tokens that are left, and by arrival, as the searches stand in the queue.
+_ORDERS = (lambda search: search.num_tokens, lambda search: 0)
 # A search, and the index of one of its sentences.
 _Row = tuple[_Search, int]
 
 
-class _QueuedGenerator(Generator):
+class QueuedGenerator(Generator):
     """Generator of one request. It shares batches with others, and the model and its tokenizers with the original."""
 
     def __init__(self, original: Generator, batcher: "Batcher", ticket: Ticket):
@@ -102,8 +83,7 @@ class _QueuedGenerator(Generator):
 
     def generate_encoded(self, plan: Plan, encoded: EncodedTexts, *progress: Any) -> list[list[Hypothesis]]:
         hypotheses = self.batcher.generate(self.ticket, plan, encoded)
-        self.count(encoded.counts)
-        self.count_unfinished(hypotheses)
+        self.count(encoded.counts, hypotheses)
         return hypotheses
 
 
@@ -117,7 +97,6 @@ class Batcher:
     """
 
     def __init__(self, num_threads: int = 1):
-        """Start the threads, each of which decodes one batch at a time."""
         # Called after each batch with the numbers of sentences, of source tokens and of target tokens.
         self.observe: Callable[[int, int, int], None] = lambda *counts: None
         self._seconds_per_token = self._batch_seconds = 0.0
@@ -126,9 +105,10 @@ class Batcher:
         self._random_lock = threading.Lock()
         self._searches: list[_Search] = []
         self._turns = itertools.cycle(_ORDERS)
-        # Sentences of each batch that is decoded, and 0 for a call.
+        # The numbers of sentences of the batches that are decoded, and the calls, the first of which runs.
         self._running: list[int] = []
-        self._num_calls, self._is_closed = 0, False
+        self._calls: list[object] = []
+        self._is_closed = False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
@@ -147,10 +127,6 @@ class Batcher:
         with self._condition:
             return sum(len(search.waiting) for search in self._searches)
 
-    def queue(self, generator: Generator, ticket: Ticket) -> Generator:
-        """Return a generator for one request, which shares batches with others, and the model and its tokenizers."""
-        return _QueuedGenerator(generator, self, ticket)
-
     def generate(self, ticket: Ticket, plan: Plan, encoded: EncodedTexts) -> list[list[Hypothesis]]:
         """Wait for the hypotheses of encoded sentences. Other errors are those of `Ticket.check`."""
         generator = plan.generators[0]
@@ -166,34 +142,33 @@ class Batcher:
                 raise CancelledRequest("The server is shutting down.")
             self._searches.append(search)
             self._condition.notify_all()
+        if ticket.text_lock is not None:
+            # Meanwhile another long request may work on its texts.
+            ticket.text_lock.release()
         try:
-            with ticket.waiting():
-                search.future.result(ticket.check())
+            search.future.result(ticket.check())
         except TimeoutError:
             # Nobody needs the sentences that still wait.
             ticket.is_cancelled = True
             raise
+        finally:
+            if ticket.text_lock is not None:
+                ticket.text_lock.acquire()
         return [search.results[index] for index in range(len(lengths))]
 
     def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
         """Run a function, such as an alignment, while no thread decodes. Errors are those of `generate`."""
         with self._condition:
             # No other batch begins until the call ends.
-            self._num_calls += 1
+            self._calls.append(call := object())
         try:
             with self._condition:
-                if not self._condition.wait_for(lambda: not self._running, ticket.check()):
+                if not self._condition.wait_for(lambda: not self._running and self._calls[0] is call, ticket.check()):
                     raise TimeoutError
-                self._running.append(0)
-            try:
-                ticket.check()
-                return function()
-            finally:
-                with self._condition:
-                    self._running.remove(0)
+            return function()
         finally:
             with self._condition:
-                self._num_calls -= 1
+                self._calls.remove(call)
                 self._condition.notify_all()
 
     def _work(self) -> None:
@@ -243,7 +218,7 @@ class Batcher:
                 self._fail(search, error)
 
     def _has_turn(self) -> bool:
-        return not self._num_calls and bool(self._searches or self._is_closed)
+        return not self._calls and bool(self._searches or self._is_closed)
 
     def _has_share(self) -> bool:
         """Return True if a free thread would get its share of all sentences, or need not wait for more."""
@@ -257,21 +232,23 @@ class Batcher:
         """Take the batch of the longest sentence of a search, with sentences of similar length of all searches."""
         if search.is_random:
             # The random numbers must not depend on other requests.
-            taken = [(search, index) for index in search.waiting]
-            search.waiting = []
-            return taken
-        generator, length = search.plan.generators[0], search.lengths[search.waiting[-1]]
-        windows = [(other, other.near(length)) for other in self._searches if other.key == search.key]
-        rows = [(other, index) for other, window in windows for index in other.waiting[window]]
-        lengths, first = [other.lengths[index] for other, index in rows], rows.index((search, search.waiting[-1]))
-        batches = batches_by_length(lengths, generator.batch_size, self._most_tokens(generator))
-        taken = [rows[row] for row in next(batch for batch in batches if first in batch)]
-        for other, window in windows:
-            gone = {index for owner, index in taken if owner is other}
-            other.waiting[window] = [index for index in other.waiting[window] if index not in gone]
-        for other, index in taken:
-            other.num_tokens -= other.lengths[index]
-        return taken
+            indices, search.waiting = search.waiting, []
+            return [(search, index) for index in indices]
+        generator, longest = search.plan.generators[0], search.waiting[-1]
+        size, rows = generator.batch_size, []
+        for other in self._searches:
+            if other.key == search.key:
+                # No sentence of another length could share the batch.
+                middle = bisect.bisect_right(other.waiting, search.lengths[longest], key=other.lengths.__getitem__)
+                rows += [(other, index) for index in other.waiting[max(0, middle - size) : middle + size]]
+        lengths, first = [other.lengths[index] for other, index in rows], rows.index((search, longest))
+        batches = batches_by_length(lengths, size, self._most_tokens(generator))
+        taken = {rows[row]: lengths[row] for row in next(batch for batch in batches if first in batch)}
+        for (other, _), length in taken.items():
+            other.num_tokens -= length
+        for other in {other for other, _ in taken}:
+            other.waiting = [index for index in other.waiting if (other, index) not in taken]
+        return list(taken)
 
     def _most_tokens(self, generator: Generator) -> int:
         """Return the tokens of a batch that takes about `_LONGEST_BATCH` seconds, within bounds."""
@@ -283,12 +260,10 @@ class Batcher:
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))
         try:
-            if searches[0].is_random:
-                with self._random_lock:
+            with self._random_lock if searches[0].is_random else contextlib.nullcontext():
+                if searches[0].is_random:
                     seed = searches[0].ticket.seed
                     torch.seed() if seed is None else torch.manual_seed(seed)
-                    hypotheses = self._search(rows)
-            else:
                 hypotheses = self._search(rows)
         except Exception as error:
             if len(searches) > 1:
@@ -308,7 +283,6 @@ class Batcher:
             search.future.set_result(None)
 
     def _fail(self, search: _Search, error: Exception) -> None:
-        """Give a search an error, unless another thread did."""
         if search in self._searches:
             self._searches.remove(search)
         if not search.future.done():
@@ -317,18 +291,16 @@ class Batcher:
     def _search(self, rows: list[_Row]) -> list[list[Hypothesis]]:
         search, started = rows[0][0], time.perf_counter()
         ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
-        encoded = EncodedTexts(ids, documents=[], counts={})
         generator = search.plan.generators[0].original
-        hypotheses = generator.generate_encoded(search.plan, encoded)
+        hypotheses = generator.generate_encoded(search.plan, EncodedTexts(ids, documents=[], counts={}))
         seconds = time.perf_counter() - started
         lengths = [other.lengths[index] for other, index in rows]
-        num_source_tokens, longest = sum(lengths), max(lengths)
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
         # A full batch takes no less time. So no request is refused that could end in time.
-        size = max(len(rows), min(generator.batch_size, self._most_tokens(generator) // longest))
+        size = max(len(rows), min(generator.batch_size, self._most_tokens(generator) // max(lengths)))
         with self._condition:
             weight = _NEWEST if self._seconds_per_token else 1.0
-            self._seconds_per_token += weight * (seconds / (longest * size) - self._seconds_per_token)
+            self._seconds_per_token += weight * (seconds / (max(lengths) * size) - self._seconds_per_token)
             self._batch_seconds = seconds
-        self.observe(len(rows), num_source_tokens, num_target_tokens)
+        self.observe(len(rows), sum(lengths), num_target_tokens)
         return hypotheses

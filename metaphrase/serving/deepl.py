@@ -2,13 +2,14 @@
 
 import re
 from typing import Literal
+from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-from metaphrase.serving.models import base_code, check_fields, name_of, read_body, schema_of
+from metaphrase.serving.models import base_code, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service
 from metaphrase.texts.plan import Terms
 
@@ -45,12 +46,6 @@ class Texts(BaseModel):
     show_billed_characters: bool = False
 
 
-class LanguageType(BaseModel):
-    """Side of a list of languages."""
-
-    type: Literal["source", "target"] = "source"
-
-
 def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(prefix="/v2", tags=["DeepL"])
@@ -60,23 +55,36 @@ def make_router(service: Service) -> APIRouter:
     async def translate(request: Request) -> Response:
         nonlocal num_characters
         body = await read_body(request, Texts, lists=("text", "ignore_tags"))
-        result, confidences = await service.translate(request, _read_query(service, body))
+        texts, name = body.text, body.glossary_id
+        if name and name not in service.glossaries:
+            known = ", ".join(service.glossaries) or "none: start the server with --glossaries"
+            raise HTTPException(404, f"The glossary must be one of the server's ({known}), got {name!r}.")
+        if body.split_sentences == "nonewlines" and body.tag_handling is None:
+            texts = [_LINE_BREAK.sub(" ", text) for text in texts]
+        query = Query(
+            texts,
+            source_lang=body.source_lang,
+            target_lang=body.target_lang,
+            text_format=body.tag_handling or "text",
+            split_sentences=body.split_sentences != "0",
+            terms=service.glossaries[name] if name else Terms(),
+            # A form has one field for all tags.
+            keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
+        )
+        result, confidences = await service.translate(request, query)
         num_characters += sum(map(len, body.text))
         rows = []
         for text, [target], languages in zip(body.text, result.targets, confidences, strict=True):
-            row = {"detected_source_language": base_code(next(iter(languages))).upper(), "text": target}
+            row = {"detected_source_language": base_code(languages[0]["language"]).upper(), "text": target}
             rows.append(row | ({"billed_characters": len(text)} if body.show_billed_characters else {}))
         return JSONResponse({"translations": rows})
 
     @router.get("/languages")
     async def languages(request: Request) -> Response:
         # The client sends a form, though a GET has no body.
-        if request.headers.get("content-length", "0") != "0":
-            fields = await read_body(request, LanguageType)
-        else:
-            fields = check_fields(request.query_params, LanguageType)
+        side = dict(request.query_params) | dict(parse_qsl((await request.body()).decode()))
         pairs = service.targets_by_source
-        if fields.type == "source":
+        if side.get("type", "source") == "source":
             return JSONResponse([{"language": code.upper(), "name": name_of(code)} for code in pairs])
         rows = [
             {"language": region, "name": name, "supports_formality": False}
@@ -90,22 +98,3 @@ def make_router(service: Service) -> APIRouter:
         return JSONResponse({"character_count": num_characters, "character_limit": _NO_LIMIT})
 
     return router
-
-
-def _read_query(service: Service, body: Texts) -> Query:
-    texts, name = body.text, body.glossary_id
-    if name and name not in service.glossaries:
-        known = ", ".join(service.glossaries) or "none: start the server with --glossaries"
-        raise HTTPException(404, f"The glossary must be one of the server's ({known}), got {name!r}.")
-    if body.split_sentences == "nonewlines" and body.tag_handling is None:
-        texts = [_LINE_BREAK.sub(" ", text) for text in texts]
-    return Query(
-        texts,
-        source_lang=body.source_lang,
-        target_lang=body.target_lang,
-        text_format=body.tag_handling or "text",
-        split_sentences=body.split_sentences != "0",
-        terms=service.glossaries[name] if name else Terms(),
-        # A form has one field for all tags.
-        keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
-    )

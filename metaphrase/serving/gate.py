@@ -3,11 +3,12 @@
 import functools
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
@@ -21,48 +22,15 @@ from metaphrase.serving.service import OverloadError, Service
 
 logger = logging.getLogger(__name__)
 
-# Paths without a key: no text goes there.
-PUBLIC_PATHS = (
-    *("/health", "/ui", "/ui/settings", "/docs", "/openapi.json"),
-    # LibreTranslate needs no key there.
-    "/languages",
-)
+# Paths without a key: no text goes there, and LibreTranslate needs no key for its languages.
+PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json", "/languages")
 # LibreTranslate's clients send the key in the body.
 BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")
 # Nobody can guess the name of a file there.
 DOWNLOAD_PATH = "/download_file/"
 WRONG_KEY = "The API key must be one of the server's."
-# Schemes of the header Authorization.
-_SCHEMES = ("bearer ", "deepl-auth-key ")
 FAILURE = "The server failed to answer this request."
-# nginx's status for a client that closed the connection; nobody reads it.
-CLIENT_CLOSED = 499
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class Metrics:
-    """Metrics of one server, in a registry of their own."""
-
-    def __init__(self, service: Service):
-        self.registry = CollectorRegistry()
-        counter, gauge, histogram = (
-            functools.partial(kind, namespace="metaphrase", registry=self.registry)
-            for kind in (Counter, Gauge, Histogram)
-        )
-        self.requests = counter("requests", "Answered requests", ("route", "status"))
-        self.seconds = histogram("request_seconds", "Time of a request", ("route",))
-        sentences = counter("sentences", "Sentences that have a target")
-        tokens = counter("tokens", "Tokens that the models read or wrote", ("side",))
-        waiting = gauge("sentences_waiting", "Sentences that wait for the engine")
-        waiting.set_function(lambda: service.batcher.num_waiting)
-        gauge("requests_running", "Requests that wait or run").set_function(lambda: service.num_requests)
-
-        def observe(num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
-            sentences.inc(num_sentences)
-            tokens.labels("source").inc(num_source_tokens)
-            tokens.labels("target").inc(num_target_tokens)
-
-        service.batcher.observe = observe
 
 
 class Api(NamedTuple):
@@ -113,10 +81,12 @@ def error_response(path: str, status: int, message: str, headers: dict[str, str]
     return JSONResponse(find_api(path).body(status, message), status, headers)
 
 
-def stream_response(path: str, events: AsyncIterator[dict[str, Any]], end: str = "") -> StreamingResponse:
-    """Return server-sent events. An error is an event in the form of the path's API, because the status is sent already."""
+async def stream_response(path: str, events: AsyncIterator[dict[str, Any]], end: str = "") -> StreamingResponse:
+    """Return server-sent events. Errors before the first event have a status of their own; later ones are an event."""
+    first = await anext(events)
 
     async def send() -> AsyncIterator[str]:
+        yield f"data: {json.dumps(first)}\n\n"
         try:
             async for event in events:
                 yield f"data: {json.dumps(event)}\n\n"
@@ -128,36 +98,53 @@ def stream_response(path: str, events: AsyncIterator[dict[str, Any]], end: str =
     return StreamingResponse(send(), media_type="text/event-stream")
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Turn the errors of all endpoints into responses. The gate answers the unexpected ones."""
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Turn an error of an endpoint into a response. The gate answers the unexpected ones."""
+    api, message, headers = find_api(request.url.path), str(error), None
+    match error:
+        case HTTPException():
+            status, message, headers = error.status_code, str(error.detail), error.headers
+        case OverloadError():
+            status, headers = api.overload, {"Retry-After": "1"}
+        case UnknownModelError():
+            status = api.unknown_model
+        case ValueError() if is_mistake(error):
+            status = 400
+        case ValueError():
+            raise error
+        case _:
+            # nginx's status for a client that closed the connection; nobody reads it.
+            status = 499
+    return error_response(request.url.path, status, message, headers)
 
-    async def answer(request: Request, error: Exception) -> Response:
-        path, message, headers = request.url.path, str(error), None
-        api = find_api(path)
-        match error:
-            case HTTPException():
-                status, message, headers = error.status_code, str(error.detail), error.headers
-            case OverloadError():
-                status, headers = api.overload, {"Retry-After": "1"}
-            case UnknownModelError():
-                status = api.unknown_model
-            case ValueError() if is_mistake(error):
-                status = 400
-            case ValueError():
-                raise error
-            case _:
-                status = CLIENT_CLOSED
-        return error_response(path, status, message, headers)
 
-    for error in (HTTPException, OverloadError, ValueError, CancelledRequest, ClientDisconnect):
-        app.add_exception_handler(error, answer)
+ERROR_HANDLERS = dict.fromkeys(
+    (HTTPException, OverloadError, ValueError, CancelledRequest, ClientDisconnect), answer_error
+)
 
 
 class Gate:
-    """Refuses requests with a wrong key or a large body, and records all of them."""
+    """Refuses requests with a wrong key or a large body, and records all of them, also as metrics in the registry."""
 
-    def __init__(self, app: ASGIApp, service: Service, metrics: Metrics):
-        self.app, self.service, self.metrics = app, service, metrics
+    def __init__(self, app: ASGIApp, service: Service, registry: CollectorRegistry):
+        self.app, self.service = app, service
+        counter, gauge, histogram = (
+            functools.partial(kind, namespace="metaphrase", registry=registry) for kind in (Counter, Gauge, Histogram)
+        )
+        self.requests = counter("requests", "Answered requests", ("route", "status"))
+        self.seconds = histogram("request_seconds", "Time of a request", ("route",))
+        sentences = counter("sentences", "Sentences that have a target")
+        tokens = counter("tokens", "Tokens that the models read or wrote", ("side",))
+        waiting = gauge("sentences_waiting", "Sentences that wait for the engine")
+        waiting.set_function(lambda: service.batcher.num_waiting)
+        gauge("requests_running", "Requests that wait or run").set_function(lambda: service.num_requests)
+
+        def observe(num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
+            sentences.inc(num_sentences)
+            tokens.labels("source").inc(num_source_tokens)
+            tokens.labels("target").inc(num_target_tokens)
+
+        service.batcher.observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -199,8 +186,8 @@ class Gate:
                 await error_response(path, 500, FAILURE)(scope, receive, record_status)
         finally:
             route, status, seconds = route_of(scope), status or 500, time.perf_counter() - started
-            self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.seconds.labels(route).observe(seconds)
+            self.requests.labels(route, str(status)).inc()
+            self.seconds.labels(route).observe(seconds)
             client, method = (scope.get("client") or ("-",))[0], scope["method"]
             logger.info("client=%s method=%s route=%s status=%d ms=%.1f", client, method, route, status, 1000 * seconds)
 
@@ -212,5 +199,5 @@ def route_of(scope: Scope) -> str:
 
 def read_key(header: str) -> str | None:
     """Return the key in a header Authorization."""
-    scheme = next((scheme for scheme in _SCHEMES if header.lower().startswith(scheme)), None)
-    return None if scheme is None else header[len(scheme) :].strip()
+    match = re.match(r"(?:bearer|deepl-auth-key) (.*)", header, re.IGNORECASE)
+    return match and match[1].strip()

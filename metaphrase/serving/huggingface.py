@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, TargetStream, cut_at
+from metaphrase.serving.service import Query, Service, cut_at, stream_target
 
-_OUTPUTS = {"translation": "translation_text", "summarization": "summary_text"}
-_OUTPUTS |= {"text2text-generation": "generated_text"}
-# Paths, with the task of their answer.
-_PATHS = {f"/{task}": task for task in _OUTPUTS} | {"/generate": "text2text-generation"}
+_GENERATED = "generated_text"
+_OUTPUTS = {"translation": "translation_text", "summarization": "summary_text", "text2text-generation": _GENERATED}
+# Paths, with the name of the text in their answer.
+_PATHS = {f"/{task}": name for task, name in _OUTPUTS.items()} | {"/generate": _GENERATED}
 _STREAM = "/generate_stream"
 # Fields of the clients that change nothing here.
 _IGNORED = {"clean_up_tokenization_spaces", "truncation", "return_full_text", "decoder_input_details"}
@@ -50,15 +50,24 @@ def make_router(service: Service) -> APIRouter:
 
     async def answer(request: Request) -> Response:
         body = await read_body(request, Inputs)
-        parameters = body.parameters or Parameters()
-        model, path = service.find_model(body.model), request.url.path
-        query = _read_query(body, parameters)
+        parameters, path = body.parameters or Parameters(), request.url.path
+        options = {**(parameters.model_extra or {}), **(parameters.generate_parameters or {})}
+        options = {name: value for name, value in options.items() if name not in _IGNORED and value is not None}
+        query = Query(
+            [body.inputs] if isinstance(body.inputs, str) else body.inputs,
+            source_lang=parameters.src_lang,
+            target_lang=parameters.tgt_lang,
+            num_targets=options.pop("num_return_sequences", 1),
+            stops=parameters.stop or (),
+            seed=parameters.seed,
+            options=options,
+        )
+        model = service.find_model(body.model)
         if body.stream or path == _STREAM:
-            stream = TargetStream(service, model, query)
-            return stream_response(path, _events(service, model, stream, await stream.start()))
+            return await stream_response(path, _events(service, model, query))
         result = await service.answer(request, model, query)
         # Clients of all tasks post to the root.
-        names = [_OUTPUTS[_PATHS[path]]] if path in _PATHS else dict.fromkeys([_OUTPUTS[model.task], "generated_text"])
+        names = [_PATHS[path]] if path in _PATHS else [_OUTPUTS[model.task], _GENERATED]
         texts = [cut_at(target, query.stops) for row in result.targets for target in row]
         rows = [dict.fromkeys(names, text) for text in texts]
         if parameters.details:
@@ -72,31 +81,17 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
-def _read_query(body: Inputs, parameters: Parameters) -> Query:
-    options = {**(parameters.model_extra or {}), **(parameters.generate_parameters or {})}
-    options = {name: value for name, value in options.items() if name not in _IGNORED and value is not None}
-    return Query(
-        [body.inputs] if isinstance(body.inputs, str) else body.inputs,
-        source_lang=parameters.src_lang,
-        target_lang=parameters.tgt_lang,
-        num_targets=options.pop("num_return_sequences", 1),
-        stops=parameters.stop or (),
-        seed=parameters.seed,
-        options=options,
-    )
-
-
-async def _events(
-    service: Service, model: ServedModel, stream: TargetStream, pieces: AsyncIterator[str]
-) -> AsyncIterator[dict[str, Any]]:
+async def _events(service: Service, model: ServedModel, query: Query) -> AsyncIterator[dict[str, Any]]:
     """Yield one event for each piece, and one with the whole text."""
     texts = []
-    async for piece in pieces:
-        yield {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
-        texts.append(piece)
-    text = "".join(texts)
-    details = await _make_details(service, model, stream.query, [text], stream.is_finished)
-    yield {"index": len(texts), "token": _token("", True), "generated_text": text, "details": details}
+    async for piece, reason in stream_target(service, model, query):
+        if piece:
+            yield {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
+            texts.append(piece)
+        if reason is not None:
+            text = "".join(texts)
+            details = await _make_details(service, model, query, [text], reason == "stop")
+            yield {"index": len(texts), "token": _token("", True), "generated_text": text, "details": details}
 
 
 async def _make_details(

@@ -5,16 +5,17 @@ import reprlib
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
-from metaphrase.serving.models import base_code, identify_languages, name_of, read_body, read_upload, schema_of
+from metaphrase.serving.models import base_code, check_fields, identify_languages, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 
@@ -22,6 +23,8 @@ from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 _MOST_FILES = 64
 # A document unpacks to so many times the largest body.
 _UNPACKED = 16
+# No API has so many fields. They bound the work for a form.
+_MAX_FORM_FIELDS = 100
 _FORMATS = {".txt": "text", ".html": "html", ".htm": "html"}
 _KINDS = ("application/json", "application/x-www-form-urlencoded")
 
@@ -33,23 +36,20 @@ class Text(BaseModel):
     api_key: str | None = None
 
 
-class Texts(BaseModel):
-    """Body of a request for translations."""
-
-    q: str | list[str]
-    source: str
-    target: str
-    format: Literal["text", "html"] | None = None
-    alternatives: int = Field(0, ge=0)
-    api_key: str | None = None
-
-
 class File(BaseModel):
     """Form of a request for the translation of a file, beside the file."""
 
     source: str
     target: str
     api_key: str | None = None
+
+
+class Texts(File):
+    """Body of a request for translations."""
+
+    q: str | list[str]
+    format: Literal["text", "html"] | None = None
+    alternatives: int = Field(0, ge=0)
 
 
 def make_router(service: Service) -> APIRouter:
@@ -74,20 +74,19 @@ def make_router(service: Service) -> APIRouter:
         body = await read_body(request, Texts)
         check_key(request, body.api_key)
         source = check_languages(body.source, body.target)
-        # LibreTranslate has no alternatives of HTML either.
-        num_targets = 1 if body.format == "html" else 1 + body.alternatives
         is_list = isinstance(body.q, list)
         query = Query(
             body.q if is_list else [body.q],
             source_lang=source,
             target_lang=body.target,
             text_format=body.format or "text",
-            num_targets=num_targets,
+            # LibreTranslate has no alternatives of HTML either.
+            num_targets=1 if body.format == "html" else 1 + body.alternatives,
         )
         result, confidences = await service.translate(request, query)
         fields = {"translatedText": [row[0] for row in result.targets]}
         if source is None:
-            fields["detectedLanguage"] = [list_confidences(row)[0] for row in confidences]
+            fields["detectedLanguage"] = [row[0] for row in confidences]
         if body.alternatives:
             # Two sentences may give the same text.
             fields["alternatives"] = [
@@ -99,15 +98,50 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/translate_file")
     async def translate_file(request: Request) -> Response:
-        body, name, content = await read_upload(request, File)
+        async with request.form(max_files=1, max_fields=_MAX_FORM_FIELDS) as form:
+            upload = form.get("file")
+            # RFC 7578 forbids `filename*`, so that a part with nothing else is no file.
+            if not isinstance(upload, UploadFile) or not upload.filename:
+                message = "The body must be multipart/form-data with a `file` that has a `filename`, got none."
+                raise MetaphraseError(message)
+            body, name, content = check_fields(form, File), upload.filename, await upload.read()
         check_key(request, body.api_key)
         languages = {"source_lang": check_languages(body.source, body.target), "target_lang": body.target}
-        translated = await translate_content(service, request, name, content, languages, reading)
-        name = secrets.token_urlsafe(16) + Path(name).suffix.lower()
-        files[name] = translated
+        suffix = Path(name).suffix.lower()
+        if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
+            raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
+        if suffix in _FORMATS:
+            query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
+            result, _ = await service.translate(request, query)
+            content = result.targets[0][0].encode()
+        else:
+            content = await translate_document(request, name, content, languages)
+        name = secrets.token_urlsafe(16) + suffix
+        files[name] = content
         while len(files) > _MOST_FILES:
             del files[next(iter(files))]
         return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
+
+    async def translate_document(
+        request: Request, name: str, content: bytes, languages: dict[str, str | None]
+    ) -> bytes:
+        most_bytes = _UNPACKED * 1024 * service.limits.max_body_kilobytes
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"file{Path(name).suffix.lower()}"
+            path.write_bytes(content)
+            try:
+                # A document may need much memory, so one is read at a time.
+                async with reading:
+                    file = await service.run_in_thread(lambda: read_file(path, most_bytes))
+            except ImportError as error:
+                raise MetaphraseError(f"This server reads no {path.suffix} files.") from error
+            except ValueError as error:
+                # The client does not know the path.
+                raise MetaphraseError(str(error).replace(str(path), name)) from None
+            query = Query(file.texts, **languages, text_format="xml", split_sentences=True, is_file=True)
+            result, _ = await service.translate(request, query)
+            await service.run_in_thread(lambda: file.write([row[0] for row in result.targets], path))
+            return path.read_bytes()
 
     @router.get(DOWNLOAD_PATH + "{name}")
     async def download_file(name: str) -> Response:
@@ -121,7 +155,7 @@ def make_router(service: Service) -> APIRouter:
         body = await read_body(request, Text)
         check_key(request, body.api_key)
         [confidences] = await service.run_in_thread(lambda: identify_languages([body.q], codes))
-        return JSONResponse(list_confidences(confidences))
+        return JSONResponse(confidences)
 
     @router.get("/languages")
     async def languages() -> Response:
@@ -129,47 +163,3 @@ def make_router(service: Service) -> APIRouter:
         return JSONResponse(rows)
 
     return router
-
-
-async def translate_content(
-    service: Service,
-    request: Request,
-    name: str,
-    content: bytes,
-    languages: dict[str, str | None],
-    reading: asyncio.Lock,
-) -> bytes:
-    """Return the translation of a file with this name and content. Documents may need much memory: `reading` admits one."""
-    suffix = Path(name).suffix.lower()
-    if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
-        raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
-    if suffix in _FORMATS:
-        query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
-        result, _ = await service.translate(request, query)
-        return result.targets[0][0].encode()
-    most_bytes = _UNPACKED * 1024 * service.limits.max_body_kilobytes
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"file{suffix}"
-        path.write_bytes(content)
-        async with reading:
-            file = await service.run_in_thread(lambda: open_file(path, name, most_bytes))
-        query = Query(file.texts, **languages, text_format="xml", split_sentences=True, is_file=True)
-        result, _ = await service.translate(request, query)
-        await service.run_in_thread(lambda: file.write([row[0] for row in result.targets], path))
-        return path.read_bytes()
-
-
-def open_file(path: Path, name: str, most_bytes: int) -> Any:
-    """Read a file of a client; `MetaphraseError` if the file is too large or damaged, or a package for it is missing."""
-    try:
-        return read_file(path, most_bytes)
-    except ImportError as error:
-        raise MetaphraseError(f"This server reads no {path.suffix} files.") from error
-    except ValueError as error:
-        # The client does not know the path.
-        raise MetaphraseError(str(error).replace(str(path), name)) from None
-
-
-def list_confidences(confidences: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the confidence of each language as LibreTranslate writes them."""
-    return [{"confidence": confidence, "language": code} for code, confidence in confidences.items()]

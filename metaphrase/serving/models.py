@@ -11,12 +11,11 @@ from urllib.parse import parse_qs
 import yaml
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import UploadFile
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
-from metaphrase.serving.batcher import Batcher, Ticket
+from metaphrase.serving.batcher import Batcher, QueuedGenerator, Ticket
 from metaphrase.storage.folders import members_of, read_fields
 from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization import set_languages
@@ -45,7 +44,6 @@ class ServedModel:
     def __init__(
         self, name: str, generator: Generator, batcher: Batcher, *, languages: tuple[str, str] | None, task: str
     ):
-        """Take the attributes, and the `languages` of a model for one pair of source and target language."""
         if task not in TASKS:
             # A recipe may have any task.
             raise MetaphraseError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
@@ -55,7 +53,7 @@ class ServedModel:
             self._codes = codes_of_tokenizer(generator.tokenizers.source)
         sides = ([base_code(code)] for code in languages) if languages else (list(self._codes),) * 2
         self.source_languages, self.target_languages = sides
-        self._find_variant = functools.cache(self._make_variant)
+        self._variants: dict[tuple, tuple[Generator, dict[str, int]]] = {}
 
     @classmethod
     def from_pretrained(
@@ -79,33 +77,31 @@ class ServedModel:
         return cls(name or Path(path).resolve().name, generator, batcher, languages=languages, task=task)
 
     def open(
-        self, ticket: Ticket, source_lang: str | None = None, target_lang: str | None = None
+        self, ticket: Ticket, source_lang: str | None, target_lang: str | None
     ) -> tuple[Generator, dict[str, int]]:
         """Return a generator for one request, and the generation options for its target language.
 
         Codes of languages are those of `source_languages` and `target_languages`, or as the tokenizer spells them.
         """
-        generator, options = self.generator, {}
-        for code, known in ((source_lang, self.source_languages), (target_lang, self.target_languages)):
+        generator, options, pair = self.generator, {}, (source_lang, target_lang)
+        for code, known in zip(pair, (self.source_languages, self.target_languages), strict=True):
             if code and known and base_code(code) not in known:
                 raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}, got {known}.")
-        if self._codes and (source_lang or target_lang):
-            generator, options = self._find_variant(self._spell(source_lang), self._spell(target_lang))
-        return self.batcher.queue(generator, ticket), options
+        if self._codes and any(pair):
+            spellings = (None, *self._codes.values())
+            pair = tuple(code if code in spellings else self._codes[base_code(code)] for code in pair)
+            if pair not in self._variants:
+                generator = copy.copy(generator)
+                # The languages are a state of the tokenizers.
+                generator.tokenizers = copy.deepcopy(generator.tokenizers)
+                self._variants[pair] = generator, set_languages(generator.tokenizers, *pair)
+            generator, options = self._variants[pair]
+        return QueuedGenerator(generator, self.batcher, ticket), options
 
     def count_tokens(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[int, int]:
         """Return the numbers of tokens of sources and targets."""
         source_ids = self.generator.encode_uncut(list(sources))
         return sum(map(len, source_ids)), sum(map(len, self.generator.tokenizers.encode_targets(list(targets))))
-
-    def _spell(self, code: str | None) -> str | None:
-        return code if code is None or code in self._codes.values() else self._codes[base_code(code)]
-
-    def _make_variant(self, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:
-        generator = copy.copy(self.generator)
-        # The languages are a state of the tokenizers.
-        generator.tokenizers = copy.deepcopy(generator.tokenizers)
-        return generator, set_languages(generator.tokenizers, source, target)
 
 
 class Pivot(NamedTuple):
@@ -145,15 +141,25 @@ def codes_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {base_code(token): token for token in sorted(spellings, reverse=True) if not token.startswith("<")}
 
 
-def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[dict[str, float]]:
-    """Return the confidence of each language for each text, from 0 to 100, the highest first.
+def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Return for each text the confidence of each language, from 0 to 100, the highest first, as LibreTranslate writes it.
 
     All texts together tell the language of a short one. The identifier is fastText's small model.
     """
     if len(codes) == 1:
-        return [{codes[0]: 100.0}] * len(texts)
-    together = _identify(" ".join(texts), codes)
-    return [_identify(text, codes) if len(text) >= _LEAST_CHARACTERS else together for text in texts]
+        return [[{"confidence": 100.0, "language": codes[0]}]] * len(texts)
+
+    def identify(text: str) -> list[dict[str, Any]]:
+        # The identifier refuses lone surrogates.
+        results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
+        scores = {result["lang"]: result["score"] for result in results}
+        shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
+        total = sum(shares.values()) or 1.0
+        best = sorted(codes, key=lambda code: -shares[code])
+        return [{"confidence": round(100 * shares[code] / total, 1), "language": code} for code in best]
+
+    together = identify(" ".join(texts))
+    return [identify(text) if len(text) >= _LEAST_CHARACTERS else together for text in texts]
 
 
 @functools.cache
@@ -164,19 +170,8 @@ def _load_identifier() -> Any:
     return LangDetector(LangDetectConfig(model="lite", max_input_length=_MOST_CHARACTERS))
 
 
-def _identify(text: str, codes: Sequence[str]) -> dict[str, float]:
-    # The identifier refuses lone surrogates.
-    results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
-    scores = {result["lang"]: result["score"] for result in results}
-    shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
-    total = sum(shares.values()) or 1.0
-    return {code: round(100 * shares[code] / total, 1) for code in sorted(codes, key=lambda code: -shares[code])}
-
-
 Fields = TypeVar("Fields", bound=BaseModel)
 _FORM = "application/x-www-form-urlencoded"
-# No API has so many fields. They bound the work for a form.
-_MAX_FORM_FIELDS = 100
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
@@ -199,21 +194,6 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
     if not isinstance(content, dict):
         raise MetaphraseError(f"The body must be an object with fields, got {type(content).__name__}.")
     return check_fields(content, fields)
-
-
-async def read_upload(request: Request, fields: type[Fields]) -> tuple[Fields, str, bytes]:
-    """Return the fields of a form with a file, and the name and the content of its field `file`.
-
-    Raises:
-        HTTPException: If the form is damaged or has more than one file.
-        MetaphraseError: If there is no file, or a field is missing or wrong.
-    """
-    async with request.form(max_files=1, max_fields=_MAX_FORM_FIELDS) as form:
-        file = form.get("file")
-        # RFC 7578 forbids `filename*`, so that a part with nothing else is no file.
-        if not isinstance(file, UploadFile) or not file.filename:
-            raise MetaphraseError("The body must be multipart/form-data with a `file` that has a `filename`, got none.")
-        return check_fields(form, fields), file.filename, await file.read()
 
 
 def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:

@@ -7,7 +7,7 @@ beam search. Temperature 0 is greedy search.
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -15,7 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, TargetStream, cut_at
+from metaphrase.serving.service import Query, Service, cut_at, stream_target
+
+# Values that change nothing, which clients send.
+_DEFAULTS = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "presence_penalty": 0, "suffix": ""}
 
 
 class Prompts(BaseModel):
@@ -31,19 +34,11 @@ class Prompts(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     n: int | None = Field(None, ge=1)
-    best_of: Literal[1] | None = None
     stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
     user: str | None = None
-    # Only values that change nothing.
-    echo: Literal[False] | None = None
-    frequency_penalty: float | None = Field(None, ge=0, le=0)
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
-    logprobs: None = None
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    suffix: str | None = Field(None, max_length=0)
     src_lang: str | None = None
     tgt_lang: str | None = None
 
@@ -60,19 +55,17 @@ def make_router(service: Service) -> APIRouter:
         frame = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "model": model.name}
         frame["created"] = int(time.time())
         if body.stream:
-            stream = TargetStream(service, model, query)
             with_usage = (body.stream_options or {}).get("include_usage", False)
-            events = _events(service, model, stream, await stream.start(), frame, with_usage)
-            return stream_response(request.url.path, events, "data: [DONE]\n\n")
+            events = _events(service, model, query, frame, with_usage)
+            return await stream_response(request.url.path, events, "data: [DONE]\n\n")
         result = await service.answer(request, model, query)
         targets = [target for row in result.targets for target in row]
-        texts = [cut_at(target, query.stops) for target in targets]
-        # The count is that of all targets.
-        reason = "length" if result.num_unfinished else "stop"
-        choices = [
-            _choice(text, "stop" if text != target else reason, index)
-            for index, (text, target) in enumerate(zip(texts, targets, strict=True))
-        ]
+        choices = []
+        for index, target in enumerate(targets):
+            text = cut_at(target, query.stops)
+            # The count is that of all targets.
+            is_cut = bool(result.num_unfinished) and text == target
+            choices.append(_choice(text, "length" if is_cut else "stop", index))
         usage = await _count_usage(service, model, query.texts, targets)
         return JSONResponse(frame | {"choices": choices, "usage": usage})
 
@@ -91,15 +84,12 @@ def make_router(service: Service) -> APIRouter:
 
 
 def _read_query(body: Prompts) -> Query:
-    options = dict(body.model_extra or {})
-    if body.max_tokens is not None:
-        options["max_new_tokens"] = body.max_tokens
+    # Top p of 1 leaves all tokens, and clients send it with every request.
+    fields = {"max_new_tokens": body.max_tokens, "temperature": body.temperature}
+    fields["top_p"] = None if body.top_p == 1 else body.top_p
     if body.temperature == 0:
-        options |= {"do_sample": False, "num_beams": 1}
-    else:
-        # 1 leaves all tokens, and clients send it with every request.
-        sampling = {"temperature": body.temperature, "top_p": None if body.top_p == 1 else body.top_p}
-        options |= {name: value for name, value in sampling.items() if value is not None}
+        fields |= {"temperature": None, "top_p": None, "do_sample": False, "num_beams": 1}
+    options = [*(body.model_extra or {}).items(), *fields.items()]
     return Query(
         [body.prompt] if isinstance(body.prompt, str) else body.prompt,
         source_lang=body.src_lang,
@@ -107,26 +97,20 @@ def _read_query(body: Prompts) -> Query:
         num_targets=body.n or 1,
         stops=[body.stop] if isinstance(body.stop, str) else body.stop or (),
         seed=body.seed,
-        options=options,
+        options={name: value for name, value in options if value not in (None, _DEFAULTS.get(name))},
     )
 
 
 async def _events(
-    service: Service,
-    model: ServedModel,
-    stream: TargetStream,
-    pieces: AsyncIterator[str],
-    frame: dict[str, Any],
-    with_usage: bool,
+    service: Service, model: ServedModel, query: Query, frame: dict[str, Any], with_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield one event for each piece, one for the end, and one for the usage."""
+    """Yield one event for each piece, and one for the usage."""
     texts = []
-    async for piece in pieces:
+    async for piece, reason in stream_target(service, model, query):
         texts.append(piece)
-        yield frame | {"choices": [_choice(piece, None)]}
-    yield frame | {"choices": [_choice("", "stop" if stream.is_finished else "length")]}
+        yield frame | {"choices": [_choice(piece, reason)]}
     if with_usage:
-        usage = await _count_usage(service, model, stream.query.texts, ["".join(texts)])
+        usage = await _count_usage(service, model, query.texts, ["".join(texts)])
         yield frame | {"choices": [], "usage": usage}
 
 

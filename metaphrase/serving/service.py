@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 from fastapi import Request
@@ -52,13 +52,11 @@ class Query:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Targets of a request: for each source the best target and its alternatives."""
 
     targets: list[list[str]]
-    # Targets, or their sentences, that met the length limit.
-    num_unfinished: int
+    num_unfinished: int  # targets, or their sentences, that met the length limit
 
 
 class OverloadError(Exception):
@@ -82,9 +80,7 @@ class Service:
         if len(self.models) < len(models):
             names = ", ".join(model.name for model in models)
             raise MetaphraseError(f"Each model must have a name of its own, got {names}. Write NAME=FOLDER.")
-        self.batcher = batcher
-        self.limits = limits or Limits()
-        self.glossaries = dict(glossaries or {})
+        self.batcher, self.limits, self.glossaries = batcher, limits or Limits(), glossaries or {}
         self.keys = [key.encode() for key in api_keys]
         self.num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)
@@ -182,9 +178,13 @@ class Service:
         except TimeoutError as error:
             raise OverloadError(str(error) or "The request took longer than the server allows.") from error
 
-    async def run(self, request: Request, function: Callable[[Ticket], Result], seed: int | None = None) -> Result:
-        """Run a function of a request's ticket in another thread. The ticket is cancelled when the client goes away."""
-        with self.admit(seed) as ticket:
+    async def run(self, request: Request, query: Query, function: Callable[[Ticket], Result]) -> Result:
+        """Check a query, and run a function of its ticket in another thread.
+
+        The ticket is cancelled when the client goes away.
+        """
+        check_query(query, self.limits)
+        with self.admit(query.seed) as ticket:
 
             async def watch() -> None:
                 # After the body, the only further message tells that the client has gone.
@@ -192,43 +192,37 @@ class Service:
                     pass
                 ticket.is_cancelled = True
 
+            def work() -> Result:
+                with self.text_work(query, ticket):
+                    return function(ticket)
+
             task = asyncio.create_task(watch())
             try:
-                return await self.run_in_thread(lambda: function(ticket))
+                return await self.run_in_thread(work)
             finally:
                 task.cancel()
 
     async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
         """Generate the targets of a request."""
-        check_query(query, self.limits)
+        return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
-        def work(ticket: Ticket) -> Answer:
-            with self.text_work(query, ticket):
-                return answer(model, query, ticket)
-
-        return await self.run(request, work, query.seed)
-
-    async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
+    async def translate(self, request: Request, query: Query) -> tuple[Answer, list[list[dict[str, Any]]]]:
         """Translate texts, each by a model for its language, which is identified where the query has none.
 
-        Returns the targets, and the confidence of each source language for each text, as `identify_languages`.
+        Returns the targets, and the source languages of each text, as `identify_languages`.
         """
         check_query(query, self.limits)
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
-            languages = [{query.source_lang: 100.0}] * len(query.texts)
+            languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
         else:
             target, pairs = base_code(query.target_lang), self.targets_by_source
             sources = [source for source in pairs if target in pairs[source]]
 
-            def identify() -> list[dict[str, float]]:
-                texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
-                if query.is_file:
-                    return identify_languages([" ".join(texts)], sources) * len(texts)
-                return identify_languages(texts, sources)
-
-            languages = await self.run_in_thread(identify)
-        best, targets, num_unfinished = [next(iter(row)) for row in languages], {}, 0
+            texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
+            texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
+            languages = await self.run_in_thread(lambda: identify_languages(texts, sources) * count)
+        best, targets, num_unfinished = [row[0]["language"] for row in languages], {}, 0
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
             part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])
@@ -240,23 +234,18 @@ class Service:
 
 def check_query(query: Query, limits: Limits) -> None:
     """Check a request before it waits. Raises `MetaphraseError` if a text or an option is beyond a limit."""
-    num_texts, num_characters = 1 if query.is_file else len(query.texts), sum(map(len, query.texts))
-    for name, count, most in (
-        ("texts", num_texts, limits.max_texts),
-        ("characters", num_characters, limits.max_text_characters),
-    ):
-        if count > most:
-            raise MetaphraseError(f"A request must have at most {most} {name}, got {count}.")
+    if (num_texts := 1 if query.is_file else len(query.texts)) > limits.max_texts:
+        raise MetaphraseError(f"A request must have at most {limits.max_texts} texts, got {num_texts}.")
+    if (num_characters := sum(map(len, query.texts))) > limits.max_text_characters:
+        most = limits.max_text_characters
+        raise MetaphraseError(f"A request must have at most {most} characters, got {num_characters}.")
     for name, value in query.options.items():
         if name not in CLIENT_OPTIONS or not isinstance(value, int | float):
-            raise MetaphraseError(
-                f"An option must be one of {', '.join(CLIENT_OPTIONS)} with a number, true or false, got {name!r}: {value!r}."
-            )
+            known = f"{', '.join(CLIENT_OPTIONS)} with a number, true or false"
+            raise MetaphraseError(f"An option must be one of {known}, got {name!r}: {value!r}.")
     check_options(query.options)
-    lengths = ("max_new_tokens", "max_length", "min_length", "min_new_tokens")
-    largest = dict.fromkeys(lengths, limits.max_new_tokens_per_text)
-    largest |= dict.fromkeys(("num_beams", "num_return_sequences"), limits.max_beams)
-    for name, most in largest.items():
+    for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "num_beams", "num_return_sequences"):
+        most = limits.max_beams if name.startswith("num") else limits.max_new_tokens_per_text
         if query.options.get(name, 0) > most:
             raise MetaphraseError(f"`{name}` must be at most {most}, got {query.options[name]}.")
     if not isinstance(query.num_targets, int) or not 1 <= query.num_targets <= limits.max_beams:
@@ -279,26 +268,16 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
     if isinstance(model, Pivot):
         if query.terms:
             names = f"{model.first.name} and {model.second.name}"
-            raise MetaphraseError(
-                f"A glossary needs one model for both languages, got {names}. Leave the glossary out."
-            )
+            raise MetaphraseError(f"A glossary needs one model for both languages, got {names}. Leave it out.")
         first = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
         texts = [row[0] for row in first.targets]
         last = answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
         return Answer(last.targets, first.num_unfinished + last.num_unfinished)
     generator, options, split_sentences = open_model(model, query, ticket)
-    needs_decoder = query.text_format != "text" or bool(query.terms)
-    if query.num_targets > 1:
-        if needs_decoder:
-            raise MetaphraseError("Alternatives must be left out with markup and terms, got both.")
-        if not options.get("do_sample"):
-            # Each target needs a beam.
-            beams = options.get("num_beams") or generator.model.generation_config.num_beams or 1
-            options["num_beams"] = max(beams, query.num_targets)
-        options["num_return_sequences"] = query.num_targets
-        rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
-        targets = [[scored.text for scored in row] for row in rows]
-    elif needs_decoder or split_sentences:
+    has_marks = query.text_format != "text" or query.terms
+    if has_marks and query.num_targets > 1:
+        raise MetaphraseError("Alternatives must be left out with markup and terms, got both.")
+    if has_marks or (split_sentences and query.num_targets == 1):
         decoder = TextDecoder(
             generator,
             text_format=query.text_format,
@@ -310,7 +289,13 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
         decoder.run_alone = functools.partial(model.batcher.call, ticket)
         targets = [[text] for text in decoder.decode(query.texts, **options)]
     else:
-        targets = [[text] for text in generator.generate(query.texts, **options)]
+        if query.num_targets > 1 and not options.get("do_sample"):
+            # Each target needs a beam.
+            beams = options.get("num_beams") or generator.model.generation_config.num_beams or 1
+            options["num_beams"] = max(beams, query.num_targets)
+        options["num_return_sequences"] = query.num_targets
+        rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
+        targets = [[scored.text for scored in row] for row in rows]
     return Answer(targets, generator.num_unfinished)
 
 
@@ -320,61 +305,33 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-class TargetStream:
-    """The target of one text, sentence by sentence. In the end `is_finished` is False if a sentence met the length limit."""
+async def stream_target(service: Service, model: ServedModel, query: Query) -> AsyncIterator[tuple[str, str | None]]:
+    """Yield the target of one text, sentence by sentence, each with None.
 
-    def __init__(self, service: Service, model: ServedModel, query: Query):
-        """Check a request."""
-        check_query(query, service.limits)
-        if len(query.texts) != 1 or query.num_targets != 1:
-            raise MetaphraseError("A stream must have one text and one target.")
-        self.is_finished, self.query, self._service, self._model = True, query, service, model
-
-    async def start(self) -> AsyncIterator[str]:
-        """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own."""
-        pieces = cut_pieces(self._pieces(), self.query.stops)
-        first = await anext(pieces, "")
-
-        async def all_pieces() -> AsyncIterator[str]:
-            yield first
-            async for piece in pieces:
-                yield piece
-
-        return all_pieces()
-
-    async def _pieces(self) -> AsyncIterator[str]:
-        service, query = self._service, self.query
-        with service.admit(query.seed) as ticket:
-            generator, options, split_sentences = open_model(self._model, query, ticket)
-            options["num_return_sequences"] = 1
-
-            def split() -> Document:
-                with service.text_work(query, ticket):
-                    return split_texts([generator], query.texts, split_sentences)[0][0]
-
-            document = await service.run_in_thread(split)
-            lead, *gaps = document.layout
-            for sentence, gap in zip(document.sentences, gaps, strict=True):
-                [text] = await service.run_in_thread(functools.partial(generator.generate, [sentence], **options))
-                yield lead + text + gap
-                lead = ""
-            if lead:
-                yield lead
-            self.is_finished = not generator.num_unfinished
-
-
-async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str]) -> AsyncIterator[str]:
-    """Yield pieces up to the first of several strings."""
+    The last piece, which may be empty, has "stop", or "length" if a sentence met the length limit.
+    """
+    check_query(query, service.limits)
+    if len(query.texts) != 1 or query.num_targets != 1:
+        raise MetaphraseError("A stream must have one text and one target.")
     # A stop may begin in one piece and end in the next one.
-    num_held = max(max(map(len, stops), default=0) - 1, 0)
-    waiting = ""
-    async for piece in pieces:
-        waiting += piece
-        if (text := cut_at(waiting, stops)) != waiting:
-            yield text
-            return
-        if ready := waiting[: max(len(waiting) - num_held, 0)]:
-            yield ready
-            waiting = waiting[len(ready) :]
-    if waiting:
-        yield waiting
+    num_held = max(max(map(len, query.stops), default=0) - 1, 0)
+    with service.admit(query.seed) as ticket:
+        generator, options, split_sentences = open_model(model, query, ticket)
+        options["num_return_sequences"] = 1
+
+        def split() -> Document:
+            with service.text_work(query, ticket):
+                return split_texts([generator], query.texts, split_sentences)[0][0]
+
+        document = await service.run_in_thread(split)
+        waiting, *gaps = document.layout
+        for sentence, gap in zip(document.sentences, gaps, strict=True):
+            [text] = await service.run_in_thread(functools.partial(generator.generate, [sentence], **options))
+            waiting += text + gap
+            if (text := cut_at(waiting, query.stops)) != waiting:
+                yield text, "stop"
+                return
+            if ready := waiting[: max(len(waiting) - num_held, 0)]:
+                yield ready, None
+                waiting = waiting[len(ready) :]
+        yield cut_at(waiting, query.stops), "length" if generator.num_unfinished else "stop"

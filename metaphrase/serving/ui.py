@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from metaphrase.analysis.alignment import aligned_layer, cross_attentions, word_weights
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.batcher import Ticket
-from metaphrase.serving.models import ServedModel, name_of, read_body, schema_of
-from metaphrase.serving.service import Query, Service, answer, check_query, open_model
+from metaphrase.serving.models import name_of, read_body, schema_of
+from metaphrase.serving.service import Query, Service, answer, open_model
 from metaphrase.texts.documents import split_texts
 
 _FOLDER = Path(__file__).with_name("page")
@@ -69,12 +69,22 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/ui/settings")
     async def settings() -> dict[str, Any]:
         """Return the models with their languages, and the limits of the page."""
-        return {
-            "models": [_describe(model) for model in service.models.values()],
-            "max_text_characters": service.limits.max_text_characters,
-            "max_targets": service.limits.max_beams,
-            "needs_key": bool(service.keys),
-        }
+
+        def name_all(codes: list[str]) -> list[dict[str, str]]:
+            return [{"code": code, "name": name_of(code)} for code in sorted(codes, key=name_of)]
+
+        models = [
+            {
+                "name": model.name,
+                "task": model.task,
+                "source_languages": name_all(model.source_languages),
+                "target_languages": name_all(model.target_languages),
+                "has_attention": model.generator.is_single,
+            }
+            for model in service.models.values()
+        ]
+        limits = {"max_text_characters": service.limits.max_text_characters, "max_targets": service.limits.max_beams}
+        return {"models": models, **limits, "needs_key": bool(service.keys)}
 
     @router.post("/ui/translate", openapi_extra=schema_of(TextFields))
     async def translate(request: Request) -> dict[str, Any]:
@@ -82,54 +92,35 @@ def make_router(service: Service) -> APIRouter:
         body = await read_body(request, TextFields)
         model = service.find_model(body.model)
         query = Query([body.text], body.source_lang, body.target_lang, num_targets=body.num_targets)
-        check_query(query, service.limits)
-        return await service.run(request, lambda ticket: _translate(model, query, ticket))
+
+        def work(ticket: Ticket) -> dict[str, Any]:
+            generator, _, split_sentences = open_model(model, query, ticket)
+            [document], _ = split_texts([generator], query.texts, split_sentences)
+            # Alternatives of a sentence, and not of the whole text, are of use to a reader.
+            result = answer(model, dataclasses.replace(query, texts=document.sentences, split_sentences=False), ticket)
+            pairs = zip(document.sentences, result.targets, strict=True)
+            sentences = [{"source": source, "targets": list(dict.fromkeys(row))} for source, row in pairs]
+            return {"layout": document.layout, "sentences": sentences, "num_unfinished": result.num_unfinished}
+
+        return await service.run(request, query, work)
 
     @router.post("/ui/attention", openapi_extra=schema_of(PairFields))
     async def attend(request: Request) -> dict[str, Any]:
         """Return the words of a source and its target, and the attention from each target word to each source word."""
         body = await read_body(request, PairFields)
-        model = service.find_model(body.model)
-        check_query(Query([body.source, body.target]), service.limits)
-        return await service.run(
-            request, lambda ticket: service.batcher.call(ticket, lambda: _attend(model, body, ticket))
-        )
+        model, pair = service.find_model(body.model), [body.source, body.target]
+        query = Query(pair, body.source_lang, body.target_lang)
+
+        def work(ticket: Ticket) -> dict[str, Any]:
+            generator, *_ = open_model(model, query, ticket)
+            tokenizers = generator.tokenizers
+            longest = max(map(len, tokenizers.encode_sources(pair[:1]) + tokenizers.encode_targets(pair[1:])))
+            if longest > (most := _MAX_ATTENTION_TOKENS):
+                raise MetaphraseError(f"A text must have at most {most} tokens for attention, got {longest}.")
+            [attention] = cross_attentions(generator, pair[:1], pair[1:], layer=aligned_layer(generator.model))
+            weights = word_weights(attention).astype(float).round(4).tolist()
+            return {"source_words": attention.source_words, "target_words": attention.target_words, "weights": weights}
+
+        return await service.run(request, query, lambda ticket: service.batcher.call(ticket, lambda: work(ticket)))
 
     return router
-
-
-def _describe(model: ServedModel) -> dict[str, Any]:
-    def name_all(codes: list[str]) -> list[dict[str, str]]:
-        return [{"code": code, "name": name_of(code)} for code in sorted(codes, key=name_of)]
-
-    return {
-        "name": model.name,
-        "task": model.task,
-        "source_languages": name_all(model.source_languages),
-        "target_languages": name_all(model.target_languages),
-        "has_attention": model.generator.is_single,
-    }
-
-
-def _translate(model: ServedModel, query: Query, ticket: Ticket) -> dict[str, Any]:
-    generator, _, split_sentences = open_model(model, query, ticket)
-    [document], _ = split_texts([generator], query.texts, split_sentences)
-    # Alternatives of a sentence, and not of the whole text, are of use to a reader.
-    query = dataclasses.replace(query, texts=document.sentences, split_sentences=False)
-    result = answer(model, query, ticket)
-    sentences = [
-        {"source": source, "targets": list(dict.fromkeys(row))}
-        for source, row in zip(document.sentences, result.targets, strict=True)
-    ]
-    return {"layout": document.layout, "sentences": sentences, "num_unfinished": result.num_unfinished}
-
-
-def _attend(model: ServedModel, body: PairFields, ticket: Ticket) -> dict[str, Any]:
-    generator, _ = model.open(ticket, body.source_lang, body.target_lang)
-    encode_sources, encode_targets = generator.tokenizers.encode_sources, generator.tokenizers.encode_targets
-    longest = max(len(ids) for ids in (*encode_sources([body.source]), *encode_targets([body.target])))
-    if longest > _MAX_ATTENTION_TOKENS:
-        raise MetaphraseError(f"A text must have at most {_MAX_ATTENTION_TOKENS} tokens for attention, got {longest}.")
-    [attention] = cross_attentions(generator, [body.source], [body.target], layer=aligned_layer(generator.model))
-    weights = word_weights(attention).astype(float).round(4).tolist()
-    return {"source_words": attention.source_words, "target_words": attention.target_words, "weights": weights}

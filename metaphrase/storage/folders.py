@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _CARD_NAME = "README.md"
 # It names the models of an ensemble.
 ENSEMBLE_NAME = "ensemble.json"
+# Target tokens that each source token permits.
+VOCABULARY_MAP_NAME = "vmap.txt"
 # Provenance of an encoder-decoder made of decoder-only models, and of an export.
 ADAPTATION_NAME, EXPORT_NAME = "adaptation.json", "export.json"
 

@@ -112,7 +112,6 @@ def select_checkpoints(
     """Return the folders of the last or the best checkpoints that a run still has, the last or the best one at the end.
 
     Args:
-        run_dir: The output directory.
         last: Number of checkpoints to take by step.
         best: Number of checkpoints to take by score; of equals, the later ones.
         metric: Name of the score in the trainer's log; `eval_` may be left out.
@@ -172,9 +171,17 @@ def average_checkpoints(
             _check_equal(checkpoint, checkpoints[-1])
         with folder_in_one_step(output, check) as unfinished:
             _copy_rest(checkpoints[-1], unfinished)
-            _write_means(checkpoints, unfinished)
+            # Files of about the size of the last checkpoint's.
+            last, changed = checkpoints[-1], []
+            planned = {
+                name: PlannedTensor(kind.nbytes, partial(_mean, checkpoints, name, changed))
+                for name, kind in last.kinds.items()
+            }
+            write_weights(unfinished, planned, max(path.stat().st_size for path in last.paths))
             names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
             write_provenance(unfinished / PROVENANCE_NAME, averaged=names)
+    if changed:
+        logger.warning("Whole numbers that differ are those of %s: %s.", last.folder, ", ".join(changed))
     logger.info("Averaged %d checkpoints: %s.", len(folders), ", ".join(map(str, folders)))
     return output
 
@@ -199,7 +206,6 @@ def _check_equal(checkpoint: WeightFiles, last: WeightFiles) -> None:
 
 
 def _copy_rest(checkpoint: WeightFiles, output: Path) -> None:
-    """Copy the other files of the model."""
     folder = checkpoint.folder
     for path in sorted(folder.iterdir()):
         if path in checkpoint.paths or path.name == SAFE_WEIGHTS_INDEX_NAME:
@@ -216,21 +222,12 @@ def _copy_rest(checkpoint: WeightFiles, output: Path) -> None:
             break
 
 
-def _write_means(checkpoints: Sequence[WeightFiles], output: Path) -> None:
-    """Write the means in files of about the size of the last checkpoint's."""
-    last, changed = checkpoints[-1], []
-
-    def mean(name: str) -> torch.Tensor:
-        tensor = last.read(name)
-        if last.kinds[name].is_floating_point:
-            # In float64, the mean of equal numbers is exact.
-            total = sum(checkpoint.read(name).double() for checkpoint in checkpoints)
-            return (total / len(checkpoints)).to(tensor.dtype)
-        if not all(torch.equal(tensor, checkpoint.read(name)) for checkpoint in checkpoints[:-1]):
-            changed.append(name)
-        return tensor
-
-    planned = {name: PlannedTensor(kind.nbytes, partial(mean, name)) for name, kind in last.kinds.items()}
-    write_weights(output, planned, max(path.stat().st_size for path in last.paths))
-    if changed:
-        logger.warning("Whole numbers that differ are those of %s: %s.", last.folder, ", ".join(changed))
+def _mean(checkpoints: Sequence[WeightFiles], name: str, changed: list[str]) -> torch.Tensor:
+    """Return the mean of a weight, or else the last checkpoint's. Names of whole numbers that differ go to `changed`."""
+    tensor = checkpoints[-1].read(name)
+    if tensor.is_floating_point():
+        # In float64, the mean of equal numbers is exact.
+        return (sum(files.read(name).double() for files in checkpoints) / len(checkpoints)).to(tensor.dtype)
+    if not all(torch.equal(tensor, files.read(name)) for files in checkpoints[:-1]):
+        changed.append(name)
+    return tensor

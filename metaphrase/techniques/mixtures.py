@@ -102,13 +102,18 @@ class TaskCorpus(_PartedCorpus):
         train = [splits["train"] for splits in encoded.values()]
         sizes, weights = list(map(len, train)), [float(fields.get("weight", 1.0)) for fields in recipe.tasks.values()]
         rates = mixing_rates(sizes, weights, recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
-        rows = mixed_rows(sizes, rates, self.seed)
-        for name, size, rate, chosen in zip(encoded, sizes, rates, rows, strict=True):
+        # The shortest epoch that has every row at least once, and rows of favoured tasks more often.
+        length = max(size / rate for size, rate in zip(sizes, rates, strict=True))
+        generator, start, rows = np.random.default_rng(self.seed), 0, []
+        for name, size, rate in zip(encoded, sizes, rates, strict=True):
+            repetitions, rest = divmod(round(length * rate), size)
+            # Random rows fill up what is not a whole number of repetitions.
+            chosen = np.concatenate((np.tile(np.arange(size), repetitions), generator.permutation(size)[:rest]))
+            rows.append(start + np.sort(chosen))
+            start += size
             times = len(chosen) / size
             logger.info("%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, times)
-        starts = np.cumsum([0, *sizes[:-1]])
-        rows = np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)])
-        mixed = {"train": datasets.concatenate_datasets(train).select(rows)}
+        mixed = {"train": datasets.concatenate_datasets(train).select(np.concatenate(rows))}
         validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
         return mixed | ({"validation": _joined(validation)} if validation else {})
 
@@ -165,21 +170,6 @@ def mixing_rates(
     exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]
     rates = counted**exponent * np.asarray(weights, dtype=np.float64)
     return rates / rates.sum()
-
-
-def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Return the rows of each task in an epoch: every row at least once, rows of favoured tasks more often.
-
-    The epoch is as short as possible. Random rows fill up what is not a whole number of repetitions. Rows are in ascending order.
-    """
-    length = max(size / rate for size, rate in zip(sizes, rates, strict=True))
-    generator = np.random.default_rng(seed)
-    rows = []
-    for size, rate in zip(sizes, rates, strict=True):
-        repetitions, rest = divmod(round(length * rate), size)
-        extra = generator.permutation(size)[:rest]
-        rows.append(np.sort(np.concatenate((np.tile(np.arange(size), repetitions), extra))))
-    return rows
 
 
 # Stages: shares of several data sets until one was read so often, then the next stage

@@ -25,15 +25,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     With shared embeddings, `encoder` also freezes the decoder's embedding and the output projection, and a warning says so.
     """
-    names, frozen = _names_of_parameters(model), check_parts(model, patterns)
-    globs = [glob for pattern in patterns if not pattern.startswith("!") for glob in _expand_ranges(pattern)]
-    for parameter in frozen:
+    frozen = check_parts(model, patterns)
+    for parameter, names in frozen.items():
         parameter.requires_grad_(False)
-        unnamed = [name for name in names[parameter] if not any(_matches(glob, name) for glob in globs)]
-        if unnamed and len(unnamed) < len(names[parameter]):
-            named = next(name for name in names[parameter] if name not in unnamed)
-            logger.warning("%s is frozen, and with it, being the same weight: %s.", named, ", ".join(unnamed))
-    count, total = (f"{sum(parameter.numel() for parameter in part):,}" for part in (frozen, names))
+        named, unnamed = ([name for name, is_named in names.items() if is_named is kind] for kind in (True, False))
+        if unnamed:
+            logger.warning("%s is frozen, and with it, being the same weight: %s.", named[0], ", ".join(unnamed))
+    count, total = (f"{sum(map(nn.Parameter.numel, part)):,}" for part in (frozen, model.parameters()))
     logger.info("Frozen: %s of %s parameters (%s).", count, total, ", ".join(patterns))
 
 
@@ -45,7 +43,6 @@ class FrozenStart(TrainerCallback):
 
     def __init__(self, patterns: Sequence[str], steps: int):
         self.patterns, self.steps = patterns, steps
-        self.frozen: set[nn.Parameter] = set()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.frozen = check_parts(model, self.patterns)
@@ -57,8 +54,10 @@ class FrozenStart(TrainerCallback):
                 parameter.grad = None
 
 
-def check_parts(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """Return the parameters that patterns freeze. A weight with several names is frozen if one of them matches.
+def check_parts(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Parameter, dict[str, bool]]:
+    """Return the parameters that patterns freeze, each with its names without wrapper, True where a pattern matches.
+
+    A weight with several names is frozen if one of them matches.
 
     Args:
         patterns: Parts to freeze, in order; `!` before one takes it out again: `["encoder", "!embeddings"]`.
@@ -66,37 +65,32 @@ def check_parts(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
     Raises:
         MetaphraseError: If a pattern matches nothing, or nothing is left to train.
     """
-    names, frozen = _names_of_parameters(model), set()
+    names: dict[nn.Parameter, dict[str, bool]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, {})[name.removeprefix("model.")] = False
+    frozen = {}
     for pattern in patterns:
-        for glob in _expand_ranges(pattern.removeprefix("!")):
+        part = pattern.removeprefix("!").removeprefix("model.")
+        # `encoder.layers.0-1` stands for the layers 0 and 1.
+        bounds = re.search(r"\b(\d+)-(\d+)\b", part)
+        numbers = range(int(bounds[1]), int(bounds[2]) + 1) if bounds else ()
+        for glob in [part.replace(bounds[0], str(number)) for number in numbers] or [part]:
             matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
             if not matching:
-                parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
+                tops = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
                 raise MetaphraseError(
                     f"`freeze` must name parts of the model, got {pattern.removeprefix('!')!r}, and there is no {glob!r}. "
-                    f"At the top there are {', '.join(parts)}."
+                    f"At the top there are {', '.join(tops)}."
                 )
-            frozen = frozen - matching if pattern.startswith("!") else frozen | matching
+            for weight in matching:
+                if pattern.startswith("!"):
+                    frozen.pop(weight, None)
+                else:
+                    frozen[weight] = names[weight]
+                    names[weight].update({alias: True for alias in names[weight] if _matches(glob, alias)})
     if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
         raise MetaphraseError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
     return frozen
-
-
-def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter without wrapper, in the order of the parameters."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name.removeprefix("model."))
-    return names
-
-
-def _expand_ranges(pattern: str) -> list[str]:
-    """Return a glob for each number of a range: `encoder.layers.0-1` gives layers 0 and 1."""
-    pattern = pattern.removeprefix("model.")
-    bounds = re.search(r"\b(\d+)-(\d+)\b", pattern)
-    if bounds is None:
-        return [pattern]
-    return [pattern.replace(bounds[0], str(number)) for number in range(int(bounds[1]), int(bounds[2]) + 1)]
 
 
 def _matches(glob: str, name: str) -> bool:
@@ -126,11 +120,20 @@ def add_lora(
         alpha: Weight of the product before division by the rank.
         dropout: Dropout probability of the input.
         target_modules: Ends of names of linear layers, such as `["q_proj", "v_proj"]`; None for all but the output projection.
+
+    Raises:
+        MetaphraseError: If a name has no layer, or one whose merged weight would act differently from the adapter.
     """
     import peft
 
-    if target_modules is not None:
-        _check_targets(model, target_modules)
+    # An embedding may scale its rows, which its adapter does not. Merging would change the twin of a tied weight.
+    aliases = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    for target in target_modules or ():
+        modules = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
+        if not modules or not all(isinstance(module, nn.Linear) and aliases[module.weight] == 1 for module in modules):
+            raise MetaphraseError(
+                f"`lora_target_modules` must name linear layers without tied weights, got {target!r}."
+            )
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM,
         r=rank,
@@ -140,20 +143,6 @@ def add_lora(
     )
     adapted = peft.get_peft_model(model, config)
     trained, total = adapted.get_nb_trainable_parameters()
-    counts = f"{trained:,} parameters are trained beside the {total - trained:,} of the model"
-    logger.info("LoRA of rank %d: %s.", rank, counts)
+    text = "LoRA of rank %d: %s parameters are trained beside the %s of the model."
+    logger.info(text, rank, f"{trained:,}", f"{total - trained:,}")
     return adapted
-
-
-def _check_targets(model: nn.Module, target_modules: Sequence[str]) -> None:
-    """Refuse names without a layer, and layers whose merged weight would act differently from the adapter.
-
-    An embedding may scale its rows, which its adapter does not. Merging would change the twin of a tied weight.
-    """
-    aliases = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    for target in target_modules:
-        modules = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
-        if not modules or not all(isinstance(module, nn.Linear) and aliases[module.weight] == 1 for module in modules):
-            raise MetaphraseError(
-                f"`lora_target_modules` must name linear layers without tied weights, got {target!r}."
-            )

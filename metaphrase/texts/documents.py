@@ -31,7 +31,13 @@ def split_texts(
 ) -> tuple[list[Document], int]:
     """Return the sentences and the layout of texts, and the number of sentences that were too long and were cut.
 
-    `split_sentences` is a language; True for that of a multilingual tokenizer, or else English; False for the whole texts.
+    `Document.join` of the sentences returns the text, character by character. The splitter is sentencex. Its rules and
+    abbreviations cover some 300 languages. An unknown language gets the rules of English.
+
+    Args:
+        generators: Models that read the sentences, each of which has a longest source.
+        split_sentences: A language; True for that of a multilingual tokenizer, or else English; False for the whole texts.
+        has_lines: False if a line break is a space, and no mark of a list begins a line.
     """
     if not split_sentences:
         return [Document([text], ["", ""]) if text.strip() else Document() for text in texts], 0
@@ -43,26 +49,13 @@ def split_texts(
         is_long = [False] * len(texts)
         for generator in generators:
             limits = [generator.max_source_length, longest_source(generator.model)]
-            limit = min((limit for limit in limits if limit is not None), default=None)
-            if limit is not None:
+            if limits := [limit for limit in limits if limit is not None]:
                 lengths = map(len, generator.encode_uncut(texts))
-                is_long = [flag or length > limit for flag, length in zip(is_long, lengths, strict=True)]
+                is_long = [flag or length > min(limits) for flag, length in zip(is_long, lengths, strict=True)]
         return is_long
 
-    return split_documents(texts, split_sentences, find_long, has_lines)
-
-
-def split_documents(
-    texts: Sequence[str], language: str, find_long: Callable[[list[str]], list[bool]], has_lines: bool = True
-) -> tuple[list[Document], int]:
-    """Return the parts of each text, and the number of sentences that were too long and were cut.
-
-    `Document.join` of the sentences returns the text, character by character. The splitter is sentencex. Its rules and
-    abbreviations cover some 300 languages. An unknown language gets the rules of English. `find_long` returns True for each text
-    with more tokens than the model takes. Without `has_lines` a line break is a space, and no mark of a list begins a line.
-    """
     find_parts = _find_parts if has_lines else _find_sentences
-    rows = [list(find_parts(text, language)) for text in texts]
+    rows = [list(find_parts(text, split_sentences)) for text in texts]
     long = find_long([part for row in rows for is_sentence, part in row if is_sentence])
     flags, documents = iter(long), []
     for row in rows:
@@ -157,6 +150,7 @@ def end_loops(generator: Generator, plan: Plan, encoded: EncodedTexts, hypothese
     still_looping = find_looping(rows)
     for i in {*looping} - {*still_looping}:
         hypotheses[i], rows[i] = rows[i], hypotheses[i]
-    generator.count({"num_loops": len(looping), "num_looping": len(still_looping)})
     # The hypotheses that are left out count no longer.
-    generator.count_unfinished(rows.values(), -1)
+    num_unfinished = sum(not hypothesis.is_finished for row in rows.values() for hypothesis in row)
+    counts = {"num_loops": len(looping), "num_looping": len(still_looping), "num_unfinished": -num_unfinished}
+    generator.count(counts)

@@ -2,7 +2,7 @@
 
 import html
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -101,53 +101,51 @@ def parse_markup(page: str, is_html: bool = True, keep_tags: Collection[str] = (
     kept_names = keep_tags | _INLINE_KEPT | _BLOCK_KEPT if is_html else keep_tags
     inline_kept = _INLINE | _INLINE_KEPT | keep_tags
     tokens = list(_read_tokens(page, is_html))
-    ends, inline = _find_ends(tokens), set() if is_html else _find_inline(tokens)
+    ends, inline = _match_tags(tokens)
     parts: list[str | MarkedText] = []
-    builder, position = _Builder(), 0
+    builder, position, first = _Builder(), 0, 0
     while position < len(tokens):
         token, start = tokens[position], position
         position += 1
-        block = None
+        is_block = False
         if not token.is_end and (token.name in kept_names or (token.name and _KEPT.search(token.raw))):
             position = (start if token.is_empty else ends.get(start, start)) + 1
-            part = tokens[start:position]
-            raw = "".join(token.raw for token in part)
-            if is_html and token.name not in inline_kept:
-                block = raw
-            else:
+            is_block = is_html and token.name not in inline_kept
+            if not is_block:
+                part = tokens[start:position]
                 text = "".join(_unescape(token.raw) for token in part if token.is_text)
-                builder.add_atom(raw, " ".join(text.split()))
+                builder.add_atom("".join(token.raw for token in part), " ".join(text.split()))
         elif token.is_text:
             builder.add_text(token.raw)
         elif token.raw.startswith("<!--"):
             builder.add_atom(token.raw)
         elif not token.name or not (token.name in _INLINE if is_html else start in inline):
-            block = token.raw
+            is_block = True
         elif token.is_empty:
             builder.add_atom(token.raw)
         elif token.is_end:
             builder.close(token)
         else:
             builder.open(token)
-        if block is not None:
-            parts += [*builder.finish(), block]
-            builder = _Builder()
-    return parts + builder.finish()
+        if is_block:
+            parts += [builder.finish(tokens[first:start]), "".join(token.raw for token in tokens[start:position])]
+            builder, first = _Builder(), position
+    return [*parts, builder.finish(tokens[first:])]
 
 
 class _Builder:
     """Builder of a text between two block tags."""
 
     def __init__(self):
-        self.marked, self.raw = MarkedText(), []
-        self.open_elements: list[tuple[str, Element]] = []
+        self.marked = MarkedText()
+        # Names and elements, the innermost last, and how many have each name.
+        self.open_elements: list[tuple[str, Element | None]] = [("", None)]
         self.num_open: Counter[str] = Counter()
         # Elements that only a closing tag shows, the innermost first; and what has no parent yet.
         self.outer: list[Element] = []
         self.roots: list[Element | Atom] = []
 
     def add_text(self, raw: str) -> None:
-        self.raw.append(raw)
         for entity in _ENTITY.findall(raw):
             if len(letter := html.unescape(entity)) == 1:
                 self.marked.entities.setdefault(letter, entity)
@@ -155,17 +153,23 @@ class _Builder:
 
     def add_atom(self, raw: str, text: str = "") -> None:
         start = len(self.marked.text)
-        atom = Atom(start, start + len(text), raw, text, self._parent())
+        atom = Atom(start, start + len(text), raw, text, self.open_elements[-1][1])
         self.marked.atoms.append(atom)
         self._add(raw, atom, is_tag=not text)
         self.marked.text += text
 
     def open(self, token: _Token) -> None:
-        element = Element(len(self.marked.text), -1, token.raw, parent=self._parent())
+        element = Element(len(self.marked.text), -1, token.raw, parent=self.open_elements[-1][1])
         self.marked.elements.append(element)
         self._add(token.raw, element)
         self.open_elements.append((token.name, element))
         self.num_open[token.name] += 1
+
+    def _add(self, raw: str, owner: Element | Atom, is_tag: bool = True) -> None:
+        if owner.parent is None:
+            self.roots.append(owner)
+        if is_tag:
+            self.marked.tags.append(Tag(len(self.marked.text), raw, owner))
 
     def close(self, token: _Token) -> None:
         if not self.num_open[token.name]:
@@ -182,27 +186,16 @@ class _Builder:
                 self.num_open[name] -= 1
                 element.end = len(self.marked.text)
         element.closing = token.raw
-        self.raw.append(token.raw)
         self.marked.tags.append(Tag(len(self.marked.text), token.raw, element, is_closing=True))
 
-    def finish(self) -> list[str | MarkedText]:
-        """Return the text, or the markup alone. An element that is still open goes on behind the block tag."""
-        for _, element in self.open_elements:
+    def finish(self, tokens: Sequence[_Token]) -> str | MarkedText:
+        """Return the text of the tokens, or their markup alone. An element that is still open goes on behind the block tag."""
+        if not _HAS_TEXT.search(self.marked.text):
+            return "".join(token.raw for token in tokens)
+        for _, element in self.open_elements[1:]:
             element.end = len(self.marked.text)
         self.marked.elements[:0] = reversed(self.outer)
-        if _HAS_TEXT.search(self.marked.text):
-            return [self.marked]
-        return ["".join(self.raw)] if self.raw else []
-
-    def _parent(self) -> Element | None:
-        return self.open_elements[-1][1] if self.open_elements else None
-
-    def _add(self, raw: str, owner: Element | Atom, is_tag: bool = True) -> None:
-        self.raw.append(raw)
-        if owner.parent is None:
-            self.roots.append(owner)
-        if is_tag:
-            self.marked.tags.append(Tag(len(self.marked.text), raw, owner))
+        return self.marked
 
 
 def _unescape(raw: str) -> str:
@@ -225,38 +218,25 @@ def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
             position = stop
 
 
-def _find_ends(tokens: Sequence[_Token]) -> dict[int, int]:
-    waiting: dict[str, list[int]] = {}
-    ends: dict[int, int] = {}
+def _match_tags(tokens: Sequence[_Token]) -> tuple[dict[int, int], set[int | None]]:
+    """Return the position of the closing tag of each opening tag, and those of all tags in an element with text of its own."""
+    starts, ends = defaultdict(list), {}
+    # For each element the positions of its children's tags, with None for text. The elements of `levels` are open.
+    elements: list[list[int | None]] = [[]]
+    levels = elements[:]
     for position, token in enumerate(tokens):
-        if token.name and not token.is_empty:
-            starts = waiting.setdefault(token.name, [])
-            if not token.is_end:
-                starts.append(position)
-            elif starts:
-                ends[starts.pop()] = position
-    return ends
-
-
-def _find_inline(tokens: Sequence[_Token]) -> set[int]:
-    """Return the positions of XML tags that stand in an element with text of its own."""
-    inline: set[int] = set()
-    # For each open element the positions of its children's tags, with None for text.
-    levels: list[list[int | None]] = [[]]
-
-    def close(level: list[int | None]) -> None:
-        if None in level:
-            inline.update(position for position in level if position is not None)
-
-    for position, token in enumerate(tokens):
-        if token.name and token.is_end and len(levels) > 1:
-            close(levels.pop())
-        if token.name:
-            levels[-1].append(position)
-        elif token.is_text and _HAS_TEXT.search(token.raw):
+        if token.is_text and _HAS_TEXT.search(token.raw):
             levels[-1].append(None)
-        if token.name and not token.is_end and not token.is_empty:
-            levels.append([])
-    for level in levels:
-        close(level)
-    return inline
+        if not token.name:
+            continue
+        if token.is_end:
+            if starts[token.name]:
+                ends[starts[token.name].pop()] = position
+            if len(levels) > 1:
+                levels.pop()
+        levels[-1].append(position)
+        if not token.is_end and not token.is_empty:
+            starts[token.name].append(position)
+            elements.append([])
+            levels.append(elements[-1])
+    return ends, {position for element in elements if None in element for position in element}

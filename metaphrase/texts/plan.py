@@ -7,7 +7,7 @@ from pathlib import Path
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Document
-from metaphrase.texts.markup import Atom, Element, MarkedText, Tag
+from metaphrase.texts.markup import Atom, Element, MarkedText
 
 Span = tuple[int, int]
 # A character of a script without spaces is a word of its own.
@@ -111,7 +111,55 @@ class Sentence:
             spans[atom] = span
         filled = list(spans.values())
         spans |= {atom: (_snap(links.find_gap(atom.start), filled),) * 2 for atom in self.atoms if atom not in spans}
-        return "".join(_Renderer(self, target, links, escape, spans).render_part(None, 0, len(target))), len(missing)
+        full = sorted((atom for atom in self.atoms if spans[atom][0] < spans[atom][1]), key=spans.get)
+        inner: dict[Element | None, list[Element | Atom]] = {}
+        for part in (*self.elements, *(atom for atom in self.atoms if spans[atom][0] == spans[atom][1])):
+            inner.setdefault(part.parent, []).append(part)
+
+        def find_span(element: Element, start: int, end: int) -> Span:
+            """Return the part of the target that an element encloses, between two offsets."""
+            span = links.find(element.start, element.end) or (links.find_gap(element.start),) * 2
+            own = [span, *(spans[atom] for atom in full if element in _elements_around(atom))]
+            atoms = [spans[atom] for atom in full]
+            first = _snap(min(start for start, _ in own), atoms, before=True)
+            last = _snap(max(end for _, end in own), atoms)
+            first = min(max(first, start), end) if element.opening else start
+            return first, min(max(last, first), end) if element.closing else end
+
+        def render_text(start: int, end: int) -> Iterator[str]:
+            """Yield a part of the target without elements. Atoms take the place of their spans."""
+            for atom in full:
+                first, last = spans[atom]
+                if start <= first and last <= end:
+                    yield escape(target[start:first])
+                    yield atom.output
+                    start = last
+            yield escape(target[start:end])
+
+        def rank(part: Element | Atom) -> int:
+            # An element that begins with the sentence is first, one that ends with it is last.
+            if isinstance(part, Atom) or (part.opening and part.closing):
+                return 1
+            return 0 if part.closing else 2
+
+        def render_part(parent: Element | None, start: int, end: int) -> Iterator[str]:
+            """Yield the markup of a part of the target, with the elements and the empty atoms directly inside `parent`."""
+            parts = inner.get(parent, [])
+            places = {part: spans[part] if isinstance(part, Atom) else find_span(part, start, end) for part in parts}
+            for part in sorted(parts, key=lambda part: (rank(part), places[part][0], part.start)):
+                first = min(max(places[part][0], start), end)
+                yield from render_text(start, first)
+                start = first
+                if isinstance(part, Atom):
+                    yield part.output
+                    continue
+                start = max(places[part][1], first)
+                yield part.opening
+                yield from render_part(part, first, start)
+                yield part.closing
+            yield from render_text(start, end)
+
+        return "".join(render_part(None, 0, len(target))), len(missing)
 
 
 def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
@@ -121,63 +169,6 @@ def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
 def _snap(offset: int, spans: Iterable[Span], before: bool = False) -> int:
     """Return an offset outside of all spans, since no tag may stand inside an atom: behind a span, or before it."""
     return next((start if before else end for start, end in spans if start < offset < end), offset)
-
-
-class _Renderer:
-    def __init__(
-        self, sentence: Sentence, target: str, links: Links, escape: Callable[[str], str], spans: dict[Atom, Span]
-    ):
-        self.target, self.links, self.escape, self.spans = target, links, escape, spans
-        self.atoms = [atom for atom in sentence.atoms if spans[atom][0] < spans[atom][1]]
-        self.inner: dict[Element | None, list[Element | Atom]] = {}
-        for part in (*sentence.elements, *(atom for atom in sentence.atoms if spans[atom][0] == spans[atom][1])):
-            self.inner.setdefault(part.parent, []).append(part)
-
-    def render_part(self, parent: Element | None, start: int, end: int) -> Iterator[str]:
-        """Yield the markup of a part of the target, with the elements and the empty atoms directly inside `parent`."""
-
-        def rank(part: Element | Atom) -> int:
-            # An element that begins with the sentence is first, one that ends with it is last.
-            if isinstance(part, Atom) or (part.opening and part.closing):
-                return 1
-            return 0 if part.closing else 2
-
-        spans = {}
-        for part in self.inner.get(parent, []):
-            spans[part] = self.spans[part] if isinstance(part, Atom) else self.find_span(part, start, end)
-        position = start
-        for part in sorted(spans, key=lambda part: (rank(part), spans[part][0], part.start)):
-            first = min(max(spans[part][0], position), end)
-            yield from self.render_text(position, first)
-            position = first
-            if isinstance(part, Atom):
-                yield part.output
-                continue
-            position = max(spans[part][1], first)
-            yield part.opening
-            yield from self.render_part(part, first, position)
-            yield part.closing
-        yield from self.render_text(position, end)
-
-    def find_span(self, element: Element, start: int, end: int) -> Span:
-        """Return the part of the target that an element encloses, between two offsets."""
-        span = self.links.find(element.start, element.end) or (self.links.find_gap(element.start),) * 2
-        inner = [self.spans[atom] for atom in self.atoms if element in _elements_around(atom)]
-        first, last = min([span[0], *(other[0] for other in inner)]), max([span[1], *(other[1] for other in inner)])
-        atoms = [self.spans[atom] for atom in self.atoms]
-        first, last = _snap(first, atoms, before=True), _snap(last, atoms)
-        first = min(max(first, start), end) if element.opening else start
-        return first, min(max(last, first), end) if element.closing else end
-
-    def render_text(self, start: int, end: int) -> Iterator[str]:
-        """Yield a part of the target without elements. Atoms take the place of their spans."""
-        for atom in sorted(self.atoms, key=self.spans.get):
-            first, last = self.spans[atom]
-            if start <= first and last <= end:
-                yield self.escape(self.target[start:first])
-                yield atom.output
-                start = last
-        yield self.escape(self.target[start:end])
 
 
 def _elements_around(part: Element | Atom) -> Iterator[Element]:
@@ -199,21 +190,17 @@ class Terms:
     """Patterns that stay as they are, and terms with a given translation."""
 
     def __init__(self, keep: Iterable[str] = (), glossary: Mapping[str, str] | None = None):
-        """Compile patterns and terms.
+        """Compile patterns and terms. Raises `MetaphraseError` if an expression is wrong or a term is blank.
 
         Args:
             keep: Names of `PATTERNS`, or regular expressions.
             glossary: Target term by source term. A source term in lower case is found in any case.
-
-        Raises:
-            MetaphraseError: If an expression is wrong or a term is blank.
         """
         try:
             self._patterns = [re.compile(PATTERNS.get(pattern, pattern)) for pattern in keep]
         except re.error as error:
-            raise MetaphraseError(
-                f"`keep` must have names of {', '.join(PATTERNS)}, or expressions: {error}."
-            ) from error
+            names = ", ".join(PATTERNS)
+            raise MetaphraseError(f"`keep` must have names of {names}, or expressions: {error}.") from error
         self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
         if wrong := [entry for entry in self._terms.items() if not all(entry)]:
             raise MetaphraseError(f"`glossary` must have a source and a target in each entry, got {wrong[0]}.")
@@ -243,57 +230,11 @@ def read_glossary(path: str | Path) -> dict[str, str]:
     """Read a file with a source term, a tab and a target term on each line; `MetaphraseError` for another number of columns."""
     rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     if wrong := [row for row in rows if len(row) != 2]:
-        raise MetaphraseError(
-            f"`glossary` must have lines of a source term, a tab and a target term, got {wrong[0]} in {path}."
-        )
+        raise MetaphraseError(f"`glossary` must have two columns, source and target term, got {wrong[0]} in {path}.")
     return dict(rows)
 
 
 _Claim = tuple[Element | Atom, bool]  # owner, and True for its closing tag
-
-
-@dataclass(frozen=True)
-class TextPlan:
-    """Sentences to decode with the tags and the atoms inside; the layout around them; and the text that they come from."""
-
-    sentences: list[Sentence]
-    layout: list[str]
-    marked: MarkedText
-
-    @classmethod
-    def of(cls, marked: MarkedText, document: Document, terms: Terms) -> "TextPlan":
-        """Give each tag and each atom to a sentence, or to the layout.
-
-        A tag at the border of a sentence belongs to the layout, unless its element covers a part of that sentence alone. Of an
-        element that covers several sentences, each sentence has the tags that stand inside it.
-        """
-        atoms = terms.find(marked)
-        spans = _find_spans(document, atoms)
-        claims: set[_Claim] = set()
-        sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
-        tags = [tag for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
-        borders = [0, *(offset for span in spans for offset in span), len(marked.text)]
-        layout = [_render_gap(marked, atoms, tags, *gap) for gap in zip(borders[::2], borders[1::2], strict=True)]
-        return cls(sentences, layout, marked)
-
-    def join(self, sentences: Sequence[str]) -> str:
-        """Return the markup with decoded sentences."""
-        return Document(layout=self.layout).join(sentences)
-
-
-def _find_spans(document: Document, atoms: Sequence[Atom]) -> list[Span]:
-    """Return the offsets of sentences, joined and extended so that each atom is inside a sentence or outside of all."""
-    offset, spans = len(document.layout[0]), []
-    for sentence, gap in zip(document.sentences, document.layout[1:], strict=True):
-        start, end = offset, offset + len(sentence)
-        offset = end + len(gap)
-        for atom in atoms:
-            if atom.start < end and start < atom.end:
-                start, end = min(start, atom.start), max(end, atom.end)
-        if spans and start < spans[-1][1]:
-            start, end = spans[-1][0], max(spans.pop()[1], end)
-        spans.append((start, end))
-    return spans
 
 
 def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[_Claim]) -> Sentence:
@@ -319,12 +260,35 @@ def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims:
     return Sentence(marked.text[start:end], list(copies.values()), moved)
 
 
-def _render_gap(marked: MarkedText, atoms: Sequence[Atom], tags: Sequence[Tag], offset: int, end: int) -> str:
-    inside = [(atom.start, atom.end, atom.output) for atom in atoms if offset <= atom.start and atom.end <= end]
-    inside += [(tag.offset, tag.offset, tag.markup) for tag in tags if offset <= tag.offset <= end]
-    parts = []
+def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[list[Sentence], list[str]]:
+    """Return the sentences of a marked text, each with its tags and atoms, and the markup around them.
+
+    A tag at the border of a sentence belongs to the layout, unless its element covers a part of that sentence alone. Of an
+    element that covers several sentences, each sentence has the tags that stand inside it.
+    """
+    atoms = terms.find(marked)
+    offset, spans = len(document.layout[0]), []
+    for sentence, gap in zip(document.sentences, document.layout[1:], strict=True):
+        start, end = offset, offset + len(sentence)
+        offset = end + len(gap)
+        # Join and extend sentences, so that each atom is inside a sentence or outside of all.
+        for atom in atoms:
+            if atom.start < end and start < atom.end:
+                start, end = min(start, atom.start), max(end, atom.end)
+        if spans and start < spans[-1][1]:
+            start, end = spans[-1][0], max(spans.pop()[1], end)
+        spans.append((start, end))
+    claims: set[_Claim] = set()
+    sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
+    parts = [(atom.start, atom.end, atom.output) for atom in atoms]
+    parts += [(tag.offset, tag.offset, tag.markup) for tag in marked.tags if (tag.owner, tag.is_closing) not in claims]
     # Sorting keeps the order of tags at one offset.
-    for first, last, markup in sorted(inside, key=lambda part: part[:2]):
-        parts += [marked.escape(marked.text[offset:first]), markup]
-        offset = last
-    return "".join([*parts, marked.escape(marked.text[offset:end])])
+    parts.sort(key=lambda part: part[:2])
+    borders, layout = [0, *(offset for span in spans for offset in span), len(marked.text)], []
+    for offset, end in zip(borders[::2], borders[1::2], strict=True):
+        gap = ""
+        for first, last, markup in [part for part in parts if offset <= part[0] and part[1] <= end]:
+            gap += marked.escape(marked.text[offset:first]) + markup
+            offset = last
+        layout.append(gap + marked.escape(marked.text[offset:end]))
+    return sentences, layout

@@ -2,8 +2,9 @@
 
 import html
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from metaphrase.errors import MetaphraseError
@@ -15,7 +16,8 @@ _DIALOGUE = re.compile(r"^Dialogue:[^\n,]*,([^\n,]*,[^\n,]*),((?:[^\n,]*,){6})([
 _TIME = re.compile(r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)")
 # Shapes, and songs with a time for each syllable.
 _NO_TEXT = re.compile(r"\{[^{}]*\\(?:p[1-9]|[kK])")
-_TAG = re.compile(r"<(?P<end>/?)(?P<name>[A-Za-z]\w*)\b[^<>]*>|\{\\(?P<style>[ibus])(?P<on>[01])\}|\{[^{}]*\}")
+_TAG = re.compile(r"(?P<tag><(?P<end>/?)(?P<name>[A-Za-z]\w*)\b[^<>]*>|\{\\(?P<style>[ibus])(?P<on>[01])\}|\{[^{}]*\})")
+_TAG_OR_TEXT = re.compile(_TAG.pattern + r"|[^<{]+|.")
 _HAS_TEXT = re.compile(r"[^\W_]")
 _SENTENCE_END = re.compile(r"[.!?…:;。！？：；\])♪\"”»\-–—]$")
 # Dashes of speakers, sounds in brackets, and songs.
@@ -44,7 +46,6 @@ class _Event:
         return is_near and not ends
 
 
-@dataclass
 class Subtitles:
     """A file of subtitles.
 
@@ -52,126 +53,101 @@ class Subtitles:
         texts: The texts to decode, as XML. A sentence that goes over several events is in one of them.
     """
 
-    content: str
-    newline: str
-    is_vtt: bool
-    is_ass: bool
-    groups: list[list[_Event]] = field(default_factory=list)
-    # The markup of each numbered tag.
-    markup: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> "Subtitles":
+    def __init__(self, path: Path):
         """Read a file. Raises `MetaphraseError` if the file is not UTF-8, or UTF-16 with a mark."""
         data, suffix = path.read_bytes(), path.suffix.lower()
         encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
         try:
             content = data.decode(encoding)
         except UnicodeDecodeError as error:
-            raise MetaphraseError(
-                f"A file of subtitles must be UTF-8, got {path}: {error}. Convert it first."
-            ) from error
-        newline = "\r\n" if "\r\n" in content else "\n"
-        subtitles = cls(content.replace("\r\n", "\n"), newline, suffix == ".vtt", suffix in (".ass", ".ssa"))
-        for event in subtitles._read_events():
-            last = subtitles.groups[-1] if subtitles.groups else []
+            raise MetaphraseError(f"Subtitles must be UTF-8, got {path}: {error}. Convert them first.") from error
+        self.newline = "\r\n" if "\r\n" in content else "\n"
+        self.content = content.replace("\r\n", "\n")
+        self.is_vtt, self.is_ass = suffix == ".vtt", suffix in (".ass", ".ssa")
+        # The markup of each numbered tag. A number is that of a piece of a text.
+        self.markup: dict[str, str] = {}
+        self._num_pieces = 0
+        self._groups: list[list[_Event]] = []
+        for event in self._read_events():
+            last = self._groups[-1] if self._groups else []
             if last and len(last) < _MOST_EVENTS and last[-1].goes_on(event):
                 last.append(event)
             else:
-                subtitles.groups.append([event])
-        return subtitles
-
-    @property
-    def texts(self) -> list[str]:
-        return [" ".join(event.text for event in group) for group in self.groups]
+                self._groups.append([event])
+        self.texts = [" ".join(event.text for event in group) for group in self._groups]
 
     def write(self, targets: Sequence[str], path: Path) -> None:
         """Write the file with the targets of the texts. A target is divided among its events by their lengths."""
         parts, position = [], 0
-        for group, target in zip(self.groups, targets, strict=True):
+        for group, target in zip(self._groups, targets, strict=True):
             lengths = [len(_strip_tags(event.text)) for event in group]
             for event, text in zip(group, _divide(target, lengths), strict=True):
                 if len(_strip_tags(text)) > _LONGEST_LINE and "\n" not in text:
                     text = "\n".join(_divide(text, [1, 1]))
+                pieces = re.split(r"(<[^<>]*>)", text)
+                if not self.is_vtt:
+                    pieces[::2] = map(html.unescape, pieces[::2])
+                text = "".join(self.markup.get(piece, piece) for piece in pieces)
                 start, end = event.span
-                parts += [self.content[position:start], event.before, self._restore(text), event.after]
+                parts += [self.content[position:start], self._join_lines(event.before + text + event.after)]
                 position = end
         content = "".join([*parts, self.content[position:]])
         path.write_text(content, encoding="utf-8", newline=self.newline)
 
+    def _join_lines(self, text: str) -> str:
+        return text.replace("\n", "\\N") if self.is_ass else text
+
     def _read_events(self) -> Iterator[_Event]:
         for match in (_DIALOGUE if self.is_ass else _CUE).finditer(self.content):
             raw = match[3].rstrip()
+            span = match.start(3), match.start(3) + len(raw)
+            # Times of single words.
+            raw = re.sub(r"<[\d:.]+>", "", raw)
             times = [
                 3600 * int(hours or 0) + 60 * int(minutes) + float(f"{seconds}.{fraction}")
                 for hours, minutes, seconds, fraction in _TIME.findall(match[1])[:2]
             ]
             if len(times) < 2 or _NO_TEXT.search(raw) or not _HAS_TEXT.search(_TAG.sub("", raw)):
                 continue
-            # Times of single words.
-            raw = re.sub(r"<[\d:.]+>", "", raw)
             if self.is_ass:
                 raw = re.sub(r"\\[Nn]", "\n", raw).replace("\\h", "\u00a0")
-            start = match.start(3)
-            text, before, after = self._number_tags(raw)
-            yield _Event((start, start + len(match[3].rstrip())), text, before, after, match[2], *times)
+            yield _Event(span, *self._number_tags(raw), match[2], *times)
 
     def _number_tags(self, raw: str) -> tuple[str, str, str]:
         """Return a text with numbered tags, and the markup before and behind all of its words."""
-        pieces, position = [], 0
-        for match in _TAG.finditer(raw):
-            pieces += [raw[position : match.start()], match]
-            position = match.end()
-        pieces = [piece for piece in [*pieces, raw[position:]] if piece]
-        partners, opened = {}, {}
+        pieces = list(_TAG_OR_TEXT.finditer(raw))
+        partners, opened = {}, defaultdict(list)
         for index, piece in enumerate(pieces):
-            if isinstance(piece, re.Match) and (name := piece["name"] or piece["style"]):
+            if name := piece["name"] or piece["style"]:
                 if not (piece["end"] or piece["on"] == "0"):
-                    opened.setdefault(name, []).append(index)
-                elif opened.get(name):
+                    opened[name].append(index)
+                elif opened[name]:
                     partners[opened[name].pop()] = index
-        closing = {last: first for first, last in partners.items()}
+        openers = {last: first for first, last in partners.items()}
         first, last = 0, len(pieces)
         while True:
-            if isinstance(pieces[first], re.Match) and first not in partners:
+            if pieces[first]["tag"] and first not in partners:
                 first += 1
-            elif isinstance(pieces[last - 1], re.Match) and last - 1 not in closing:
+            elif pieces[last - 1]["tag"] and last - 1 not in openers:
                 last -= 1
             elif partners.get(first) == last - 1:
                 first, last = first + 1, last - 1
             else:
                 break
-        parts, offset = [], len(self.markup)
+        parts, offset = [], self._num_pieces
+        self._num_pieces += len(pieces)
         for index, piece in enumerate(pieces[first:last], start=first):
-            if isinstance(piece, str):
+            if not piece["tag"]:
                 # Only WebVTT has entities.
-                parts.append(piece if self.is_vtt else html.escape(piece, quote=False))
+                parts.append(piece.group() if self.is_vtt else html.escape(piece.group(), quote=False))
                 continue
-            if index in closing:
-                tag = f"</t{offset + closing[index]}>"
-            else:
-                tag = f"<t{offset + index}>" if index in partners else f'<t{offset + index} translate="no"/>'
-            self.markup[tag] = piece.group()
-            parts.append(tag)
+            form = "</t{}>" if index in openers else "<t{}>" if index in partners else '<t{} translate="no"/>'
+            parts.append(form.format(offset + openers.get(index, index)))
+            self.markup[parts[-1]] = piece.group()
         lines = [line.strip() for line in "".join(parts).split("\n") if line.strip()]
         # A line break is a space, but not before the dash of another speaker.
-        text = "".join(
-            (("\n" if _DASH.match(line) else " ") if index else "") + line for index, line in enumerate(lines)
-        )
-        before, after = (
-            "".join(piece if isinstance(piece, str) else piece.group() for piece in part)
-            for part in (pieces[:first], pieces[last:])
-        )
-        return text, self._join_lines(before), self._join_lines(after)
-
-    def _restore(self, text: str) -> str:
-        pieces = re.split(r"(<[^<>]*>)", text)
-        if not self.is_vtt:
-            pieces[::2] = map(html.unescape, pieces[::2])
-        return self._join_lines("".join(self.markup.get(piece, piece) for piece in pieces))
-
-    def _join_lines(self, text: str) -> str:
-        return text.replace("\n", "\\N") if self.is_ass else text
+        text = "".join(("\n" if _DASH.match(line) else " ") + line for line in lines)
+        return text[1:], *("".join(piece.group() for piece in part) for part in (pieces[:first], pieces[last:]))
 
 
 def _strip_tags(text: str) -> str:

@@ -1,39 +1,43 @@
 """Decode whole texts, HTML, XML and files: sentences with layout, tags and terms; and by way of a third language."""
 
 import argparse
+import contextlib
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metaphrase.analysis.alignment import AttentionMap, aligned_layer, cross_attentions, membership
 from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.generator import Generator, ScoredText, TextStream, read_chunks
-from metaphrase.inference.line_files import OutputFile, read_lines
+from metaphrase.inference.generator import Document, Generator, ScoredText, TextStream, read_chunks
+from metaphrase.inference.line_files import OutputFile
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.texts.documents import find_loop, split_texts
 from metaphrase.texts.markup import MarkedText, parse_markup
-from metaphrase.texts.plan import Links, Sentence, Terms, TextPlan, find_words, read_glossary
+from metaphrase.texts.plan import Links, Sentence, Terms, find_words, plan_text, read_glossary
 from metaphrase.texts.subtitles import Subtitles
-from metaphrase.tokenization import checked_texts, encode_phrase, word_ids_by_offsets
+from metaphrase.tokenization import checked_texts, encode_phrase, iterate_lines, word_ids_by_offsets
 
 if TYPE_CHECKING:
     from metaphrase.texts.word_files import WordFile
 
+logger = logging.getLogger(__name__)
+
+# Sentences with a term that attention put in, which the log shows.
+_MAX_SHOWN = 10
 # A line break of markup is a space.
 _SPACES = re.compile(r"[ \t\r\n\f]+")
 FORMATS = ("text", "html", "xml")
 FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 
 
-def read_file(path: Path, most_bytes: int | None = None) -> "Subtitles | WordFile":
+def read_file(path: Path, most_bytes: int = 256 * 2**20) -> "Subtitles | WordFile":
     """Read subtitles or a Word document, by the suffix. The `texts` are XML, in which a line break ends a line.
 
-    A document that unpacks to more than `most_bytes` is refused, by default 256 MB.
+    A document that unpacks to more than `most_bytes` is refused.
 
     Raises:
         ImportError: If a package for the format is missing.
@@ -45,9 +49,9 @@ def read_file(path: Path, most_bytes: int | None = None) -> "Subtitles | WordFil
     if suffix == ".docx":
         from metaphrase.texts.word_files import WordFile
 
-        file = WordFile(path) if most_bytes is None else WordFile(path, most_bytes)
+        file = WordFile(path, most_bytes)
     else:
-        file = Subtitles.read(path)
+        file = Subtitles(path)
     if not file.texts:
         raise MetaphraseError(f"A file must hold text to decode, got none in {str(path)!r}.")
     return file
@@ -74,20 +78,16 @@ class TextDecoder:
         keep_tags: Collection[str] = (),
         has_lines: bool = False,
     ):
-        """Join the parts.
+        """Take the options. Tags and terms need a generator of one torch model, for the alignment.
 
         Args:
-            generator: Decodes the sentences. Tags and terms need one torch model, for the alignment.
-            terms: Parts that targets keep, and terms with a given translation.
+            keep_tags: Names of further elements whose content is no text to translate.
             has_lines: True if a line break in markup ends a line, as in plain text, and is no space.
         """
         if text_format not in FORMATS:
             raise MetaphraseError(f"`text_format` must be one of {', '.join(FORMATS)}, got {text_format!r}.")
-        self.generator = generator
-        self.text_format = text_format
-        self.split_sentences = split_sentences
-        self.terms = Terms() if terms is None else terms
-        self.keep_tags = keep_tags
+        self.generator, self.text_format, self.split_sentences = generator, text_format, split_sentences
+        self.terms, self.keep_tags = terms or Terms(), keep_tags
         self.has_lines = has_lines or text_format == "text"
         self.counts: Counter[str] = Counter()
         self.placed: list[str] = []
@@ -102,35 +102,34 @@ class TextDecoder:
         marked = [part for page in pages for part in page if isinstance(part, MarkedText)]
         parts = [part.text for part in marked]
         documents, num_cut = split_texts([self.generator], parts, self.split_sentences, self.has_lines)
-        self.counts["num_cut"] += num_cut
-        plans = [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
-        planned = [(plan, sentence) for plan in plans for sentence in plan.sentences]
+        plans = [plan_text(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
+        planned = [
+            (part, sentence) for part, (sentences, _) in zip(marked, plans, strict=True) for sentence in sentences
+        ]
         rows = iter(self._decode_sentences(planned, options))
-        targets = iter([plan.join([next(rows) for _ in plan.sentences]) for plan in plans])
+        targets = iter([Document(layout=layout).join([next(rows) for _ in sentences]) for sentences, layout in plans])
+        self.counts.update(num_cut=num_cut, num_sentences=len(planned))
         return ["".join(part if isinstance(part, str) else next(targets) for part in page) for page in pages]
 
-    def _decode_sentences(self, planned: list[tuple[TextPlan, Sentence]], options: dict[str, Any]) -> list[str]:
-        sources = [sentence.text for _, sentence in planned]
+    def _decode_sentences(self, planned: list[tuple[MarkedText, Sentence]], options: dict[str, Any]) -> list[str]:
+        sentences = [sentence for _, sentence in planned]
+        sources = [sentence.text for sentence in sentences]
         if self.text_format != "text":
             sources = [_SPACES.sub(" ", source) for source in sources]
         options = {**options, "end_loops": True}
         targets = self.generator.generate(sources, **options)
-        self.counts["num_sentences"] += len(sources)
-        for index, (_, sentence) in enumerate(planned):
-            targets[index] = self._mend(sentence, sources[index], targets[index], options)
-        aligned = [
-            index
-            for index, ((_, sentence), target) in enumerate(zip(planned, targets, strict=True))
-            if target.strip()
-            and (
-                sentence.elements or sentence.find_atoms(target)[1] or not all(atom.expected for atom in sentence.atoms)
-            )
-        ]
-        sentences, aligned_targets = [planned[i][1] for i in aligned], [targets[i] for i in aligned]
-        links = self.run_alone(lambda: self._align(sentences, aligned_targets)) if aligned else []
-        links, rendered = dict(zip(aligned, links, strict=True)), []
-        for index, (plan, sentence) in enumerate(planned):
-            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), plan.marked.escape)
+        aligned = []
+        for index, sentence in enumerate(sentences):
+            target = targets[index] = self._mend(sentence, sources[index], targets[index], options)
+            has_tags = sentence.elements or not all(atom.expected for atom in sentence.atoms)
+            if target.strip() and (has_tags or sentence.find_atoms(target)[1]):
+                aligned.append(index)
+        links, rendered = {}, []
+        if aligned:
+            pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
+            links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True))
+        for index, (part, sentence) in enumerate(planned):
+            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])), part.escape)
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
             rendered.append(text)
@@ -141,7 +140,12 @@ class TextDecoder:
         _, missing = sentence.find_atoms(target)
         if not missing or not is_metaphrase(self.generator.model) or options.get("do_sample"):
             return target
-        terms = [atom.expected for atom in sentence.atoms if atom.expected and self._can_write(atom.expected)]
+        terms = []
+        for atom in sentence.atoms:
+            # The alignment places and counts a term that the tokenizer has no tokens for.
+            with contextlib.suppress(MetaphraseError):
+                encode_phrase(self.generator.tokenizers.target, atom.expected)
+                terms.append(atom.expected)
         beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
         options = {**options, "must_contain": [*options.get("must_contain", []), *terms], "num_beams": beams}
         try:
@@ -150,22 +154,13 @@ class TextDecoder:
             # The terms do not fit into the length, or other options rule them out. The alignment places and counts them.
             return target
         # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
-        growth = sum(
-            len(find_words(atom.expected)) - len(find_words(sentence.text[atom.start : atom.end])) for atom in missing
-        )
+        words = [(find_words(atom.expected), find_words(sentence.text[atom.start : atom.end])) for atom in missing]
+        growth = sum(len(own) - len(of_source) for own, of_source in words)
         is_longer = len(find_words(other)) > len(find_words(target)) + max(growth, 0)
         if is_longer or len(sentence.find_atoms(other)[1]) == len(missing) or find_loop(source, other):
             return target
         self.counts["num_forced"] += 1
         return other
-
-    def _can_write(self, term: str) -> bool:
-        """Return True if the tokenizer has tokens for a term. Any other term is placed by the alignment, and counted."""
-        try:
-            encode_phrase(self.generator.tokenizers.target, term)
-        except ValueError:
-            return False
-        return True
 
     def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
         texts = [sentence.text for sentence in sentences]
@@ -200,11 +195,6 @@ def _find_links(generator: Generator, attention: AttentionMap) -> Links:
     return Links(*words, [index if flag else None for index, flag in zip(best, is_word, strict=True)])
 
 
-logger = logging.getLogger(__name__)
-
-MAX_SHOWN = 10
-
-
 class PivotGenerator(TextStream):
     """Two generators, of which the second one reads the targets of the first: German to English, then English to French."""
 
@@ -212,21 +202,18 @@ class PivotGenerator(TextStream):
         self.generators = [first, second]
 
     def num_targets(self, **options) -> int:
-        """Return the number of candidates of a source with these options."""
         return self.generators[1].num_targets(**options)
 
     def generate_stream(
         self, lines: Iterable[str], *, split_sentences: bool | str = False, chunk_size: int, **options
     ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of the second generator, as `Generator.generate_stream` does."""
         first, second = self.generators
-        shown = {**options, "return_scores": False, "risk": None, "show_progress": False}
-        rows = first.generate_stream(
-            lines, split_sentences=split_sentences, chunk_size=chunk_size, **options_of_first(shown)
-        )
+        own = options_of_first(options) | {"return_scores": False, "risk": None, "show_progress": False}
+        rows = first.generate_stream(lines, split_sentences=split_sentences, chunk_size=chunk_size, **own)
+        sources = (row[0].text for row in rows)
         # A language of `split_sentences` is that of the input.
-        sources, is_split = (row[0].text for row in rows), bool(split_sentences)
-        return second.generate_stream(sources, split_sentences=is_split, chunk_size=chunk_size, **options)
+        options |= {"split_sentences": bool(split_sentences), "chunk_size": chunk_size}
+        return second.generate_stream(sources, **options)
 
     def log_counts(self, num_sources: int) -> None:
         for generator in self.generators:
@@ -238,9 +225,7 @@ def load_pivot(arguments: argparse.Namespace, loading: dict[str, Any]) -> PivotG
     names = ("ensemble", "assistant_model", "glossary", "source_lang", "target_lang", "source_prefix")
     refused = {name: getattr(arguments, name) for name in names} | {"num_processes": arguments.num_processes > 1}
     if names := [name for name, value in refused.items() if value]:
-        raise MetaphraseError(
-            f"`{names[0]}` must be left out with `pivot`, which has two models for a pair of languages each."
-        )
+        raise MetaphraseError(f"`{names[0]}` must be left out with `pivot`, which has two models of a pair each.")
     return PivotGenerator(*(Generator.from_pretrained([n], **loading) for n in (arguments.model, arguments.pivot)))
 
 
@@ -251,7 +236,7 @@ def options_of_first(options: dict) -> dict:
 
 
 def generate_whole_texts(
-    arguments: argparse.Namespace, options: dict, load: Callable[..., AbstractContextManager]
+    arguments: argparse.Namespace, options: dict, load: Callable[..., contextlib.AbstractContextManager]
 ) -> None:
     """Write the target of a page, of a file of a known format, or of lines with terms, into the output, and log counts."""
     refused = {name: getattr(arguments, name) for name in ("ensemble", "mbr_candidates", "resume", "shard", "n_best")}
@@ -268,22 +253,17 @@ def generate_whole_texts(
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     file = None if arguments.file is None else read_file(Path(arguments.file))
     is_page = arguments.format != "text"
-    lines = read_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
+    lines = iterate_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
     if is_page:
         lines = iter(["\n".join(lines)])
     split_sentences = arguments.split_sentences or is_page or file is not None
+    layout = {"text_format": arguments.format if file is None else "xml", "has_lines": file is not None}
     with load(arguments, options) as generator:
-        # A language of `--split_sentences` is that of the input.
-        decoders = [
-            TextDecoder(
-                part,
-                text_format=arguments.format if file is None else "xml",
-                split_sentences=split_sentences if number == 0 else bool(split_sentences),
-                terms=terms,
-                has_lines=file is not None,
-            )
-            for number, part in enumerate(getattr(generator, "generators", [generator]))
-        ]
+        decoders = []
+        for part in getattr(generator, "generators", [generator]):
+            decoders.append(TextDecoder(part, terms=terms, split_sentences=split_sentences, **layout))
+            # A language of `--split_sentences` is that of the input.
+            split_sentences = bool(split_sentences)
 
         def generate(texts: list[str]) -> list[str]:
             for decoder in decoders[:-1]:
@@ -311,5 +291,5 @@ def generate_whole_texts(
     ):
         if counts[name]:
             logger.warning(text, counts[name])
-    for sentence in [sentence for decoder in decoders for sentence in decoder.placed][:MAX_SHOWN]:
+    for sentence in [sentence for decoder in decoders for sentence in decoder.placed][:_MAX_SHOWN]:
         logger.warning("  %s", sentence)

@@ -24,7 +24,6 @@ from lxml import etree
 
 from metaphrase.errors import MetaphraseError
 
-MOST_BYTES = 256 * 2**20
 _HAS_TEXT = re.compile(r"[^\W_]")
 # Characters that XML cannot hold.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -48,7 +47,7 @@ class WordFile:
             words are in elements. Images, references and fields are elements that stay as they are.
     """
 
-    def __init__(self, path: Path, most_bytes: int = MOST_BYTES):
+    def __init__(self, path: Path, most_bytes: int):
         """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`."""
         # By default the library does not parse notes.
         PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
@@ -109,7 +108,7 @@ class _Paragraph:
         self.has_text = any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces)
         if not self.has_text:
             return
-        lengths = Counter()
+        lengths: Counter[tuple] = Counter()
         for piece in pieces:
             lengths[piece.key] += len(piece.content) if piece.kind == "text" else 0
         # Most characters have this formatting. They need no element.
@@ -119,7 +118,13 @@ class _Paragraph:
         for key, neighbors in itertools.groupby(pieces, key=lambda piece: piece.key):
             part, number = list(neighbors), len(self._parts)
             self._parts.append(part)
-            text, kind = _escape(part), part[0].kind
+            kind = part[0].kind
+            if kind == "text":
+                texts = [piece.content for piece in part]
+            else:
+                # The text that a field shows.
+                texts = [text.text or "" for piece in part if kind == "field" for text in piece.content.iter(_TEXT)]
+            text = html.escape("".join(texts), quote=False)
             if kind == "begin":
                 open_numbers.append(number)
                 self.text += f"<t{number}>"
@@ -131,7 +136,6 @@ class _Paragraph:
                 self.text += f'<t{number} translate="no">{text}</t{number}>'
 
     def fill(self, target: str) -> None:
-        """Put a decoded text in the place of the text."""
         root = etree.fromstring(f"<t>{_FORBIDDEN.sub('', target)}</t>", etree.XMLParser(huge_tree=True))
         self._fill(self._element, root, self._formatting)
 
@@ -189,15 +193,8 @@ def _read_pieces(holder: Any, fields: Counter[str]) -> Iterator[_Piece]:
                     yield _Piece("text", text, formatting)
 
 
-def _escape(part: Sequence[_Piece]) -> str:
-    """Return the characters of a part, or the text that a field shows."""
-    texts = [piece.content for piece in part if piece.kind == "text"]
-    texts += [text.text or "" for piece in part if piece.kind == "field" for text in piece.content.iter(_TEXT)]
-    return html.escape("".join(texts), quote=False)
-
-
 def _stays_in_front(child: Any) -> bool:
-    """Return True for properties, and for the beginnings of bookmarks and comments."""
+    # Properties, and the beginnings of bookmarks and comments.
     return str(child.tag).endswith(("Pr", "Start"))
 
 

@@ -13,6 +13,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from metaphrase.data.pairs import SIDES, SPLITS, column_texts
 from metaphrase.evaluation.evaluate import spread
+from metaphrase.plugins import plugin
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -41,13 +42,29 @@ def warn(alerts: Iterable[str]) -> None:
 # Pairs
 
 
-def data_alerts(corpus: PairCorpus) -> Iterator[str]:
+def data_alerts(corpus: Any) -> Iterator[str]:
     """Yield alerts of the pairs of a corpus that is loaded. Pairs that are streamed are not read."""
-    if corpus.recipe.objective == "pairs":
-        for part in corpus.parts.values() if corpus.recipe.tasks else (corpus,):
-            if hasattr(part.splits["train"], "__len__"):
-                yield from _pair_alerts(part)
-                yield from _shared_source_alerts(part)
+    parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
+    for part in parts if corpus.recipe.objective == "pairs" else ():
+        if not hasattr(part.splits["train"], "__len__"):
+            continue
+        yield from _pair_alerts(part)
+        sources = {
+            split: map(str.strip, column_texts(part.splits[split], "source"))
+            for split in SPLITS
+            if split in part.splits
+        }
+        train, counts = sources.pop("train"), {split: Counter(texts) for split, texts in sources.items()}
+        held_out = set().union(*counts.values())
+        shared = held_out.intersection(train) if held_out else set()
+        for split, texts in counts.items():
+            number = sum(count for text, count in texts.items() if text in shared)
+            if number > _SHARED_SOURCES * texts.total():
+                yield (
+                    f"{part.label}{split}: {number:,} of {texts.total():,} sources occur in training too, so the scores are "
+                    f"too high. Remove these pairs from training, or hold pairs out by `num_{split}`, which keeps equal "
+                    "sources together."
+                )
 
 
 def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
@@ -95,28 +112,24 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
         )
 
 
-def _shared_source_alerts(corpus: PairCorpus) -> Iterator[str]:
-    def sources(split: str) -> Iterator[str]:
-        return map(str.strip, column_texts(corpus.splits[split], "source"))
-
-    counts = {split: Counter(sources(split)) for split in SPLITS[1:] if split in corpus.splits}
-    held_out = set().union(*counts.values())
-    shared = held_out.intersection(sources("train")) if held_out else set()
-    for split, texts in counts.items():
-        number = sum(count for text, count in texts.items() if text in shared)
-        if number > _SHARED_SOURCES * texts.total():
-            yield (
-                f"{corpus.label}{split}: {number:,} of {texts.total():,} sources occur in training too, so the scores are too "
-                f"high. Remove these pairs from training, or hold pairs out by `num_{split}`, which keeps equal sources together."
-            )
-
-
 # Settings
 
 
 def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> Iterator[str]:
     """Yield alerts of a complete recipe with its training arguments, encoded corpus and model, before training."""
-    yield from rate_alerts(recipe, arguments, model.config.hidden_size)
+    width = model.config.hidden_size
+    rate, usual = arguments.learning_rate, 2e-3 * (256 / max(128, width)) ** 0.75
+    kind, lowest, highest, advice = "a new network", usual / 10, 2.5 * usual, f"{usual:.1g}"
+    if recipe.lora_rank is not None:
+        kind, lowest, highest, advice = "an adapter", 1e-5, 10 * usual, "1e-4 to 1e-3"
+    elif recipe.model_name_or_path is not None:
+        kind, lowest, highest, advice = "fine-tuning", 1e-6, 1.25 * usual, "2e-5 to 5e-4"
+    if arguments.optim.value.startswith("adamw") and not lowest <= rate <= highest:
+        direction = "low" if rate < lowest else "high"
+        yield f"`learning_rate` {rate:g} is far too {direction} for {kind} of width {width}. Usual is about {advice}."
+    is_half = arguments.bf16 and arguments.device.type == "cpu"
+    if is_half and (slow_bfloat16_alerts := plugin("slow_bfloat16")) is not None:
+        yield from slow_bfloat16_alerts()
     limit = length_limit(model)
     for split, pairs in encoded.items():
         if split == "train" or not isinstance(pairs, Dataset):
@@ -127,21 +140,6 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
                 f"{split}: {number:,} of {len(pairs):,} references are longer than the length limit of outputs ({limit}), so "
                 "their outputs are cut. Raise `generation_max_length`."
             )
-
-
-def rate_alerts(recipe: Recipe, arguments: Any, width: int) -> Iterator[str]:
-    """Yield an alert of a peak learning rate of AdamW that is far from usual for this hidden size."""
-    rate, usual = arguments.learning_rate, 2e-3 * (256 / max(128, width)) ** 0.75
-    if not arguments.optim.value.startswith("adamw"):
-        return
-    kind, lowest, highest, advice = "a new network", usual / 10, 2.5 * usual, f"{usual:.1g}"
-    if recipe.lora_rank is not None:
-        kind, lowest, highest, advice = "an adapter", 1e-5, 10 * usual, "1e-4 to 1e-3"
-    elif recipe.model_name_or_path is not None:
-        kind, lowest, highest, advice = "fine-tuning", 1e-6, 1.25 * usual, "2e-5 to 5e-4"
-    if not lowest <= rate <= highest:
-        direction = "low" if rate < lowest else "high"
-        yield f"`learning_rate` {rate:g} is far too {direction} for {kind} of width {width}. Usual is about {advice}."
 
 
 def length_limit(model: Any) -> int:

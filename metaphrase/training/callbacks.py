@@ -16,7 +16,6 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
@@ -34,11 +33,7 @@ _UNKNOWN_SHARE, _UNKNOWN_SECONDS = 0.2, 60
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of a duration such as `90s`, `20m`, `1.5h` or `2d`.
-
-    Raises:
-        MetaphraseError: If it is something else, or 0.
-    """
+    """Return the seconds of a duration such as `90s`, `20m`, `1.5h` or `2d`, and refuse anything else, and 0."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds:
@@ -54,21 +49,17 @@ class EarlyEnd(TrainerCallback):
     has_ended = False
 
     def is_due(self) -> bool:
-        """Return True if no further update should begin."""
-        return False
-
-    def _end(self, args: TrainingArguments, control: TrainerControl) -> None:
-        if self.is_due():
-            self.has_ended = control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
+        raise NotImplementedError
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._end(args, control)
+        EarlyEnd.on_evaluate(self, args, state, control)
         if self.has_ended:
             control.should_evaluate = args.eval_strategy != "no"
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._end(args, control)
+        if self.is_due():
+            self.has_ended = control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.has_ended:
@@ -94,7 +85,6 @@ class TimeBudget(EarlyEnd):
 
     @property
     def progress(self) -> float:
-        """Share of the time for training that is over."""
         return (time.time() - self.start) / max(1e-9, self.deadline - self.reserved - self.start)
 
     def is_due(self) -> bool:
@@ -156,8 +146,9 @@ def final_share(recipe: Recipe, metrics: Sequence[str], num_scored: int, num_val
 class EarlyStopping(EarlyStoppingCallback):
     """Early stopping that logs why training ends, and counts no evaluation before the first score above 0."""
 
+    # transformers would warn if the best weights are averaged, not loaded. The recipe is checked before.
     def on_train_begin(self, args, state, control, **kwargs):
-        """Do nothing: transformers would warn if the best weights are averaged, not loaded. The recipe is checked before."""
+        pass
 
     def check_metric_value(self, args, state, control, metric_value):
         # The score of a network that has learned little yet is exactly 0, in many evaluations.
@@ -257,22 +248,17 @@ def without_weight_bars() -> Iterator[None]:
 
 
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback], control: TrainerControl) -> None:
-    """Restore the values of callbacks that a checkpoint stores. Later checkpoints store those of the present callbacks.
+    """Restore the values of callbacks that a checkpoint's `state` stores. Later checkpoints store those of the present callbacks.
 
-    transformers' `restore_callback_states_from_checkpoint` would restore the arguments of the callbacks too. `state` is read
-    from the checkpoint, and `control` is stored with the callbacks.
+    transformers' `restore_callback_states_from_checkpoint` would restore the arguments of the callbacks too.
     """
-    # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
-    present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
-    now = TrainerState(stateful_callbacks=present).stateful_callbacks
     for name, values in state.stateful_callbacks.items():
-        # A run that saves no further checkpoint ends with the values of this one.
-        if isinstance(now.get(name), dict):
-            now[name] = values
         values = values if isinstance(values, list) else [values]
         namesakes = [callback for callback in callbacks if type(callback).__name__ == name]
         # If a class has several callbacks, transformers appends to the states of earlier checkpoints. The last ones count.
         for callback, value in zip(namesakes, values[-len(namesakes) :], strict=False):
             for attribute, content in value["attributes"].items():
                 setattr(callback, attribute, content)
-    state.stateful_callbacks = now
+    # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
+    present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
+    state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks

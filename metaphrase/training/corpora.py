@@ -1,5 +1,6 @@
 """Corpora: training, validation and test data of a recipe, from files to data sets of token ids."""
 
+import copy
 import logging
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -102,13 +103,19 @@ class PairCorpus:
                 self.reports[split] = DataReport()
                 self.splits[split] = load_pairs(**options, report=self.reports[split])
 
+    def with_recipe(self, recipe: Recipe) -> "PairCorpus":
+        """Return a corpus with the texts that were read and other choices."""
+        other = copy.copy(self)
+        other.recipe, other.splits, other.reports = recipe, dict(self.splits), dict(self.reports)
+        return other
+
     def load(self) -> None:
         """Read all splits, unless they are read, and take validation and test pairs out of training."""
         if not self.splits:
             self.read()
-        held_out = {"validation": self.recipe.num_validation, "test": self.recipe.num_test}
-        if any(number and split not in self.splits for split, number in held_out.items()):
-            self.splits.update(split_pairs(self.splits["train"], *held_out.values(), self.seed))
+        num_validation, num_test = self.recipe.num_validation, self.recipe.num_test
+        if (num_validation and "validation" not in self.splits) or (num_test and "test" not in self.splits):
+            self.splits.update(split_pairs(self.splits["train"], num_validation, num_test, self.seed))
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the sources, without prefix, and the targets of training."""

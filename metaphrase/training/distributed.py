@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
@@ -53,23 +53,15 @@ def ignore_repeated_pairs(labels: torch.Tensor, num_pairs: int, process_index: i
     return torch.cat([labels[:num_counted], torch.full_like(labels[num_counted:], IGNORED_LABEL)])
 
 
-class ProcessSeeds(TrainerCallback):
-    """Different random numbers in each process, so that each process drops different entries.
-
-    transformers seeds all processes alike. The first process keeps its numbers. A resumed run takes the states of its checkpoint.
-    """
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        # Processes that share a batch must drop alike.
-        if args.process_index > 0 and is_data_parallel(args, self.accelerator):
-            words = np.random.SeedSequence([args.seed, args.process_index]).generate_state(3).tolist()
-            random.seed(words[0])
-            np.random.seed(words[1])  # noqa: NPY002
-            # Accelerators too.
-            torch.manual_seed(words[2])
+def seed_process(arguments: TrainingArguments, accelerator: Accelerator) -> None:
+    """Seed each process but the first anew, so that each drops different entries. transformers seeds all processes alike."""
+    # Processes that share a batch must drop alike.
+    if arguments.process_index > 0 and is_data_parallel(arguments, accelerator):
+        words = np.random.SeedSequence([arguments.seed, arguments.process_index]).generate_state(3).tolist()
+        random.seed(words[0])
+        np.random.seed(words[1])  # noqa: NPY002
+        # Accelerators too.
+        torch.manual_seed(words[2])
 
 
 # Sharded weights

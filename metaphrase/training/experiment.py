@@ -10,6 +10,7 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,9 +39,14 @@ from metaphrase.training.callbacks import (
     with_plain_lines,
     without_weight_bars,
 )
-from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME
+from metaphrase.training.checkpoints import (
+    DATA_REPORT_NAME,
+    DEFAULT_METRIC,
+    RECIPE_NAME,
+    checkpoint_to_resume,
+    only_writer,
+)
 from metaphrase.training.corpora import PairCorpus, open_corpus
-from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import is_adapted
 from metaphrase.training.model_setup import (
     Data,
@@ -49,7 +55,6 @@ from metaphrase.training.model_setup import (
     make_tokenizers,
     remove_ineffective_settings,
 )
-from metaphrase.training.output_dir import DATA_REPORT_NAME, checkpoint_to_resume, only_writer
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
@@ -169,13 +174,11 @@ class Experiment:
         trainer = self.make_trainer(model)
         if trainer.is_world_process_zero():
             warn(run_alerts(recipe, arguments, data.encoded, model))
-            if arguments.bf16 and arguments.device.type == "cpu":
-                warn_of_slow_bfloat16()
             # When a checkpoint to resume from was loaded, not refused.
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
             trainer.add_callback(beginning)
-        listening = contextlib.nullcontext()
+        listening: contextlib.AbstractContextManager = contextlib.nullcontext()
         # Several processes would each end after another update. Workers end at once.
         if arguments.world_size == 1 and not arguments.dataloader_num_workers:
             trainer.add_callback(self.interrupt)
@@ -197,7 +200,7 @@ class Experiment:
         trainer.accelerator.wait_for_everyone()
         return result
 
-    def _choose_decoding(self, generator: Generator, sample: ValidationSample) -> None:
+    def _choose_decoding(self, generator: Generator, sample: Callable) -> None:
         """Set the search that the recipe leaves open, and save it with the model and in the recipe."""
         choose = needed_plugin("choose_decoding", "choose_decoding")
         texts = self.corpus.splits[self.corpus.scored_split()]

@@ -23,8 +23,8 @@ from metaphrase.training.training_loss import check_r_drop
 logger = logging.getLogger(__name__)
 
 # Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
-_TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart")
-_TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
+_TABLED_FAMILIES = {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"}
+_TABLED_FAMILIES |= {"plbart"}
 
 
 class Data(NamedTuple):

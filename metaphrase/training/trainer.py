@@ -1,13 +1,13 @@
 """`MetaphraseTrainer`: transformers' `Seq2SeqTrainer` for encoder-decoders, with all that this package adds to training."""
 
-import contextlib
 import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from transformers import (
     get_scheduler,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
 from transformers.training_args import OptimizerNames
 
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
@@ -54,13 +54,11 @@ from metaphrase.training.callbacks import restore_callbacks
 from metaphrase.training.checkpoints import (
     ARGUMENTS_NAME,
     DEFAULT_METRIC,
-    checkpoint_of_step,
     checkpoints_in,
     scores_in,
     step_of,
 )
 from metaphrase.training.distributed import (
-    ProcessSeeds,
     as_plain_class,
     gather_model,
     ignore_repeated_pairs,
@@ -69,6 +67,7 @@ from metaphrase.training.distributed import (
     is_sharded,
     keep_embeddings_together,
     saves_whole_weights,
+    seed_process,
 )
 from metaphrase.training.training_loss import TrainingLoss, check_r_drop, repeat_batch, smooths_labels
 
@@ -97,11 +96,7 @@ def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedM
 
 
 def check_optimizer(arguments: TrainingArguments) -> None:
-    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
-
-    Raises:
-        MetaphraseError: Naming the field.
-    """
+    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight."""
     if arguments.optim_target_modules or any(name in arguments.optim for name in _READ_THE_MODEL):
         return
     owner, field = "optim", "optim_args"
@@ -140,7 +135,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     get_optimizer_cls_and_kwargs = staticmethod(optimizer_class_and_options)
     # The parent's constructor and subclasses may read these early.
-    score = decoded_rows = max_tokens_per_batch = None
+    score: Any = None
+    decoded_rows = max_tokens_per_batch = None
+    compute_loss_func: Any
     # Sum of the losses of all labels, and number of labels, in this process and evaluation.
     evaluation_loss = torch.zeros(2, dtype=torch.float64)
     _needs_loss_alone = False
@@ -208,7 +205,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if not smooths_labels(self.model):
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
-        self.add_callback(ProcessSeeds(self.accelerator))
 
     # Sharding
 
@@ -225,27 +221,31 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # Loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not model.training:
-            return self._compute_evaluation_loss(model, inputs, return_outputs)
-        alpha = self.r_drop_alpha if self.state.global_step >= self.r_drop_start_step else 0.0
-        if alpha:
-            inputs = repeat_batch(inputs)
-            num_items_in_batch = None if num_items_in_batch is None else 2 * num_items_in_batch
-        if self.compute_loss_func is None:
-            inputs = {**inputs, "loss_of_states": TrainingLoss(self.label_smoothing, alpha)}
-        model, inputs = self._with_decoder_inputs(model, inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _compute_evaluation_loss(self, model, inputs, return_outputs):
-        state, labels = self.accelerator.gradient_state, inputs["labels"]
-        if state.end_of_dataloader:
-            labels = ignore_repeated_pairs(labels, state.remainder, self.args.process_index)
-        num_labels = (labels != IGNORED_LABEL).sum().item()
-        # All processes must compute, where weights are sharded: a batch of repeated pairs alone runs with its labels, uncounted.
-        inputs = {**inputs, "labels": labels} if num_labels else inputs
-        model, inputs = self._with_decoder_inputs(model, inputs)
-        if (self.decodes or self._needs_loss_alone) and self.compute_loss_func is None:
-            inputs = {**inputs, "loss_of_states": TrainingLoss()}
+        is_training, loss_of_states = model.training, None
+        if is_training:
+            alpha = self.r_drop_alpha if self.state.global_step >= self.r_drop_start_step else 0.0
+            if alpha:
+                inputs = repeat_batch(inputs)
+                num_items_in_batch = None if num_items_in_batch is None else 2 * num_items_in_batch
+            loss_of_states = TrainingLoss(self.label_smoothing, alpha)
+        else:
+            state, labels = self.accelerator.gradient_state, inputs["labels"]
+            if state.end_of_dataloader:
+                labels = ignore_repeated_pairs(labels, state.remainder, self.args.process_index)
+            num_labels = (labels != IGNORED_LABEL).sum().item()
+            # All processes must compute, where weights are sharded: a batch of repeated pairs alone runs with its labels,
+            # uncounted.
+            inputs = {**inputs, "labels": labels} if num_labels else inputs
+            if self.decodes or self._needs_loss_alone:
+                loss_of_states = TrainingLoss()
+        if self.compute_loss_func is not None:
+            # The parent hides the labels from the model, so the decoder gets its inputs here.
+            inputs = with_decoder_inputs(self.model, inputs)
+            model = partial(model, labels=inputs["labels"])
+        elif loss_of_states is not None:
+            inputs = {**inputs, "loss_of_states": loss_of_states}
+        if is_training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         if num_labels:
             # Without labels the loss is undefined.
@@ -253,23 +253,20 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self.evaluation_loss = self.evaluation_loss + counted
         return (loss, outputs) if return_outputs else loss
 
-    def _with_decoder_inputs(self, model, inputs: Mapping) -> tuple[Callable, Mapping]:
-        """Return model and inputs so that the decoder gets its inputs, although the parent hides labels from the model."""
-        if self.compute_loss_func is None:
-            return model, inputs
-        inputs = with_decoder_inputs(self.model, inputs)
-        return partial(model, labels=inputs["labels"]), inputs
-
     def _loss_of_logits(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
         smoothing = self.label_smoothing if self.model.training else 0.0
         return sequence_loss(outputs["logits"], labels, num_items_in_batch, smoothing)
 
     # Batches
 
-    def get_train_dataloader(self):
-        dataset = self.train_dataset
-        if self._trains_by_budget:
-            check_beside_budget(self.args, self.max_tokens_per_batch)
+    # transformers 5.24.0: makes the loaders of training, evaluation and test here alone.
+    def _get_dataloader(
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
+    ):
+        arguments, columns = self.args, set(getattr(dataset, "column_names", None) or ())
+        is_sized, has_budget = hasattr(dataset, "__len__"), self.max_tokens_per_batch is not None
+        if is_training and has_budget:
+            check_beside_budget(arguments, self.max_tokens_per_batch)
             is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
             if self.packs_pairs and not is_plain:
                 raise MetaphraseError(
@@ -277,40 +274,29 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                     f"rows, got a {type(self.data_collator).__name__}, which packing does not call. Set the model's "
                     "`supports_packing` to false."
                 )
-        if isinstance(dataset, TokenBudgetStream):
-            dataset.length_multiple = self._length_multiple
-            return self._prepare_loader(dataset, is_training=True, batch_size=None)
-        if self.max_tokens_per_batch is not None:
-            return self._loader_by_budget(dataset, is_training=True)
-        column = self.args.length_column_name
-        is_grouped = self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__")
+            return self._loader_by_budget(dataset, is_training)
+        if description == "Evaluation" and has_budget and is_sized and {*LENGTH_COLUMNS} <= columns:
+            needs_loss_alone = arguments.prediction_loss_only or self.decodes or self.compute_metrics is None
+            # With fewer pairs than processes, the parent's loader repeats pairs that are not counted.
+            if needs_loss_alone and len(dataset) >= arguments.world_size:
+                return self._loader_by_budget(dataset, is_training)
+        column, is_grouped = arguments.length_column_name, arguments.train_sampling_strategy == "group_by_length"
+        if is_training and is_grouped and is_sized and column in columns:
+            sampler = LengthGroupedSampler(dataset[column][:], arguments.train_batch_size, data_seed(arguments))
+            sampler_fn = lambda _: sampler  # noqa: E731
         # accelerate takes the seed of torch's generator for the order of the pairs, which must be one for all processes.
-        is_shared = is_data_parallel(self.args, self.accelerator)
-        with torch.random.fork_rng(devices=(), enabled=is_shared):
-            if is_shared:
-                torch.default_generator.manual_seed(self.args.seed)
-            if not is_grouped or column not in (getattr(dataset, "column_names", None) or ()):
-                return super().get_train_dataloader()
-            sampler = LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, data_seed(self.args))
-            options = {"sampler_fn": lambda _: sampler, "is_training": True}
-            return self._get_dataloader(dataset, "Training", self._train_batch_size, **options)
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        needs_loss_alone = self.args.prediction_loss_only or self.decodes or self.compute_metrics is None
-        has_lengths = hasattr(dataset, "__len__") and {*LENGTH_COLUMNS} <= {
-            *(getattr(dataset, "column_names", None) or ())
-        }
-        # With fewer pairs than processes, the parent's loader repeats pairs that are not counted.
-        is_enough = has_lengths and len(dataset) >= self.args.world_size
-        if self.max_tokens_per_batch is not None and needs_loss_alone and is_enough:
-            return self._loader_by_budget(dataset, is_training=False)
-        with self._keeping_last_batch():
-            return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset):
-        with self._keeping_last_batch():
-            return super().get_test_dataloader(test_dataset)
+        is_shared = is_training and is_data_parallel(arguments, self.accelerator)
+        drops_last = arguments.dataloader_drop_last
+        arguments.dataloader_drop_last = drops_last and is_training
+        try:
+            with torch.random.fork_rng(devices=(), enabled=is_shared):
+                if is_shared:
+                    torch.default_generator.manual_seed(arguments.seed)
+                return super()._get_dataloader(
+                    dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+                )
+        finally:
+            arguments.dataloader_drop_last = drops_last
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # The last batches of an epoch may hold repeated pairs.
@@ -330,15 +316,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """True if the model reads packed rows."""
         return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
 
-    @contextlib.contextmanager
-    def _keeping_last_batch(self) -> Iterator[None]:
-        drops_last = self.args.dataloader_drop_last
-        self.args.dataloader_drop_last = False
-        try:
-            yield
-        finally:
-            self.args.dataloader_drop_last = drops_last
-
     def _each_pair_once(self, batches: Iterable[Mapping]) -> Iterator[Mapping]:
         for batch in batches:
             labels = batch.get("labels")
@@ -353,44 +330,38 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # Batches by a token budget
 
     @property
-    def _trains_by_budget(self) -> bool:
-        return self.max_tokens_per_batch is not None or isinstance(self.train_dataset, TokenBudgetStream)
-
-    @property
     def _length_multiple(self) -> int:
         """The multiple that the collator rounds widths up to. Packed rows have no width."""
         # Collators of transformers have None by default.
         return 1 if self.packs_pairs else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
 
     def _loader_by_budget(self, dataset, is_training: bool) -> DataLoader:
-        lengths = np.stack([np.asarray(dataset[name][:]) for name in LENGTH_COLUMNS], axis=1)
-        budget = self.max_tokens_per_batch
-        if not is_training:
-            # Evaluation leaves no pair out: the budget grows to the longest.
-            budget = max(budget, lengths.sum(axis=1).max().item())
-        processes = (self.args.world_size, self.args.process_index)
-        # Pairs that are read by stages have an order of their own.
-        is_staged = is_training and hasattr(dataset, "sampler")
-        make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
-        sampler = make_sampler(lengths, budget, data_seed(self.args), *processes, length_multiple=self._length_multiple)
-        if is_staged:
-            return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
-        if sampler.num_fillers:
-            logger.info(
-                "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
-                *(sampler.num_fillers, len(sampler) * sampler.num_processes),
-            )
-            dataset = WithFillers(dataset)
-        return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
-
-    def _prepare_loader(self, dataset, is_training: bool, **batching) -> DataLoader:
         arguments = self.args
-        workers = arguments.dataloader_num_workers
-        seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
-        collate = self.data_collator
+        batching: dict[str, Any] = {"batch_size": None}
+        if isinstance(dataset, TokenBudgetStream):
+            dataset.length_multiple = self._length_multiple
+        else:
+            lengths = np.stack([np.asarray(dataset[name][:]) for name in LENGTH_COLUMNS], axis=1)
+            # Evaluation leaves no pair out: the budget grows to the longest.
+            budget = max(self.max_tokens_per_batch, 0 if is_training else lengths.sum(axis=1).max().item())
+            # Pairs that are read by stages have an order of their own.
+            is_staged = is_training and hasattr(dataset, "sampler")
+            make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
+            processes = (arguments.world_size, arguments.process_index)
+            options = (lengths, budget, data_seed(arguments), *processes)
+            sampler = make_sampler(*options, length_multiple=self._length_multiple)
+            batching = {"batch_sampler": sampler}
+            if not is_staged and sampler.num_fillers:
+                logger.info(
+                    "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
+                    *(sampler.num_fillers, len(sampler) * sampler.num_processes),
+                )
+                dataset = WithFillers(dataset)
+        workers, collate = arguments.dataloader_num_workers, self.data_collator
         if self.packs_pairs:
             pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
             collate = PackedCollator(pad_token_id, TOKENS_MULTIPLE if arguments.bf16 or arguments.fp16 else 1)
+        seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
         loader = DataLoader(
             dataset,
             collate_fn=collate,
@@ -461,8 +432,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             if checkpoint is None:
                 raise MetaphraseError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
         elif checkpoint is not None:
-            checkpoints.check_whole(checkpoint)
-            checkpoints.check_last(checkpoint, run)
+            checkpoints.check_whole(checkpoint, run)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             # A killed run has left it.
@@ -485,18 +455,21 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         epoch, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        seed_process(self.args, self.accelerator)
         # `auto_find_batch_size` may begin several times.
         self._checkpoint, self._resumed, self._is_epoch_end_due = resume_from_checkpoint, None, False
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
         self._steps_per_epoch = num_update_steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
+        settings, layout = self._description = self._describe_run()
         if resume_from_checkpoint is None:
             return epoch, batches
         restore_callbacks(self.state, self.callback_handler.callbacks, self.control)
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
         self._set_best_folder(Path(resume_from_checkpoint).parent)
-        settings = self._best_criterion() | ({} if self.args.ignore_data_skip else {"data": self._data_fingerprint})
-        self._resumed = progress = checkpoints.read_progress(resume_from_checkpoint, settings, self._data_layout())
+        if self.args.ignore_data_skip:
+            settings = {**settings, "data": None}
+        self._resumed = progress = checkpoints.read_progress(resume_from_checkpoint, settings, layout)
         if progress is None:
             return epoch, batches
         is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
@@ -508,13 +481,17 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         progress = self._resumed
         if self._checkpoint is not None:
             self._restore_totals()
-            is_reported = progress is None or progress["is_epoch_end_reported"]
-            if self._is_over() or self._is_epoch_end_due:
+            is_over = self.state.global_step >= self.state.max_steps or any(
+                callback.early_stopping_patience_counter >= callback.early_stopping_patience
+                for callback in self.callback_handler.callbacks
+                if isinstance(callback, EarlyStoppingCallback)
+            )
+            if is_over or self._is_epoch_end_due:
                 # Do what follows the last step of an epoch or run, and was not done before the checkpoint.
                 self._is_epoch_end_due = False
                 self._load_rng_state(parts["resume_from_checkpoint"])
-                self.control.should_training_stop = self._is_over()
-                if not is_reported:
+                self.control.should_training_stop = is_over
+                if progress is not None and not progress["is_epoch_end_reported"]:
                     self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
                     report = [parts[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")]
                     norm, rate = progress["grad_norm"], progress["learning_rate"]
@@ -524,13 +501,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         announce_epoch(parts["train_dataloader"], parts["epoch"])
         _draw_apart(parts["train_dataloader"], data_seed(self.args) + parts["epoch"])
         super()._run_epoch(**parts)
-
-    def _is_over(self) -> bool:
-        return self.state.global_step >= self.state.max_steps or any(
-            callback.early_stopping_patience_counter >= callback.early_stopping_patience
-            for callback in self.callback_handler.callbacks
-            if isinstance(callback, EarlyStoppingCallback)
-        )
 
     def _restore_totals(self) -> None:
         progress, self._resumed, self._checkpoint = self._resumed, None, None
@@ -555,8 +525,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self._check_weights()
         # A kill just after the last checkpoint was written leaves those that it makes surplus.
         run = Path(self._get_output_dir(trial))
-        self._discard_surplus(run, checkpoint_of_step(run, self.state.global_step))
-        if self._trains_by_budget:
+        self._discard_surplus(run, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.max_tokens_per_batch is not None:
             # The parent multiplies by the share of `max_steps` that is done. A stream has no number of pairs.
             num_epochs = self.state.max_steps / self._steps_per_epoch if self._steps_per_epoch else 0
             num_train_samples = num_epochs * len(self.train_dataset) if num_epochs else 0
@@ -565,11 +535,18 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             checkpoints.discard_surplus(self._get_output_dir(trial), 1, [best])
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
 
-    def _data_layout(self) -> dict[str, int | str | None]:
-        """Return the settings that determine which pairs the first N batches of an epoch hold."""
+    def _describe_run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a resumed run must have in common with the run before, and what decides which pairs a batch holds."""
         arguments, has_budget = self.args, self.max_tokens_per_batch is not None
+        metric = arguments.metric_for_best_model
+        # Values of different metrics do not compare.
+        settings = {
+            "metric_for_best_model": metric and metric.removeprefix("eval_"),
+            "greater_is_better": None if metric is None else bool(arguments.greater_is_better),
+            "data": data_fingerprint(self.train_dataset),
+        }
         strategy = str(getattr(arguments.train_sampling_strategy, "value", arguments.train_sampling_strategy))
-        return {
+        layout = {
             "num_processes": arguments.world_size,
             "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
             "steps_per_epoch": self._steps_per_epoch or None,
@@ -581,22 +558,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
             "length_multiple": self._length_multiple if has_budget else 1,
         }
-
-    def _best_criterion(self) -> dict[str, Any]:
-        """Return the metric of the best checkpoint and its direction. Values of different metrics do not compare."""
-        metric = self.args.metric_for_best_model
-        is_greater_better = None if metric is None else bool(self.args.greater_is_better)
-        return {
-            "metric_for_best_model": metric and metric.removeprefix("eval_"),
-            "greater_is_better": is_greater_better,
-        }
-
-    @cached_property
-    def _data_fingerprint(self) -> dict[str, Any] | None:
-        return data_fingerprint(self.train_dataset)
+        return settings, layout
 
     def _set_best_folder(self, run: Path) -> None:
-        if self.state.best_global_step and (best := checkpoint_of_step(run, self.state.best_global_step)).is_dir():
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and best.is_dir():
             self.state.best_model_checkpoint = str(best)
 
     # Evaluation
@@ -644,7 +610,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             decoded, labels = self._decode(dataloader.dataset)
             scores = self.score(decoded, labels)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in scores.items()})
-            output = output._replace(predictions=_as_array(decoded), label_ids=_as_array(labels))
+            # Padded as transformers pads predictions (rows, longest).
+            arrays = [
+                np.array([*zip_longest(*rows, fillvalue=IGNORED_LABEL)], dtype=np.int64).reshape(-1, len(rows)).T
+                for rows in (decoded, labels)
+            ]
+            output = output._replace(predictions=arrays[0], label_ids=arrays[1])
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
@@ -657,7 +628,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
         return loss, generated, labels
 
-    def _decoding_options(self, call: Mapping) -> dict:
+    def _decoding_options(self, call: dict) -> dict:
         """Return arguments of `generate()`: of this call, over those of the trainer. The parent adds training arguments."""
         limits = {"max_length", "max_new_tokens"}
         # `generate()` obeys `max_new_tokens` where both limits are set.
@@ -703,7 +674,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def _save_checkpoint(self, model, trial):
         self._check_weights()
         run = Path(self._get_output_dir(trial))
-        checkpoint = checkpoint_of_step(run, self.state.global_step)
+        checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._is_saving = True
         try:
             super()._save_checkpoint(model, trial)
@@ -711,12 +682,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self._is_saving = False
         norm = self._report.get("grad_norm")
         losses = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
+        settings, layout = self._description
         progress = {
-            **self._data_layout(),
-            **self._best_criterion(),
+            **layout,
+            **settings,
             **self._report,
             "grad_norm": None if norm is None else float(norm),
-            "data": self._data_fingerprint,
             "losses_since_log": losses,
             "loss_until_log": self._total_loss_scalar,
             "last_logged_step": self._globalstep_last_logged,
@@ -778,11 +749,3 @@ def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
 def _draw_apart(loader: DataLoader, seed: int) -> None:
     """Let a loader draw the seeds of its workers apart from training, whose random numbers a resumed run repeats."""
     getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(seed)
-
-
-def _as_array(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return ids (rows, longest), padded as transformers pads predictions."""
-    array = np.full((len(rows), max(map(len, rows), default=0)), IGNORED_LABEL)
-    for row, ids in enumerate(rows):
-        array[row, : len(ids)] = ids
-    return array

@@ -4,14 +4,13 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.plugins import plugin
 from metaphrase.scripts.parsers import options
-from metaphrase.scripts.parsers.options import LOADING_OPTIONS
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.storage.hints import did_you_mean
 
@@ -27,17 +26,13 @@ FILES = {"adapt": "convert", "average": "convert", "export": "convert"}
 FILES |= {"shortlist": "filter", "attention": "explain", "distill": "backtranslate"}
 
 
-def _find_subcommands() -> Iterator[tuple[str, Callable[[argparse.ArgumentParser], None]]]:
-    list_rings = plugin("subcommands")
-    rings = () if list_rings is None else list_rings()
-    for add_options in (options.train, options.evaluate, options.generate, options.push, *rings):
-        name = add_options.__name__
-        if (Path(__file__).parents[1] / f"{FILES.get(name, name)}.py").is_file():
-            yield name, add_options
-
-
 # Functions that add the options of a subcommand to a parser.
-SUBCOMMANDS = dict(_find_subcommands())
+_FUNCTIONS = (options.train, options.evaluate, options.generate, options.push, *(plugin("subcommands") or tuple)())
+SUBCOMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    function.__name__: function
+    for function in _FUNCTIONS
+    if Path(__file__).parents[1].joinpath(f"{FILES.get(function.__name__, function.__name__)}.py").is_file()
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -144,14 +139,9 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
 # Options that several subcommands read
 
 
-def chosen_models(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of all models, the first one in front."""
-    return [arguments.model, *(arguments.ensemble or [])]
-
-
 def chosen_loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return arguments of `Generator.from_pretrained`."""
-    return given_options(arguments, LOADING_OPTIONS)
+    return given_options(arguments, (*options.LANGUAGES, *options.LOADING, *options.ENGINE))
 
 
 def chosen_generation_options(arguments: argparse.Namespace) -> dict[str, Any]:

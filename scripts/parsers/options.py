@@ -13,10 +13,6 @@ from metaphrase.storage.generation_options import GENERATION_OPTIONS
 
 # A parser, or a group of its options.
 Options = Any
-LOADING_OPTIONS = {
-    *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
-    *("batch_size", "max_tokens_per_batch", "engine", "use_vmap"),
-}
 
 
 def _check(is_valid: object, text: str, word: str) -> None:
@@ -25,7 +21,6 @@ def _check(is_valid: object, text: str, word: str) -> None:
 
 
 def boolean(word: str) -> bool:
-    """Parse a truth value."""
     values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
     _check(word.lower() in values, "true or false", word)
     return values[word.lower()]
@@ -37,19 +32,16 @@ def boolean_or_never(word: str) -> bool | str:
 
 
 def count(word: str) -> int:
-    """Parse a whole number of at least 0."""
     _check(re.fullmatch(r"\d+", word, re.ASCII), "a whole number of at least 0", word)
     return int(word)
 
 
 def file(word: str) -> str:
-    """Check that a file exists."""
     _check(Path(word).exists() and not Path(word).is_dir(), "a file that exists", word)
     return word
 
 
 def path(word: str) -> str:
-    """Check a file or folder to write, which is not standard output."""
     _check(word not in ("", "-"), "a path", word)
     return word
 
@@ -60,7 +52,6 @@ def path_or_dash(word: str) -> str | None:
 
 
 def model(word: str) -> str:
-    """Check the folder or Hub id of a model."""
     is_path = word.startswith((".", "/", "~")) or word.count("/") > 1
     is_valid = Path(word).is_dir() if is_path else not Path(word).is_file()
     _check(is_valid, "a folder that exists, or a name on the Hub", word)
@@ -68,7 +59,6 @@ def model(word: str) -> str:
 
 
 def column(word: str) -> int | str:
-    """Parse the number or the name of a column."""
     return int(word) if word.isascii() and word.isdecimal() else word
 
 
@@ -94,7 +84,6 @@ def layers(word: str) -> list[int]:
 
 
 def repo_id(word: str) -> str:
-    """Check the name of a repository on the Hub."""
     _check("/" in word, "user/name or organization/name", word)
     return word
 
@@ -104,6 +93,8 @@ _SPLIT = (
     "decode each sentence of a line alone, and keep the layout between them; LANG is the language of the lines, such "
     "as de [that of a multilingual tokenizer, or English]"
 )
+_USE_VMAP = "select among the target tokens that vmap.txt of the model permits; see `metaphrase shortlist`"
+_ENGINES = {"choices": ("auto", "torch", "ctranslate2")}
 # Type, default, help and, if needed, more arguments of `add_argument`. The type bool is a switch.
 _SHARED: dict[str, tuple] = {
     "device": (str, None, "device to run on [the accelerator if there is one]"),
@@ -122,21 +113,13 @@ _SHARED: dict[str, tuple] = {
     "ensemble": (model, None, "more models for an ensemble with the first", {"nargs": "+"}),
     "batch_size": (int, 64, "maximum sources in a batch"),
     "max_tokens_per_batch": (int, 8192, "maximum source tokens in a batch, padding included"),
-    "engine": (
-        str,
-        "auto",
-        "library that decodes; auto: the faster one",
-        {"choices": ("auto", "torch", "ctranslate2")},
-    ),
-    "use_vmap": (
-        bool,
-        False,
-        "select among the target tokens that vmap.txt of the model permits; see `metaphrase shortlist`",
-    ),
+    "engine": (str, "auto", "library that decodes; auto: the faster one", _ENGINES),
+    "use_vmap": (bool, False, _USE_VMAP),
     "num_processes": (int, 1, "processes that decode chunks in parallel, on cores or accelerators"),
     "split_sentences": (str, False, _SPLIT, {"metavar": "LANG", "nargs": "?", "const": True}),
     "bleu_tokenize": (str, None, "sacreBLEU's tokenizer [13a]; none for tokenized text"),
     "lowercase": (bool, False, "ignore case, as sacreBLEU's -lc"),
+    "max_shard_size": (str, "5GB", "maximum size of a file of weights, such as 500MB", {"metavar": "SIZE"}),
 }
 COLUMNS = ("source_column", "target_column")
 LANGUAGES = ("source_lang", "target_lang", "source_prefix")
@@ -164,6 +147,13 @@ def add_model(options: Options, name: str = "model", **settings: Any) -> None:
     options.add_argument(name, type=model, **settings)
 
 
+def add_loaded_model(parser: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
+    """Add a model that reads single texts, its languages, and how it is loaded."""
+    add_model(parser, name, **settings)
+    add_shared(parser, *LANGUAGES)
+    add_shared(parser.add_argument_group("loading"), *LOADING, "seed")
+
+
 def add_stream(options: Options, inputs: str, output: str) -> None:
     """Add input and output of a subcommand that writes one line or more for each line that it reads."""
     add = options.add_argument
@@ -173,11 +163,14 @@ def add_stream(options: Options, inputs: str, output: str) -> None:
     add_shared(options, "resume")
 
 
-def add_chunks(options: Options) -> None:
-    add_shared(options, "max_line_characters")
+def add_batches(parser: argparse.ArgumentParser, *before: str) -> Options:
+    """Add how a subcommand of `add_stream` decodes, in a group with more options before, and return the group."""
+    group = parser.add_argument_group("ensemble, batches and engine")
+    add_shared(group, *before, *ENGINE, "max_line_characters")
     text = "sources that are sorted and decoded together"
-    options.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
-    add_shared(options, "num_processes", "shard")
+    group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
+    add_shared(group, "num_processes", "shard")
+    return group
 
 
 def add_generation(parser: argparse.ArgumentParser) -> Options:
@@ -217,22 +210,18 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     add("--file", type=file, help="sources and references in one .tsv, .csv, .jsonl or .parquet file")
     add("--output", type=path, help="file to write, or folder for metrics.json [metrics.json beside the model]")
     add("--predictions", type=path, help="file to write the decoded targets to")
-    add_model(parser)
-    add_shared(parser, *LANGUAGES)
+    add_loaded_model(parser)
     add_metrics(parser)
-    add_shared(parser.add_argument_group("loading"), *LOADING, "seed")
     group = parser.add_argument_group("pairs and scores")
     add_shared(group, *COLUMNS)
     add, kinds = group.add_argument, ("error", "skip")
     add("--malformed", choices=kinds, default="error", help="how to treat lines without a pair")
     add("--invalid_utf8", choices=kinds, default="error", help="how to treat pairs that are not UTF-8")
-    add_shared(group, "max_line_characters")
-    add_shared(group, *SCORING)
+    add_shared(group, "max_line_characters", *SCORING)
     add("--confidence_n", type=count, default=1000, help="bootstrap resamples for 95 %% intervals; 0 for none")
     add("--joiner", help="mark that joins subwords of references, such as @@ [that of the tokenizer]")
     group = parser.add_argument_group("ensemble, batches and engine")
-    add_shared(group, "ensemble")
-    add_shared(group, *ENGINE)
+    add_shared(group, "ensemble", *ENGINE)
     group.set_defaults(engine="torch")
     add_generation(parser)
 
@@ -241,15 +230,10 @@ def generate(parser: argparse.ArgumentParser) -> None:
     """Translate, summarize, ...: write one target line for each source line."""
     add_stream(parser, "file with one source in each line, UTF-8", "file to write, or - [standard output]")
     parser.add_argument("--n_best", action="store_true", help="write `index ||| target ||| score` for every target")
-    add_model(parser)
     text = "second model, which reads the targets of the first: German to English, then English to French"
     add_model(parser, "--pivot", help=text)
-    add_shared(parser, *LANGUAGES)
-    add_shared(parser.add_argument_group("loading"), *LOADING, "seed")
-    group = parser.add_argument_group("ensemble, batches and engine")
-    add_shared(group, "ensemble")
-    add_shared(group, *ENGINE)
-    add_chunks(group)
+    add_loaded_model(parser)
+    add_batches(parser, "ensemble")
     group = parser.add_argument_group("whole texts")
     add_shared(group, "split_sentences")
     add = group.add_argument

@@ -84,14 +84,8 @@ def backtranslate(parser: argparse.ArgumentParser) -> None:
     output = "a .tsv or .jsonl file to write, or - [standard output, with tabs]"
     options.add_stream(parser, "file with one target in each line, UTF-8", output)
     parser.add_argument("--tag", help="text before each synthetic source, such as '<BT>'")
-    options.add_model(parser, help="folder or Hub id of a model from the target to the source language")
-    options.add_shared(parser, *options.LANGUAGES)
-    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
-    group = parser.add_argument_group("ensemble, batches and engine")
-    options.add_shared(group, "ensemble")
-    options.add_shared(group, *options.ENGINE)
-    options.add_chunks(group)
-    options.add_shared(group, "split_sentences")
+    options.add_loaded_model(parser, help="folder or Hub id of a model from the target to the source language")
+    options.add_shared(options.add_batches(parser, "ensemble"), "split_sentences")
     options.add_generation(parser)
 
 
@@ -102,14 +96,8 @@ def distill(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=file, help="file with one reference in each line, for an input of sources")
     add("--select", choices=("bleu", "chrf"), help="write the target nearest to the reference [write all]")
-    options.add_model(parser, "teachers", nargs="+")
-    options.add_shared(parser, *options.LANGUAGES)
-    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
-    group = parser.add_argument_group("ensemble, batches and engine")
-    options.add_shared(group, *options.ENGINE)
-    options.add_chunks(group)
-    options.add_shared(group, "split_sentences")
-    options.add_shared(group, *options.COLUMNS)
+    options.add_loaded_model(parser, "teachers", nargs="+")
+    options.add_shared(options.add_batches(parser), "split_sentences", *options.COLUMNS)
     options.add_generation(parser)
 
 
@@ -156,12 +144,7 @@ def convert(parser: argparse.ArgumentParser) -> None:
     add("--trim_vocabulary", type=file, nargs="+", help="keep only tokens of these text files, and special ones")
     add("--revision", help="branch, tag or commit on the Hub")
     options.add_overwrite(parser, "conversion")
-    add_shard_size(parser)
-
-
-def add_shard_size(parser: argparse.ArgumentParser) -> None:
-    text = "maximum size of a file of weights, such as 500MB"
-    parser.add_argument("--max_shard_size", metavar="SIZE", default="5GB", help=text)
+    options.add_shared(parser, "max_shard_size")
 
 
 def adapt(parser: argparse.ArgumentParser) -> None:
@@ -179,7 +162,7 @@ def adapt(parser: argparse.ArgumentParser) -> None:
     add("--cross_attention", choices=("copied", "new", "merged"), help=text)
     add("--dropout", type=float, default=0.1, help="dropout probability of the new model")
     options.add_overwrite(parser, "output")
-    add_shard_size(parser)
+    options.add_shared(parser, "max_shard_size")
 
 
 def shortlist(parser: argparse.ArgumentParser) -> None:
@@ -219,9 +202,7 @@ def attention(parser: argparse.ArgumentParser) -> None:
     add("--head", type=int, help="head of that layer [mean of all heads]")
     add("--output", type=path, help="file to write: .png, .align or .txt [attention.png, or standard output]")
     add("--format", choices=("png", "pharaoh"), help="format [by the suffix of the output, or png]")
-    options.add_model(parser)
-    options.add_shared(parser, *options.LANGUAGES)
-    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
+    options.add_loaded_model(parser)
     options.add_shared(parser.add_argument_group("texts"), "max_line_characters")
     options.add_generation(parser)
 
@@ -232,9 +213,7 @@ def explain(parser: argparse.ArgumentParser) -> None:
     add("--source", action="append", required=True, help="source text; may be given several times")
     add("--target", action="append", help="target text for each --source [generated]")
     add("--output", type=path, default="explanation.html", help="HTML file to write")
-    options.add_model(parser)
-    options.add_shared(parser, *options.LANGUAGES)
-    options.add_shared(parser.add_argument_group("loading"), *options.LOADING, "seed")
+    options.add_loaded_model(parser)
     options.add_generation(parser)
 
 

@@ -1,5 +1,3 @@
-"""Tests of `metaphrase train` with a file of pairs or the name of a data set, and nothing else."""
-
 import json
 import re
 from random import Random

@@ -1,5 +1,3 @@
-"""Tests of the rules that choose open fields: sensible choices for tasks of different kinds, and reasons for each."""
-
 import math
 import unicodedata
 

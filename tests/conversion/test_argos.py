@@ -129,6 +129,4 @@ def test_what_argos_cannot_express_is_refused(generator, tmp_path):
     words = [str(tmp_path / "model"), str(tmp_path / "c.argosmodel"), "--format", "argos", "--source_lang", "en"]
     with pytest.raises(ValueError, match="`--target_lang` must be given with --format argos"):
         execute("export", words)
-    with pytest.raises(ValueError, match="`--source_lang` must be left out with --format web, got 'en'"):
-        execute("export", [*words[:2], "--format", "web", *words[4:]])
     assert {path.name for path in tmp_path.iterdir()} == {"model", "b.argosmodel"}

@@ -120,9 +120,6 @@ def assert_engine_is_torch(model, engine):
     assert len({round(row[0].score, 2) for row in expected}) >= len(sources) // 2
 
 
-# configurations
-
-
 @pytest.mark.parametrize("fields", DRAWN, ids=range(len(DRAWN)))
 def test_drawn_configurations_give_the_same_tokens(fields, tmp_path):
     model, engine = exported(tmp_path, **fields)
@@ -168,8 +165,6 @@ def test_a_source_beyond_the_table_of_positions_is_refused(tmp_path):
         decode(engine, [[5], [6] * 16, [5] * 17, [7] * 3], max_new_tokens=4)
 
 
-# refusals
-
 REFUSED = {
     "'linear'": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "0.5": {"head_dim": 6, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -208,9 +203,6 @@ def test_anything_but_one_end_is_refused(ends, tmp_path):
     with pytest.raises(ValueError, match=r"`eos_token_id` \[.*\]: it knows exactly one"):
         export_ctranslate2(folder, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-
-
-# folders
 
 
 @pytest.fixture(scope="module")

@@ -173,6 +173,13 @@ def test_trained_positions_of_marian_become_learned(tmp_path):
     assert_equal_logits(MarianMTModel.from_pretrained(tmp_path / "again"), theirs)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_lost_layerdrop_is_reported(share, tmp_path, caplog):
+    bart_like("bart", draw("bart", 0), decoder_layerdrop=share).save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert ("LayerDrop is left out" in caplog.text) == (share > 0)
+
+
 def test_t5_says_whether_it_is_tied_to_older_versions_too(tmp_path):
     config = MetaphraseConfig.from_preset("t5-v1.1-small", **TINY, head_dim=8)
     MetaphraseForConditionalGeneration(config).save_pretrained(tmp_path / "ours")

@@ -83,7 +83,7 @@ def test_logits_are_those_of_marian_and_weights_come_back_bit_for_bit(network, k
 def test_ids_and_texts_are_those_of_sentencepiece(options, tmp_path):
     train_model(TEXTS, tmp_path / "vocab.spm", **options)
     processor = SentencePieceProcessor(model_file=str(tmp_path / "vocab.spm"))
-    tokenizers = read_vocabularies([tmp_path / "vocab.spm"])
+    tokenizers = read_vocabularies(tmp_path)
     texts = [*TEXTS, "", "  two  spaces ", "ﬁ½ é", "x@@y @@ cat s", "日本語 日", "a\tb\nc", "a▁b"]
     expected = [[*row, processor.eos_id()] for row in processor.encode(texts)]
     assert tokenizers.encode_sources(texts) == expected
@@ -183,7 +183,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     file = tmp_path / "theirs" / "model.npz"
     for changed, message in (
         ({"encoder_l9_self_Wq": np.zeros((2, 2), "f4")}, r"have no place in the model: encoder_l9_self_Wq"),
-        ({"encoder_l1_self_bq": np.zeros((1, 3), "f4")}, r"`encoder_l1_self_bq` must have the shape \(1, 16\)"),
+        ({"encoder_l1_self_bq": np.zeros((1, 3), "f4")}, r"`encoder_l1_self_bq` must have the shape \(16,\)"),
         ({"encoder_l1_self_bq": np.full((1, WIDTH), np.nan, "f4")}, "must hold finite numbers"),
         ({"encoder_l1_self_bq": np.zeros((1, WIDTH))}, "in float32, got float64"),
     ):
@@ -258,18 +258,18 @@ def test_damaged_vocabularies_and_shortlists_are_refused(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content[:-7])
     with pytest.raises(ValueError, match=r"vocab\.spm must be a unigram model of SentencePiece"):
-        read_vocabularies([path])
+        read_vocabularies(path.parent)
     for _ in range(200):
         changed = bytearray(content)
         changed[rng.randrange(len(content))] = rng.randrange(256)
         path.write_bytes(changed)
         try:
-            read_vocabularies([path])
+            read_vocabularies(path.parent)
         except ValueError as error:
             assert "vocab.spm must be" in str(error)
     train_model(TEXTS, path, model_type="bpe")
     with pytest.raises(ValueError, match="must be a unigram model"):
-        read_vocabularies([path])
+        read_vocabularies(path.parent)
 
 
 def real_models():
@@ -287,7 +287,7 @@ def test_real_models_compute_the_same(tmp_path):
     for number, folder in enumerate(real_models()):
         [file] = folder.glob("model*.bin")
         options, weights = read_model_file(file)
-        tokenizers = read_vocabularies(sorted(folder.glob("*.spm")))
+        tokenizers = read_vocabularies(folder)
         processor = SentencePieceProcessor(model_file=str(next(folder.glob("*.spm"))))
         rows = tokenizers.encode_sources(TEXTS)
         assert rows == [[*row, 0] for row in processor.encode(TEXTS)]

@@ -5,14 +5,12 @@ import shutil
 
 import pytest
 from converted_models import draw, encoder_decoder_like
-from safetensors import SafetensorError
 from small_runs import read
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from transformers import AutoTokenizer
 
 from metaphrase.conversion import convert
 from metaphrase.conversion.folders import _tokenizer_class
-from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -85,16 +83,6 @@ def test_nothing_of_a_training_comes_along(source, bart, tmp_path):
     assert all((tmp_path / "ours" / name).is_file() for name in ("target_vocab.json", "bpe.codes"))
     assert not (tmp_path / "ours" / "target_tokenizer" / "notes.md").exists()
     assert TokenizerPair.from_pretrained(tmp_path / "ours").encode_targets(TARGETS) == pair.encode_targets(TARGETS)
-
-
-def test_a_full_disk_is_told_in_a_line(bart, tmp_path, monkeypatch, capsys):
-    def fail(*args, **kwargs):
-        raise SafetensorError("Error while serializing: No space left on device")
-
-    monkeypatch.setattr("metaphrase.storage.weight_files.save_file", fail)
-    assert run("convert", [str(bart[0]), str(tmp_path / "ours")]) == 2
-    assert "error: Error while serializing: No space left on device" in capsys.readouterr().err
-    assert not (tmp_path / "ours").exists()
 
 
 def test_settings_of_older_days_are_in_the_configuration(source, tmp_path):

@@ -103,8 +103,8 @@ def test_unwritten_entries_may_be_nan(monkeypatch):
 
 def test_a_model_that_drafts_for_itself_is_always_right(monkeypatch):
     model, widths = tiny_model(), []
-    read = BlockState.read
-    monkeypatch.setattr(BlockState, "read", lambda self, ids: widths.append(ids.shape[1]) or read(self, ids))
+    step = BlockState.step
+    monkeypatch.setattr(BlockState, "step", lambda self, ids: widths.append(len(ids)) or step(self, ids))
     _, search = speculate(model, model, TEXTS[:1], max_new_tokens=12, eos_token_id=None)
     assert search.num_accepted == search.num_drafted == 9
     # Three rounds: the draft model reads the prompt, later what it has not read of the last round; then the target model.

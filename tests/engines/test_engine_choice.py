@@ -176,7 +176,7 @@ def test_models_that_cannot_have_a_copy(lines, tmp_path, monkeypatch):
     assert "not used in float16 on cpu" in first_line(generator.model, "float16")
     for owner, name, value, message in (
         (engine_choice, "free_main_memory", lambda: 100, "a copy needs 0 MiB of memory, and 0 MiB are free"),
-        (tempfile, "tempdir", str(tmp_path / "missing"), "no copy for CTranslate2: [Errno"),
+        (tempfile, "tempdir", str(tmp_path / "missing"), "[Errno"),
         (engine_choice, "is_faster", lambda *_: False, "torch (faster for "),
     ):
         with monkeypatch.context() as patched:

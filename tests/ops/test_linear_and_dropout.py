@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 from torch import nn
 
 from metaphrase.ops import linear_and_dropout as fused_linear
-from metaphrase.ops.linear_and_dropout import add_dropout, dropout, joined_linear, linear, random_mask
+from metaphrase.ops.linear_and_dropout import add_dropout, joined_linear, linear, random_mask
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_other_weights_dtypes_and_modes_are_torchs_own(calls, monkeypatch):
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.75])
 def test_share_scale_and_gradient(p, dtype):
     states = torch.ones(1000, 300, dtype=dtype, requires_grad=True)
-    dropped = dropout(states, p, training=True)
+    dropped = add_dropout(None, states, p, training=True)
     kept = dropped != 0
     # Five standard errors of a share in 300 000 draws.
     assert kept.double().mean().item() == pytest.approx(1 - p, abs=5 * (p * (1 - p) / 300_000) ** 0.5)
@@ -226,7 +226,7 @@ def test_a_sum_with_what_is_dropped_has_the_values_and_gradients_of_the_two_step
     leaves = [torch.randn(40, 30, dtype=dtype, requires_grad=True) for dtype in (of_residual, of_states)]
     weight = torch.randn(40, 30)
     found = []
-    for compute in (add_dropout, lambda residual, *rest: residual + dropout(*rest)):
+    for compute in (add_dropout, lambda residual, *rest: residual + add_dropout(None, *rest)):
         torch.manual_seed(5)
         total = compute(*leaves, p, training)
         gradients = torch.autograd.grad((total * weight).sum(), leaves)

@@ -1,5 +1,3 @@
-"""Fixtures of the tests of pushing: a Hub on this machine, and a trained folder."""
-
 import pickle
 import shutil
 import threading

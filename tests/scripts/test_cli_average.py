@@ -1,5 +1,3 @@
-"""`metaphrase average`: a run of the trainer, and the words of the command."""
-
 import json
 from pathlib import Path
 

@@ -156,6 +156,7 @@ def refuse(*args, **kwargs):
         (["--source_column", "zz"], "`file` must be given with `source_column`, got None and 'zz'"),
         (["--output", "link"], "`output` must be another file than `target`, got 'link' for both"),
         (["--output", "m.json", "--predictions", "./m.json"], "`predictions` must be another file than `output`"),
+        (["--predictions", "o.gz"], "`predictions` must not end in .gz, because it is not compressed, got 'o.gz'."),
         (["--output", "sealed/m.json"], "`output` must be in a folder that can be written to, got sealed"),
     ],
     ids=str,

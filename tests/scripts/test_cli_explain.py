@@ -1,5 +1,3 @@
-"""The command line: `metaphrase explain` on tiny models."""
-
 import errno
 import json
 import os
@@ -28,12 +26,6 @@ def test_explain_writes_a_page_of_several_pairs(cli_model, tmp_path, monkeypatch
     assert [pair["target"] for pair in pairs] == targets
     execute(subcommand, [*words, "--output", str(tmp_path / "again.html")])
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
-
-
-def test_sources_and_targets_must_be_equally_many(cli_model, capsys):
-    assert run("explain", [cli_model, "--source", "a", "--source", "b", "--target", "c"]) == 2
-    message = "`sources` and `targets` must be equally many, got 2 and 1"
-    assert f"metaphrase explain: error: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["page", "picture"])

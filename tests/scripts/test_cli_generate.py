@@ -4,7 +4,6 @@ import io
 import itertools
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from subcommands import execute
 from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_generator
 
 from metaphrase.inference import Generator, ScoredText
-from metaphrase.scripts import evaluate, generate
+from metaphrase.scripts import generate
 from metaphrase.scripts.__main__ import run
 
 
@@ -148,6 +147,9 @@ def test_minimum_bayes_risk_writes_what_its_generator_does(cli_model, monkeypatc
         ("--overwrite --num_beams 2 --num_return_sequences 4", "num_return_sequences"),
         ("--overwrite --mbr_candidates 4 --num_return_sequences 3", "num_return_sequences"),
         ("--overwrite --must_contain=", "A phrase must be a text"),
+        ("--overwrite --chunk-size 0", "`chunk_size` must be at least 1, got 0."),
+        ("--overwrite --max_line_characters 4", "at most 4 characters, but line 1 has more"),
+        *((f"--{word} --output o.gz", "`output` must not end in .gz, ") for word in ("overwrite", "resume")),
         ("--num_return_sequences 0 --n_best --resume", "num_return_sequences"),
         ("--overwrite --mbr_utility bleu", "`mbr_candidates` must be given with `mbr_utility`, got None and 'bleu'"),
         ("--overwrite --num_assistant_tokens 3", "`assistant_model` must be given with `num_assistant_tokens`"),
@@ -205,27 +207,3 @@ def test_a_damaged_input_is_a_mistake_of_one_line(name, cli_model, tmp_path, cap
     said = capsys.readouterr().err
     assert "metaphrase generate: error: " in said and "Traceback" not in said
     assert f"`{tmp_path / name}` must be a compressed file that is whole, got: " in said
-
-
-@pytest.mark.parametrize("subcommand", ["generate", "generate --resume", "evaluate", "attention"])
-def test_lines_are_not_written_under_a_name_that_says_compressed(subcommand, cli_model, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(Generator, "from_pretrained", None)
-    output, pairs = str(tmp_path / "o.gz"), ["--source", files[0], "--target", files[1]]
-    calls = {
-        "generate": (generate, "output", []),
-        "generate --resume": (generate, "output", ["--input", files[0], "--resume"]),
-        "evaluate": (evaluate, "predictions", pairs),
-        "attention": ("attention", "output", ["--input", files[0], "--format", "pharaoh"]),
-    }
-    script, name, words = calls[subcommand]
-    with pytest.raises(ValueError, match=f"`{name}` must not end in .gz, .* got '{output}'"):
-        execute(script, [cli_model, *words, f"--{name}", output])
-    assert not Path(output).exists()
-
-
-def test_the_limit_of_a_line_can_be_set(cli_model, tmp_path, capsys):
-    (tmp_path / "in").write_text("the cat\n")
-    words = [cli_model, "--device", "cpu", "--input", str(tmp_path / "in"), "--max_line_characters"]
-    assert run("generate", [*words, "6"]) == 2
-    assert "at most 6 characters, but line 1 has more" in capsys.readouterr().err
-    assert run("generate", [*words, "7"]) == 0

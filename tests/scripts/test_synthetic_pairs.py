@@ -1,5 +1,3 @@
-"""`metaphrase backtranslate` and `metaphrase distill`: what the pairs hold, candidates by their reference, kills, errors."""
-
 import json
 import signal
 
@@ -142,11 +140,7 @@ def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server
         (backtranslate, ["--input", "mono.de", "--resume"], "`output` must be given with `resume`"),
         ("distill", ["--input", "train.en", "--select", "chrf"], "`select` must come with pairs .* got sources alone"),
         ("distill", ["--input", "train.tsv", "--select", "chrf"], "`num_return_sequences` above 1, got 1"),
-        (
-            "distill",
-            ["--input", "train.en", "--source_column", "1"],
-            "`source_column` must come with one file of pairs",
-        ),
+        ("distill", ["--input", "train.en", "--source_column", "1"], "`source_column` must come with one file of"),
         ("distill", ["--target", "train.de"], "`input` must be given with `target`"),
         ("distill", ["--input", "broken.tsv"], "got 1 in line 2. `metaphrase filter` drops such lines"),
         ("distill", ["--input", "train.tsv", "--output", "train.tsv", "--overwrite"], "another file than `input`"),

@@ -14,7 +14,7 @@ from local_server import upper_service
 from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.inference.batches import Hypothesis
-from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
+from metaphrase.serving.batcher import Batcher, CancelledRequest, QueuedGenerator, Ticket
 from metaphrase.serving.service import Query
 
 
@@ -40,7 +40,7 @@ def facts(batcher):
 @pytest.fixture
 def queued(batcher):
     """Makes the generator of a request."""
-    return lambda generator, **fields: batcher.queue(generator, ticket(**fields))
+    return lambda generator, **fields: QueuedGenerator(generator, batcher, ticket(**fields))
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def test_ended_and_cancelled_requests_leave_the_queue(batcher, queued, facts):
     generator, gone = identity_generator(), ticket()
     with ThreadPoolExecutor(1) as pool:
         with busy(batcher) as (_, wait_for):
-            future = pool.submit(batcher.queue(generator, gone).generate, ["b"])
+            future = pool.submit(QueuedGenerator(generator, batcher, gone).generate, ["b"])
             wait_for(1)
             gone.is_cancelled = True
             with pytest.raises(TimeoutError):
@@ -190,12 +190,12 @@ def test_threads_decode_batches_at_once_but_never_beside_a_call():
 
     texts, generator = ["a", "b"] * 3, identity_generator(change, batch_size=1)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(batcher.queue(generator, ticket()).generate, texts[:2])
+        future = pool.submit(QueuedGenerator(generator, batcher, ticket()).generate, texts[:2])
         while events.count("begin") < 2:
             time.sleep(0.001)
         assert batcher.call(ticket(), call)
         assert future.result() == texts[:2] and len(events) == 4
-        assert batcher.queue(generator, ticket()).generate(texts) == texts
+        assert QueuedGenerator(generator, batcher, ticket()).generate(texts) == texts
     batcher.close()
 
 
@@ -203,7 +203,7 @@ def test_close_decodes_what_waits():
     batcher, generator = Batcher(num_threads=2), identity_generator()
     with ThreadPoolExecutor(1) as pool:
         with busy(batcher) as (may_end, wait_for):
-            future = pool.submit(batcher.queue(generator, ticket()).generate, ["a"])
+            future = pool.submit(QueuedGenerator(generator, batcher, ticket()).generate, ["a"])
             wait_for(1)
             closing = threading.Thread(target=batcher.close)
             closing.start()
@@ -211,7 +211,7 @@ def test_close_decodes_what_waits():
         closing.join()
         assert future.result() == ["a"]
     with pytest.raises(CancelledRequest, match="shutting down"):
-        batcher.queue(generator, ticket()).generate(["b"])
+        QueuedGenerator(generator, batcher, ticket()).generate(["b"])
 
 
 def slow_generator(seconds):
@@ -265,6 +265,7 @@ def test_one_long_request_at_a_time_works_on_its_texts_while_none_waits():
         second = pool.submit(enter, long, "long")
         pool.submit(enter, short, "short").result(5)
         assert entered.get_nowait() == "short" and not second.done()
-        with first.waiting():
-            second.result(5)
+        # While the sentences of the first one are decoded, the second one has its turn.
+        decoder = identity_generator(lambda text: second.result(5) or text)
+        assert QueuedGenerator(decoder, service.batcher, first).generate(["a"]) == ["a"]
     service.batcher.close()

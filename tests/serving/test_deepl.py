@@ -19,10 +19,10 @@ def client(guarded_url):
 
 
 @pytest.fixture(scope="module")
-def markup_client():
+def markup_url():
     glossaries = {"pets": Terms(glossary={"cat": "Kater"})}
     with running(upper_service(tiny_generator(), glossaries=glossaries)) as address:
-        yield client_of(address, "any")
+        yield address
 
 
 def test_client_translates_texts(client, guarded_url):
@@ -53,7 +53,8 @@ def test_client_lists_languages(client):
     assert not any(language.supports_formality for language in targets)
 
 
-def test_glossary_and_tags_have_their_effect(markup_client):
+def test_glossary_and_tags_have_their_effect(markup_url):
+    markup_client = client_of(markup_url)
     result = markup_client.translate_text("the cat", source_lang="EN", target_lang="DE", glossary="pets")
     assert "Kater" in result.text
     html = markup_client.translate_text('<p>the <a href="x">cat</a></p>', target_lang="DE", tag_handling="html").text
@@ -61,6 +62,17 @@ def test_glossary_and_tags_have_their_effect(markup_client):
     for form, text in (("xml", "<s>the cat <x>sleeps</x> runs</s>"), ("html", "<p>the cat <x>sleeps</x> runs</p>")):
         result = markup_client.translate_text(text, target_lang="DE", tag_handling=form, ignore_tags="y,x")
         assert "<x>sleeps</x>" in result.text and "cat" not in result.text
+
+
+def test_ignored_tags_are_a_list_or_one_text_with_commas(markup_url):
+    body = {"text": ["<s>the <y>cat</y> <x>sleeps</x> runs</s>"], "target_lang": "DE", "tag_handling": "xml"}
+    rows = [
+        requests.post(markup_url + "/v2/translate", **{kind: body | {"ignore_tags": tags}}).json()["translations"]
+        for tags in (["y", "x"], ["y,x"])
+        for kind in ("data", "json")
+    ]
+    assert all(row == rows[0] for row in rows)
+    assert "<y>cat</y>" in rows[0][0]["text"] and "<x>sleeps</x>" in rows[0][0]["text"]
 
 
 def test_client_raises_its_errors(client, guarded_url):

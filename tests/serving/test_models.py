@@ -40,7 +40,7 @@ def test_a_folder_of_several_models_is_served_as_their_ensemble(batcher, tmp_pat
     path.write_text(json.dumps({"models": names}), encoding="utf-8")
     served = ServedModel.from_pretrained(None, str(tmp_path / "all"), batcher)
     assert served.name == "all" and served.source_languages == ["en"]
-    generator, options = served.open(Ticket(time.monotonic() + 60))
+    generator, options = served.open(Ticket(time.monotonic() + 60), None, None)
     texts = ["the cat", "a dog sleeps"]
     alone = Generator.from_pretrained(folders)
     assert generator.generate(texts, **options) == alone.generate(texts)

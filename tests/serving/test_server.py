@@ -16,7 +16,7 @@ from tiny_generator import tiny_generator
 
 from metaphrase.scripts import serve
 from metaphrase.serving import Limits
-from metaphrase.serving.service import Query, TargetStream
+from metaphrase.serving.service import Query, stream_target
 from metaphrase.texts.whole_texts import TextDecoder
 
 SECRET = "a sentence that nobody else may read"
@@ -133,23 +133,25 @@ def test_stream_has_a_piece_for_each_sentence():
     service = upper_service()
 
     async def collect():
-        stream = TargetStream(service, service.find_model(None), Query(["  One cat. Two dogs.\n\n- a bird"]))
-        return [piece async for piece in await stream.start()], stream.is_finished
+        query = Query(["  One cat. Two dogs.\n\n- a bird"])
+        return [piece async for piece in stream_target(service, service.find_model(None), query)]
 
-    assert asyncio.run(collect()) == (["  ONE CAT. ", "TWO DOGS.\n\n- ", "A BIRD"], True)
+    pieces = ["  ONE CAT. ", "TWO DOGS.\n\n- ", "A BIRD"]
+    assert asyncio.run(collect()) == [*((piece, None) for piece in pieces), ("", "stop")]
     assert service.num_requests == 0
     service.batcher.close()
 
 
 def test_alignments_are_computed_while_nothing_is_decoded(monkeypatch):
-    service, running_calls, align = upper_service(tiny_generator()), [], TextDecoder._align
+    service, states, align = upper_service(tiny_generator()), [], TextDecoder._align
+    batcher = service.batcher
     monkeypatch.setattr(
-        TextDecoder, "_align", lambda *a: running_calls.append(list(service.batcher._running)) or align(*a)
+        TextDecoder, "_align", lambda *a: states.append((len(batcher._calls), len(batcher._running))) or align(*a)
     )
     with running(service) as address:
         body = {"q": "<b>the cat</b> sleeps", "source": "en", "target": "de", "format": "html"}
         assert post(address, "/translate", json=body).ok
-    assert running_calls == [[0]]
+    assert states == [(1, 0)]
 
 
 def test_failure_is_one_failed_request_without_its_text_in_the_log(caplog):

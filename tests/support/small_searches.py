@@ -5,29 +5,21 @@ import functools
 import torch
 from converted_models import fill_randomly
 from tiny_models import random_batch, tiny_model
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForSeq2SeqLM, BartConfig, MarianConfig, PreTrainedModel, T5Config
 
 ENDS = [4, 9, 12, 25, 31]
 _BART = {"vocab_size": 37, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
 _BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 _BART |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _T5 = {"vocab_size": 37, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 4}
-# What a model needs of `tiny_model`'s options, or another class and its configuration.
+# Options of `tiny_model`, or the configuration of another class.
 MODELS = {
     "sinusoidal": {},
     "relative": {"position_embedding_type": "relative", "decoder_vocab_size": 31, "share_embeddings": False},
-    "half precision": {"dtype": torch.float16},
-    "bart": (BartForConditionalGeneration, BartConfig(**_BART, forced_eos_token_id=None)),
-    "marian": (MarianMTModel, MarianConfig(**_BART, forced_eos_token_id=None)),
-    "t5": (T5ForConditionalGeneration, T5Config(**_T5, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)),
+    "half precision": {},
+    "bart": BartConfig(**_BART, forced_eos_token_id=None),
+    "marian": MarianConfig(**_BART, forced_eos_token_id=None),
+    "t5": T5Config(**_T5, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0),
 }
 OURS = ["sinusoidal", "relative"]
 
@@ -37,10 +29,8 @@ def search_model(name: str) -> PreTrainedModel:
     """A model that is not to be changed, with no settings of its own."""
     made = MODELS[name]
     if isinstance(made, dict):
-        dtype = made.get("dtype")
-        model = tiny_model(**{key: value for key, value in made.items() if key != "dtype"})
-        return model if dtype is None else model.to(dtype)
-    model = made[0](made[1]).eval()
+        return tiny_model(**made).to(torch.float16 if name == "half precision" else torch.float32)
+    model = AutoModelForSeq2SeqLM.from_config(made).eval()
     fill_randomly(model, seed=1)
     return model
 

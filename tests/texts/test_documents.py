@@ -2,20 +2,21 @@
 
 import random
 import time
-from types import SimpleNamespace
 
 import pytest
 from identity_engine import identity_generator
 from tiny_generator import tiny_generator
 
 from metaphrase.texts import documents as module
-from metaphrase.texts.documents import split_documents, split_texts
+from metaphrase.texts.documents import split_texts
 
 PAGE = "# Title\r\n\r\n  - One. Two?\n\t* (see 3)\n> A quote!  With  spaces.\n\n1. First;\tsecond\n---\n   \nLast"
 
 
 def split(texts: list[str], limit: int = 10**9):
-    return split_documents(texts, "en", lambda texts: [len(text) > limit for text in texts])
+    generator = identity_generator(max_source_length=limit)
+    generator.encode_uncut = list
+    return split_texts([generator], texts, "en")
 
 
 def random_texts(count: int) -> list[str]:
@@ -80,10 +81,11 @@ def test_candidates_of_a_text_join_those_of_its_sentences():
 
 def test_language_is_that_of_a_multilingual_tokenizer_unless_it_is_given(monkeypatch):
     languages = []
-    monkeypatch.setattr(module, "split_documents", lambda texts, language, *_: languages.append(language))
+    monkeypatch.setattr(module.sentencex, "segment", lambda language, text: languages.append(language) or [text])
     for code, choice in (("deu_Latn", True), ("de_DE", True), (None, True), ("de_DE", "fr")):
-        stand_in = SimpleNamespace(tokenizers=SimpleNamespace(source=SimpleNamespace(src_lang=code)))
-        split_texts([stand_in], ["a"], choice)
+        generator = identity_generator()
+        monkeypatch.setattr(generator.tokenizers.source, "src_lang", code, raising=False)
+        split_texts([generator], ["a"], choice)
     assert languages == ["deu", "de", "en", "fr"]
 
 

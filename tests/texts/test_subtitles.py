@@ -116,6 +116,15 @@ def test_ass_keeps_styles_comments_and_songs(decoded):
     assert output == replaced(ASS, {sentence: "{\\i1}THE SMALL, OLD DOG{\\i0} AND", ",,Exit": ",,EXIT"})
 
 
+def test_unlike_tags_have_unlike_numbers(tmp_path):
+    path = tmp_path / "talk.ass"
+    texts = ("a{\\an1}b{\\an2}c{\\an3}d.", "{\\an4}e{\\an5}f.")
+    path.write_text("".join(f"Dialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,{text}\n" for text in texts))
+    file, content = Subtitles(path), path.read_text()
+    file.write(file.texts, path)
+    assert path.read_text() == content
+
+
 def events(*texts):
     return "\n".join(f"{i}\n00:00:0{i},000 --> 00:00:0{i},900\n{text}\n" for i, text in enumerate(texts, start=1))
 
@@ -133,7 +142,7 @@ def events(*texts):
 )
 def test_target_is_divided_among_events(tmp_path, texts, target, expected):
     (tmp_path / "talk.srt").write_text(events(*texts), encoding="utf-8")
-    file = Subtitles.read(tmp_path / "talk.srt")
+    file = Subtitles(tmp_path / "talk.srt")
     [opening, *_] = [tag for tag in file.markup if "/" not in tag] or [""]
     target = target.replace("<", "\0").replace(">", opening.replace("<", "</")).replace("\0", opening)
     file.write([target], tmp_path / "out.srt")
@@ -146,7 +155,7 @@ def test_sentences_that_go_on(tmp_path):
     cases[tuple(f"part {number}" for number in range(1, 10))] = 2
     for texts, number in cases.items():
         (tmp_path / "talk.srt").write_text(events(*texts), encoding="utf-8")
-        assert len(Subtitles.read(tmp_path / "talk.srt").texts) == number, texts
+        assert len(Subtitles(tmp_path / "talk.srt").texts) == number, texts
 
 
 def test_command(run_generate, tmp_path):
@@ -182,17 +191,18 @@ HOSTILE = [
     ".srt\n" + "-->" * 100_000,
     ".srt\n1\n00:00:01,000 --> 00:00:02,000\n<" + "a" * 100_000,
     ".vtt\n00:01.000 --> 00:02.000\n" + " " * 100_000,
+    ".vtt\n00:01.000 --> 00:02.000\n<00:01.500>",
     ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "\\N" * 50_000 + "- b",
     ".ass\nDialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a" + "{" * 100_000 + "\\" * 100_000,
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=["arrows", "open tag", "spaces", "breaks", "braces"])
+@pytest.mark.parametrize("text", HOSTILE, ids=["arrows", "open tag", "spaces", "time", "breaks", "braces"])
 def test_hostile_lines_are_read_in_one_pass(text, tmp_path):
     # Patterns that try a line in many ways would not end.
     suffix, _, content = text.partition("\n")
     path = tmp_path / f"talk{suffix}"
     path.write_text(content, encoding="utf-8")
-    subtitles = Subtitles.read(path)
+    subtitles = Subtitles(path)
     subtitles.write(subtitles.texts, path)
     assert len(subtitles.texts) <= 1

@@ -3,7 +3,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_generator import tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -16,7 +15,6 @@ from metaphrase.tokenization import (
     shorten,
     train_tokenizer,
 )
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap, find_vocabulary_map
 
 SOURCES = ["a small dog runs", "the cat sleeps", "a cat"] * 3
 TARGETS = ["ein kleiner Hund läuft", "die Katze schläft", "eine Katze"] * 3
@@ -211,30 +209,3 @@ def test_an_end_may_hold_the_code_of_a_language_and_a_beginning_is_none(tokenize
     assert shorten(whole, len(whole), frame.end) == shorten(whole, None, frame.end) == whole
     # No text is left where there is no place.
     assert shorten([5, 6, 7, 2, 3], 2, [2, 3]) == [2, 3] and shorten([5, 2], 2, [2]) == [5, 2]
-
-
-@pytest.mark.parametrize("is_joint", [True, False])
-def test_map_permits_the_tokens_of_all_sources(is_joint, tmp_path):
-    pair = tiny_pair(is_joint, kind="byte_bpe")
-    made = VocabularyMap([9, 2, 1], {5: [7, 30], 6: [30, 12], 8: []})
-    made.save(tmp_path / VOCABULARY_MAP_NAME, pair)
-    for vocabulary_map in (made, VocabularyMap.from_pretrained(tmp_path, pair)):
-        assert vocabulary_map.permitted([[5, 100, 2], [6, 8]]).tolist() == [1, 2, 7, 9, 12, 30]
-        assert vocabulary_map.permitted([[100]]).tolist() == [1, 2, 9]
-    first, second, *_ = (tmp_path / VOCABULARY_MAP_NAME).read_text(encoding="utf-8").split("\n")
-    names = pair.target.convert_ids_to_tokens
-    assert first == "\t" + " ".join(names([1, 2, 9]))
-    assert second == pair.source.convert_ids_to_tokens(5) + "\t" + " ".join(names([7, 30]))
-
-
-def test_mistakes(tmp_path):
-    pair = tiny_pair(kind="byte_bpe")
-    assert find_vocabulary_map(tmp_path) is None
-    with pytest.raises(ValueError, match=r"`use_vmap` needs a model with vmap\.txt, got '.*' without\. Make"):
-        VocabularyMap.from_pretrained(tmp_path, pair)
-    (tmp_path / VOCABULARY_MAP_NAME).write_text("\ta b\nc\ta of_another_model\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"Line 2 of .*vmap\.txt must hold tokens .*, got 'of_another_model'"):
-        VocabularyMap.from_pretrained(tmp_path, pair)
-    # This tokenizer has a token for the space.
-    with pytest.raises(ValueError, match=r"vmap\.txt needs tokens without white space, got ' '"):
-        VocabularyMap([1], {}).save(tmp_path / VOCABULARY_MAP_NAME, tiny_pair())

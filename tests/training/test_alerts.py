@@ -1,9 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 from small_experiments import make_recipe, train
-from transformers import TrainerState
+from transformers import GenerationConfig, TrainerState
 
 from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.training.alerts import TrainingAlerts, rate_alerts
+from metaphrase.training.alerts import TrainingAlerts, run_alerts
 from metaphrase.training.experiment import Experiment
 
 
@@ -67,7 +69,8 @@ def test_bad_pairs_raise_one_alert(change, alert, tmp_path, pairs, caplog):
 )
 def test_a_learning_rate_of_another_order_is_named(fields, width, direction, tmp_path):
     recipe = make_recipe(tmp_path, tmp_path, **fields)
-    messages = list(rate_alerts(recipe, recipe.training_arguments(), width))
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=width), generation_config=GenerationConfig())
+    messages = list(run_alerts(recipe, recipe.training_arguments(), {}, model))
     assert len(messages) == (direction is not None)
     assert all(f"is far too {direction} of width {width}" in message for message in messages)
 

@@ -20,7 +20,7 @@ from transformers import Seq2SeqTrainingArguments, set_seed
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.scripts import train
-from metaphrase.training.distributed import ProcessSeeds
+from metaphrase.training.distributed import seed_process
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def states():
 def drawn_by(process_index, world_size, parallelism_config=None, seed=5):
     set_seed(seed)
     arguments = SimpleNamespace(seed=seed, process_index=process_index, world_size=world_size)
-    ProcessSeeds(SimpleNamespace(parallelism_config=parallelism_config)).on_train_begin(arguments, None, None)
+    seed_process(arguments, SimpleNamespace(parallelism_config=parallelism_config))
     return [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
 
 
@@ -50,9 +50,8 @@ def test_each_process_draws_other_numbers_and_the_same_ones_again():
     assert drawn_by(1, 2, parallelism_config="tensors") == drawn_by(0, 1)
 
 
-def test_a_trainer_seeds_its_processes_and_gives_all_one_order(model, pairs, tmp_path, monkeypatch):
+def test_a_trainer_gives_all_processes_one_order(model, pairs, tmp_path, monkeypatch):
     trainer = make_trainer(model, pairs, tmp_path)
-    assert any(isinstance(callback, ProcessSeeds) for callback in trainer.callback_handler.callbacks)
     seeds = []
     monkeypatch.setattr(trainer, "_get_train_sampler", lambda _: seeds.append(torch.random.initial_seed()))
     monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 2)

@@ -7,8 +7,8 @@ from small_experiments import read_log, train, weights
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.techniques import averaging
+from metaphrase.training.checkpoints import with_fields_of_run
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.output_dir import with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 

@@ -6,8 +6,8 @@ import pytest
 from cli_texts import contents
 from small_experiments import ONE_STEP, make_recipe, train
 
+from metaphrase.training.checkpoints import with_fields_of_run
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.output_dir import with_fields_of_run
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 NO_FILES = dict.fromkeys(("train_file", "validation_file", "test_file"))

@@ -3,7 +3,8 @@
 "Ours" is Metaphrase's side, "theirs" is the family's. A family is an instance of `Family`: names of fields, fixed fields, quirks.
 """
 
-import abc
+import functools
+import logging
 import operator
 import re
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ from metaphrase.conversion.checkpoints import RARE_FIELDS
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
-from metaphrase.storage.weight_files import Kind, WeightFiles
+from metaphrase.storage.weight_files import WeightFiles
+
+logger = logging.getLogger(__name__)
 
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 ENCODER_EMBEDDING = "model.encoder.embed_tokens.weight"
@@ -39,25 +42,14 @@ RELATIVE_FIELDS = frozenset(
 )
 
 
-class Weights:
-    """Weights of a family's checkpoint by their names in the class with a head, even if the checkpoint has no head."""
-
-    def __init__(self, files: WeightFiles, prefix: str):
-        self._files = files
-        has_prefix = any(name.startswith(prefix) for name in files.kinds)
-        self.names = {
-            name if has_prefix or name.startswith(("lm_head.", LOGITS_BIAS)) else prefix + name: name
-            for name in files.kinds
-        }
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._files.read(self.names[name])
-
-    def kind(self, name: str) -> Kind:
-        return self._files.kinds[self.names[name]]
+def name_as_with_a_head(weights: WeightFiles, prefix: str) -> None:
+    """Give the weights of a checkpoint, which may have no head, their names in the class with a head."""
+    if any(name.startswith(prefix) for name in weights.kinds):
+        return
+    stored = {name if name.startswith(("lm_head.", LOGITS_BIAS)) else prefix + name: name for name in weights.kinds}
+    load = weights.load
+    weights.load = lambda name: load(stored[name])
+    weights.kinds = {name: weights.kinds[inner] for name, inner in stored.items()}
 
 
 class Counterpart(NamedTuple):
@@ -83,7 +75,7 @@ class Counterpart(NamedTuple):
         return ours[None] if self.is_row else ours
 
 
-class Family(abc.ABC):
+class Family:
     """Mapping of a family's configuration and weights.
 
     Attributes:
@@ -93,7 +85,8 @@ class Family(abc.ABC):
         free: Our fields that do not change what a trained model computes.
         module_names: Regular expressions in our names of weights, and the family's names, which are replaced one after the
             other.
-        ignored_prefixes: Prefixes of weights that nothing reads, or that are of no text or of whole sequences.
+        ignored_prefixes: Prefixes of weights that nothing reads, that are of no text or of whole sequences, or that follow from
+            our configuration if they have no counterpart.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
             next. Also for the bias of the output projection, if the family has two names for it.
@@ -102,12 +95,8 @@ class Family(abc.ABC):
     prefix = ""
     ignored_prefixes: tuple[str, ...] = ()
     variable_fields: frozenset[str] = frozenset()
-    free = frozenset(
-        (
-            *("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding", "rope_parameters"),
-            *("encoder_window", "decoder_window"),
-        )
-    )
+    free = frozenset(("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding"))
+    free |= {"rope_parameters", "encoder_window", "decoder_window"}
     module_names: Mapping[str, str] = {}
 
     def __init__(self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any]):
@@ -126,23 +115,25 @@ class Family(abc.ABC):
         """Return the family for a model by its configuration file, theirs or ours."""
         return self
 
-    def read_config(self, theirs: PreTrainedConfig, weights: Weights) -> MetaphraseConfig:
+    def read_config(self, theirs: PreTrainedConfig, weights: WeightFiles) -> MetaphraseConfig:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
+        shares = {name: getattr(theirs, name, None) for name in ("encoder_layerdrop", "decoder_layerdrop")}
+        if any(shares.values()):
+            logger.warning("LayerDrop is left out: Metaphrase trains all layers, got %s.", shares)
         fields = {ours: operator.attrgetter(name)(theirs) for ours, name in self.field_names.items()}
         # Not every family declares every id.
         fields |= {name: getattr(theirs, name, None) for name in SPECIAL_IDS}
         fields |= self.fixed | self._read_ties(theirs, weights) | self.read_extra_fields(theirs, weights)
         return MetaphraseConfig(dtype=theirs.dtype, **fields)
 
-    def embedding_name(self, ours: str, weights: Weights) -> str:
+    def embedding_name(self, ours: str, weights: WeightFiles) -> str:
         """Return the first existing name of a weight in `embedding_names`."""
         names = self.embedding_names[ours]
-        return next((name for name in names if name in weights), names[0])
+        return next((name for name in names if name in weights.kinds), names[0])
 
-    def _read_ties(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, bool]:
-        source, target, head = (
-            self.embedding_name(name, weights) for name in (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
-        )
+    def _read_ties(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, bool]:
+        names = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
+        source, target, head = (self.embedding_name(name, weights) for name in names)
 
         # transformers does not tie two weights that differ, whatever the configuration says.
         def are_tied(first: str, second: str, may_tie: bool) -> bool:
@@ -157,13 +148,12 @@ class Family(abc.ABC):
 
     def write_config(self, ours: MetaphraseConfig) -> dict[str, Any]:
         """Return the fields of the family's configuration for one of our models. An error names all options in the way."""
-        heads = ours.encoder_attention_heads
-        has_equal_heads = heads == ours.decoder_attention_heads
+        heads = {ours.encoder_attention_heads, ours.decoder_attention_heads}
         allowed = {field: (value,) for field, value in self.fixed.items() if field not in self.free}
-        allowed["num_key_value_heads"] = (None, heads) if has_equal_heads else (None,)
+        allowed["num_key_value_heads"] = (None, *heads) if len(heads) == 1 else (None,)
         if "head_dim" not in self.field_names:
             # Their class computes it.
-            allowed["head_dim"] = (None, ours.hidden_size / heads) if has_equal_heads else (None,)
+            allowed["head_dim"] = (None, ours.hidden_size / min(heads)) if len(heads) == 1 else (None,)
         head_dims = {ours.stack_sizes(stack).head_dim for stack in STACKS}
         if allowed.get("attention_scale") == (None,) and len(head_dims) == 1:
             allowed["attention_scale"] = (None, head_dims.pop() ** -0.5)
@@ -183,28 +173,23 @@ class Family(abc.ABC):
         nested: dict[str, Any] = {}
         for name, value in (fields | self.write_extra_fields(ours)).items():
             *parts, inner = name.split(".")
-            part = nested
-            for outer in parts:
-                part = part.setdefault(outer, {})
-            part[inner] = value
+            functools.reduce(lambda part, outer: part.setdefault(outer, {}), parts, nested)[inner] = value
         return nested
 
     def offset_behind_padding(self, start: int | None, padding: int | None) -> int:
         """Return the row of the first position in a table that begins with rows for padding, as fairseq's."""
         if start is not None and start == padding:
-            raise MetaphraseError(
-                f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in {self.name}, "
-                f"got {start} for both."
-            )
+            text = f"`decoder_start_token_id` must not be `pad_token_id`, which has no position in {self.name}"
+            raise MetaphraseError(f"{text}, got {start} for both.")
         return (padding or 0) + 1
 
-    @abc.abstractmethod
-    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         """Return our fields that no single field of theirs holds."""
+        return {}
 
-    @abc.abstractmethod
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         """Return their fields that no single field of ours holds."""
+        return {}
 
     def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
         """Return the values that fields may have, for those that are not fixed and depend on other fields."""
@@ -222,13 +207,9 @@ class Family(abc.ABC):
         """Return the weight of theirs that one of theirs is a copy of, or its name."""
         return name
 
-    def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
-        """Return their weights that follow from our configuration."""
-        return set()
-
-    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
-        """Make a weight of theirs that has no counterpart of ours, or return None for any other weight."""
-        return None
+    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor:
+        """Make a weight of theirs that has no counterpart of ours."""
+        return torch.zeros(shape)
 
 
 def rename(name: str, module_names: Mapping[str, str]) -> str:
@@ -251,4 +232,4 @@ def allowed_windows(ours: MetaphraseConfig) -> dict[str, tuple]:
 
 def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True if two weights have the same shape, type and values."""
-    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    return first.dtype == second.dtype and torch.equal(first, second)

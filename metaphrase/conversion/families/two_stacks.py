@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from metaphrase.conversion.families.family import (
@@ -22,11 +21,11 @@ from metaphrase.conversion.families.family import (
     RELATIVE_FIELDS,
     SPECIAL_IDS,
     Family,
-    Weights,
 )
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
+from metaphrase.storage.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +57,10 @@ class TwoStacks(Family):
         """Return the configurations of both stacks, in which these fields and the shared ones must be the same."""
         encoder, decoder = (attrgetter(path)(theirs) for path in self.stacks.values())
         for name in (*self.shared.values(), *names):
-            values = getattr(encoder, name, None), getattr(decoder, name, None)
-            if values[0] != values[1]:
+            one, other = getattr(encoder, name, None), getattr(decoder, name, None)
+            if one != other:
                 raise MetaphraseError(
-                    f"`{name}` must be the same in both stacks of a model of the family {self.name}, got {values[0]} and "
-                    f"{values[1]}."
+                    f"`{name}` must be the same in both stacks of a {self.name}, got {one} and {other}."
                 )
         return encoder, decoder
 
@@ -77,9 +75,6 @@ class TwoStacks(Family):
         for stack, path in self.stacks.items():
             fields |= {f"{path}.{name}": value for name, value in self.write_stack(ours, stack).items()}
         return fields
-
-    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
-        return torch.zeros(shape) if name.startswith(self.ignored_prefixes) else None
 
 
 # Where the decoder and the head of each kind are, and the names of the dense layer and of the norm in the head.
@@ -123,13 +118,9 @@ class EncoderDecoder(TwoStacks):
     ignored_prefixes = ("encoder.pooler.",)
 
     def __init__(self, kind: str = "bert"):
-        fixed = {
-            "position_embedding_type": "learned",
-            "norm_type": "layernorm",
-            "norm_position": "post",
-            "share_embeddings": False,
-            **dict.fromkeys(("embedding_norm", "attention_bias", "mlp_bias", "logits_bias"), True),
-        }
+        fixed: dict[str, Any] = {"position_embedding_type": "learned", "norm_type": "layernorm"}
+        fixed |= {"norm_position": "post", "share_embeddings": False}
+        fixed |= dict.fromkeys(("embedding_norm", "attention_bias", "mlp_bias", "logits_bias"), True)
         super().__init__("encoder-decoder", {}, fixed)
         self.kind = kind
         decoder, head, dense, norm = _KINDS[kind]
@@ -154,29 +145,23 @@ class EncoderDecoder(TwoStacks):
             return EncoderDecoder(kind)
         kinds = [config[stack].get("model_type") for stack in STACKS]
         if kinds[0] != kinds[1] or kinds[0] not in _KINDS:
-            raise MetaphraseError(
-                f"`model_type` of both stacks of an encoder-decoder must be the same, one of {', '.join(_KINDS)}, "
-                f"got {kinds[0]} and {kinds[1]}."
-            )
+            expected = f"`model_type` of both stacks of an encoder-decoder must be the same, one of {', '.join(_KINDS)}"
+            raise MetaphraseError(f"{expected}, got {kinds[0]} and {kinds[1]}.")
         return EncoderDecoder(kinds[0])
 
     def _position_offset(self, start: int | None, padding: int | None) -> int:
         return self.offset_behind_padding(start, padding) if self.kind == "roberta" else 0
 
-    def _read_ties(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, bool]:
+    def _read_ties(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, bool]:
         return super()._read_ties(theirs.decoder, weights)
 
-    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
         if theirs.pad_token_id not in (None, encoder.pad_token_id):
-            raise MetaphraseError(
-                f"`pad_token_id` must be the same inside and outside of the stacks, got {encoder.pad_token_id} and "
-                f"{theirs.pad_token_id}."
-            )
+            ids = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
+            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {ids}.")
         if self.kind == "roberta" and encoder.hidden_act != "gelu":
-            raise MetaphraseError(
-                f"`hidden_act` of a roberta must be gelu, as in its head, got {encoder.hidden_act!r}."
-            )
+            raise MetaphraseError(f"`hidden_act` of a roberta must be gelu, as its head, got {encoder.hidden_act!r}.")
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
         ids = {name: getattr(decoder, name) for name in SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
         return ids | {
@@ -200,18 +185,13 @@ class EncoderDecoder(TwoStacks):
     def write_stack(self, ours: MetaphraseConfig, stack: str) -> dict[str, Any]:
         rows = ours.stack_sizes(stack).max_position_embeddings + ours.position_offset
         values = super().write_stack(ours, stack) | {"model_type": self.kind, "max_position_embeddings": rows}
-        for field in ("initializer_range", "type_vocab_size"):
-            if getattr(ours, field) is not None:
-                values[field] = getattr(ours, field)
-        return values | dict.fromkeys(("is_decoder", "add_cross_attention"), stack == "decoder")
+        values |= dict.fromkeys(("is_decoder", "add_cross_attention"), stack == "decoder")
+        optional = {name: getattr(ours, name) for name in ("initializer_range", "type_vocab_size")}
+        return values | {name: value for name, value in optional.items() if value is not None}
 
 
-_GEMMA_FIXED = {
-    "position_embedding_type": "rotary",
-    "norm_type": "rmsnorm",
-    "norm_position": "both",
-    **dict.fromkeys(("norm_plus_one", "final_norm", "gated_mlp", "scale_embedding"), True),
-}
+_GEMMA_FIXED: dict[str, Any] = {"position_embedding_type": "rotary", "norm_type": "rmsnorm", "norm_position": "both"}
+_GEMMA_FIXED |= dict.fromkeys(("norm_plus_one", "final_norm", "gated_mlp", "scale_embedding"), True)
 _HEAD = "lm_head.out_proj.weight"
 
 
@@ -243,11 +223,11 @@ class T5Gemma(TwoStacks):
     }
 
     def __init__(self, name: str, **fixed: Any):
-        fields = {"hidden_size": f"{self.stacks['encoder']}.hidden_size", "dropout": "dropout_rate"}
-        fields |= {
-            "final_logit_softcapping": "decoder.final_logit_softcapping",
-            "attention_dropout": "attention_dropout",
-        }
+        fields = {"hidden_size": f"{self.stacks['encoder']}.hidden_size"}
+        # The last is written, and the other is free.
+        fields |= dict.fromkeys(("activation_dropout", "dropout"), "dropout_rate")
+        fields["final_logit_softcapping"] = "decoder.final_logit_softcapping"
+        fields["attention_dropout"] = "attention_dropout"
         super().__init__(name, fields, _GEMMA_FIXED | fixed)
         self.embedding_names = {
             ENCODER_EMBEDDING: (ENCODER_EMBEDDING, ENCODER_EMBEDDING),
@@ -259,7 +239,7 @@ class T5Gemma(TwoStacks):
         """Return our windows of both stacks for theirs."""
         return [window, window], window
 
-    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         names = ("query_pre_attn_scalar", "sliding_window", "rope_parameters")
         encoder, decoder = self.read_stacks(theirs, names)
         encoder_window, decoder_window = self.windows(encoder.sliding_window or 0)
@@ -272,7 +252,6 @@ class T5Gemma(TwoStacks):
             "encoder_window": encoder_window if SLIDING in encoder.layer_types else None,
             "decoder_window": decoder_window if SLIDING in decoder.layer_types else None,
             "attention_scale": encoder.query_pre_attn_scalar**-0.5,
-            "activation_dropout": theirs.dropout_rate,
             "decoder_start_token_id": decoder.bos_token_id,
             "initializer_range": theirs.initializer_range,
             **self.read_rotation(encoder.rope_parameters),
@@ -346,7 +325,7 @@ class T5Gemma2(T5Gemma):
     def windows(self, window: int) -> tuple[list[int], int]:
         return [(window + 1) // 2 - 1, window // 2], window
 
-    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         logger.warning("The vision tower is left behind: Metaphrase reads text alone.")
         return super().read_extra_fields(theirs, weights)
 
@@ -368,9 +347,8 @@ class T5Gemma2(T5Gemma):
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         tower = {f"encoder.vision_config.{name}": value for name, value in TOWER.items()}
         # No token stands for the end of an image.
-        return (
-            super().write_extra_fields(ours) | tower | {"encoder.mm_tokens_per_image": 1, "encoder.eoi_token_index": -1}
-        )
+        tower |= {"encoder.mm_tokens_per_image": 1, "encoder.eoi_token_index": -1}
+        return super().write_extra_fields(ours) | tower
 
     def file_name(self, name: str) -> str:
         return name.replace(".text_model.", ".")

@@ -33,10 +33,10 @@ _SIZES = ((3, 13, 1, 5), (1, 5, 2, 3), (4, 1, 1, 2), (1, 30, 5, 2))
 ENCODER_NAME = "encoder_model.onnx"
 DECODER_NAME = "decoder_model_merged.onnx"
 GRAPH_NAMES = (ENCODER_NAME, DECODER_NAME)
-ATTENTION_NAME = "cross_attentions"
-EXTERNAL_SUFFIX = "_data"
 # An ONNX file holds at most 2 GiB; the rest is room for the graph.
 LARGEST_WEIGHTS_BYTES = 2**31 - 2**26
+# The eager kernel always has a mask, and each of its operations becomes a node.
+LOAD_OPTIONS = {"dtype": torch.float32, "attn_implementation": "eager"}
 # All lengths differ, so that no two become one axis.
 _TRACED_BATCH, _TRACED_SOURCE, _TRACED_TARGET, _TRACED_PAST_SOURCE, _TRACED_PAST_TARGET = 2, 7, 5, 4, 3
 _BATCH, _SOURCE, _TARGET = "batch_size", "encoder_sequence_length", "decoder_sequence_length"
@@ -50,11 +50,9 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
 
     Args:
         source: Folder or Hub id of a Metaphrase model.
-        overwrite: True to replace an `output` that this package wrote.
 
     Raises:
         MetaphraseError: If ONNX cannot express the model, weights are missing, or an argument is invalid.
-        OSError: If the model does not exist.
         RuntimeError: If onnxruntime's result differs.
     """
 
@@ -63,9 +61,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         check_graphs(model, folder)
         model.config.save_pretrained(folder)
 
-    # The eager kernel always has a mask, and each of its operations becomes a node.
-    load_options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return export_folder(source, output, overwrite, write, find_obstacles, {"to": "onnx"}, **load_options)
+    return export_folder(source, output, overwrite, write, find_obstacles, {"to": "onnx"}, **LOAD_OPTIONS)
 
 
 def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
@@ -101,9 +97,8 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
             past = {name: outputs[name.replace("past_key_values", "present", 1)] for name in past}
             _compare(DECODER_NAME, outputs["logits"], expected.logits[:, start:end])
             for layer, weights in enumerate(expected.cross_attentions or ()):
-                _compare(
-                    DECODER_NAME, outputs[f"{ATTENTION_NAME}.{layer}"], weights[:, :, start:end], ATTENTION_TOLERANCE
-                )
+                attention = outputs[f"cross_attentions.{layer}"]
+                _compare(DECODER_NAME, attention, weights[:, :, start:end], ATTENTION_TOLERANCE)
 
 
 def run_step(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -137,9 +132,8 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: f
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
     """Return the options that ONNX cannot express."""
-    obstacles = []
-    if config.decoder_self_attention == SSRU:
-        obstacles.append("`decoder_self_attention` 'ssru', whose cache has other tensors")
+    is_recurrent = config.decoder_self_attention == SSRU
+    obstacles = ["`decoder_self_attention` 'ssru', whose cache has other tensors"] if is_recurrent else []
     if has_changing_rotation(config):
         kind = config.rope_parameters["rope_type"]
         obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
@@ -257,7 +251,7 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
         decoder_inputs[name] = torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: f"past_{axis}"}
     present = [name.replace("past_key_values", "present", 1) for name in _cache_names(config)]
     layers = () if config.merged_attention else range(config.decoder_layers)
-    attentions = [f"{ATTENTION_NAME}.{layer}" for layer in layers]
+    attentions = [f"cross_attentions.{layer}" for layer in layers]
     encoder_inputs = {"input_ids": (ids, axes), "attention_mask": (mask, axes)}
     with torch.no_grad():
         _write(EncoderGraph(model), encoder_inputs, ["last_hidden_state"], folder / ENCODER_NAME)
@@ -288,20 +282,13 @@ def _write(
             verbose=False,
         )
     traced = program.model
-    _remove_metadata(traced)
-    weights_bytes = sum(value.const_value.nbytes for value in traced.graph.initializers.values())
-    is_large = weights_bytes > LARGEST_WEIGHTS_BYTES
-    onnx_ir.save(traced, path, external_data=path.name + EXTERNAL_SUFFIX if is_large else None)
-    onnx.checker.check_model(os.fspath(path))
-
-
-def _remove_metadata(model: onnx_ir.Model) -> None:
-    """Remove each node's place in the source code, which is longer than the graph and shows this machine's paths."""
-    model.metadata_props.clear()
-    for graph in model.graphs():
-        graph.doc_string = None
-        values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
-        for item in (graph, *graph, *values):
+    # Remove each node's place in the source code, which is longer than the graph and shows this machine's paths.
+    for part in traced.graphs():
+        values = [*part.inputs, *part.initializers.values(), *(value for node in part for value in node.outputs)]
+        for item in (traced, part, *part, *values):
             item.metadata_props.clear()
-        for node in graph:
-            node.doc_string = None
+            item.doc_string = None
+    weights_bytes = sum(value.const_value.nbytes for value in traced.graph.initializers.values())
+    external = f"{path.name}_data" if weights_bytes > LARGEST_WEIGHTS_BYTES else None
+    onnx_ir.save(traced, path, external_data=external)
+    onnx.checker.check_model(os.fspath(path))

@@ -1,6 +1,8 @@
 """Export for browsers and Node: ONNX graphs in float32 and int8 for transformers.js, and a page that runs them."""
 
+import collections
 import contextlib
+import functools
 import json
 import math
 import os
@@ -11,21 +13,18 @@ from typing import Any
 
 import numpy as np
 import onnx
-import torch
 from onnx import helper, numpy_helper
 from transformers import GenerationConfig, PreTrainedModel
 
 from metaphrase.conversion.checkpoints import export_folder
-from metaphrase.conversion.onnx.export import GRAPH_NAMES, check_graphs, find_obstacles, write_graphs
+from metaphrase.conversion.onnx.export import GRAPH_NAMES, LOAD_OPTIONS, check_graphs, find_obstacles, write_graphs
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.generation_options import length_limits
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
-GRAPHS_FOLDER, LIBRARY_FOLDER, TOKENIZER_NAME = "onnx", "library", "tokenizer.json"
-# transformers.js loads this name in a browser.
-QUANTIZED_SUFFIX = "_quantized"
+LIBRARY_FOLDER = "library"
 # The library in one file, and the part of onnxruntime that runs on a CPU. The page loads these.
 LIBRARY_FILES = (
     "@huggingface/transformers/LICENSE",
@@ -59,11 +58,9 @@ def export_web(
     Args:
         source: Folder or Hub id of a Metaphrase model.
         library: A `node_modules` that has `@huggingface/transformers`, of which the page gets a copy. None leaves the copy out.
-        overwrite: True to replace an `output` that this package wrote.
 
     Raises:
         MetaphraseError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
-        OSError: If the model does not exist.
         RuntimeError: If onnxruntime's result differs.
     """
     library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
@@ -74,61 +71,57 @@ def export_web(
                 f"{path.relative_to(library).as_posix()}. Run `npm install --ignore-scripts @huggingface/transformers`."
             )
 
-    def find_all_obstacles(config: MetaphraseConfig) -> list[str]:
-        obstacles = find_obstacles(config) + tokenizer_obstacles(TokenizerPair.from_pretrained(source))
-        # Not every model has the file.
-        with contextlib.suppress(OSError):
-            changed = GenerationConfig.from_pretrained(source).to_diff_dict()
-            obstacles += [f"the generation option `{name}`" for name in changed if name not in _SEARCH_OPTIONS]
-        if config.decoder_start_from_labels or config.decoder_start_token_id is None:
-            obstacles.append("a `decoder_start_token_id` that depends on the target language")
-        return obstacles
-
     def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
-        graphs = folder / GRAPHS_FOLDER
+        config, settings = model.config, model.generation_config
+        graphs = folder / "onnx"
         graphs.mkdir()
         write_graphs(model, graphs)
         check_graphs(model, graphs)
         for name in GRAPH_NAMES:
             quantize_graph(graphs / name)
-        limit_length(model)
-        for path in folder.rglob(TOKENIZER_NAME):
+        # Without a setting, the library's default is another one than that of `generate()`.
+        _, length = length_limits(model, {})
+        length = GenerationConfig._get_default_generation_params()["max_length"] + 1 if length is None else length
+        limit = config.decoder_position_limit
+        settings.max_length, settings.max_new_tokens = length if limit is None else min(length, limit), None
+        for path in folder.rglob("tokenizer.json"):
             rewrite_tokenizer(path)
-        (folder / "config.json").write_text(json.dumps(web_config(model.config), indent=2) + "\n", encoding="utf-8")
+        # Of the families that transformers.js knows, BART has our tensors and fields.
+        names = ("encoder_layers", "encoder_attention_heads", "decoder_layers", "decoder_attention_heads")
+        names += ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+        fields = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}
+        fields |= {name: getattr(config, name) for name in names}
+        fields |= {"d_model": config.hidden_size, "vocab_size": config.decoder_vocab_size}
+        fields |= {"max_source_tokens": config.position_limit}
+        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         shutil.copytree(_PAGE, folder, dirs_exist_ok=True)
         if library_files:
             (folder / LIBRARY_FOLDER).mkdir()
         for path in library_files:
             shutil.copyfile(path, folder / LIBRARY_FOLDER / path.name)
 
-    load_options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return export_folder(source, output, overwrite, write, find_all_obstacles, {"to": "web"}, **load_options)
+    obstacles_of = functools.partial(_find_web_obstacles, source)
+    return export_folder(source, output, overwrite, write, obstacles_of, {"to": "web"}, **LOAD_OPTIONS)
 
 
-def web_config(config: MetaphraseConfig) -> dict[str, object]:
-    """Return the configuration that transformers.js reads. Of the families that it knows, BART has our tensors and fields."""
-    names = ("encoder_layers", "encoder_attention_heads", "decoder_layers", "decoder_attention_heads")
-    names += ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-    return {
-        "model_type": "bart",
-        "architectures": ["BartForConditionalGeneration"],
-        "is_encoder_decoder": True,
-        **{name: getattr(config, name) for name in names},
-        "d_model": config.hidden_size,
-        "vocab_size": config.decoder_vocab_size,
-        "max_source_tokens": config.position_limit,
-    }
-
-
-def limit_length(model: PreTrainedModel) -> None:
-    """Set the length limit of `generate()` in the model's settings. Without a setting, the library's default is another one."""
-    config, settings = model.config, model.generation_config
-    _, max_length = length_limits(model, {})
-    if max_length is None:
-        max_length = GenerationConfig._get_default_generation_params()["max_length"] + 1
-    if config.decoder_position_limit is not None:
-        max_length = min(max_length, config.decoder_position_limit)
-    settings.max_length, settings.max_new_tokens = max_length, None
+def _find_web_obstacles(source: str | os.PathLike, config: MetaphraseConfig) -> list[str]:
+    """Return the options of a model and its tokenizers that ONNX or transformers.js cannot express."""
+    obstacles, tokenizers = find_obstacles(config), TokenizerPair.from_pretrained(source)
+    for tokenizer in dict.fromkeys((tokenizers.source, tokenizers.target)):
+        name = type(tokenizer).__name__
+        if not tokenizer.is_fast:
+            obstacles.append(f"a {name}, which has no tokenizer.json")
+        elif has_languages(tokenizer):
+            obstacles.append(f"the languages of a {name}")
+        elif any(ids[-1:] != [tokenizer.eos_token_id] for ids in tokenizer(["", "a"])["input_ids"]):
+            obstacles.append(f"a {name} whose tokenizer.json does not end a text with {tokenizer.eos_token}")
+    # Not every model has the file.
+    with contextlib.suppress(OSError):
+        changed = GenerationConfig.from_pretrained(source).to_diff_dict()
+        obstacles += [f"the generation option `{name}`" for name in changed if name not in _SEARCH_OPTIONS]
+    if config.decoder_start_from_labels or config.decoder_start_token_id is None:
+        obstacles.append("a `decoder_start_token_id` that depends on the target language")
+    return obstacles
 
 
 def quantize_graph(path: Path) -> None:
@@ -138,65 +131,45 @@ def quantize_graph(path: Path) -> None:
     inputs of each matrix, too: the logits then differ three times as much, at the same speed for small models.
     """
     model = onnx.load(path)
-    graph, users = model.graph, {}
+    graph, kinds = model.graph, collections.defaultdict(set)
     for node in graph.node:
         for name in node.input:
-            users.setdefault(name, []).append(node)
-    nodes, weights = [], []
+            kinds[name].add(node.op_type)
+    nodes, weights, parts = [], [], {}
     for weight in graph.initializer:
-        kinds = {node.op_type for node in users.get(weight.name, ())}
+        users = kinds[weight.name]
         is_matrix = weight.data_type == onnx.TensorProto.FLOAT and len(weight.dims) == 2
-        if not is_matrix or math.prod(weight.dims) < _SMALLEST_MATRIX or not kinds <= {"MatMul", "Gather", "Transpose"}:
+        if not is_matrix or math.prod(weight.dims) < _SMALLEST_MATRIX or not users <= {"MatMul", "Gather", "Transpose"}:
             weights.append(weight)
             continue
         values = numpy_helper.to_array(weight)
         # A table has a row for each token, another matrix a column for each output.
-        largest = np.abs(values).max(axis=0 if kinds == {"MatMul"} else 1, keepdims=True)
+        largest = np.abs(values).max(axis=0 if users == {"MatMul"} else 1, keepdims=True)
         scale = np.maximum(largest, np.finfo(np.float32).tiny) / np.float32(127)
         integers = np.round(values / scale).astype(np.int8)
-        names = [f"{weight.name}_{part}" for part in ("integers", "scale")]
+        parts[weight.name] = names = [f"{weight.name}_{part}" for part in ("integers", "scale")]
         weights += map(numpy_helper.from_array, (integers, scale), names)
-        if kinds != {"Gather"}:
+        if users != {"Gather"}:
             nodes += _scaled(*names, weight.name)
-        for node in users[weight.name]:
-            if node.op_type == "Gather":
-                rows = [f"{node.output[0]}_{part}" for part in ("integers", "scale")]
-                lookups = [
-                    helper.make_node("Gather", [name, node.input[1]], [row])
-                    for name, row in zip(names, rows, strict=True)
-                ]
-                node_index = list(graph.node).index(node)
-                del graph.node[node_index]
-                for new in reversed([*lookups, *_scaled(*rows, node.output[0])]):
-                    graph.node.insert(node_index, new)
-    for new in reversed(nodes):
-        graph.node.insert(0, new)
-    del graph.initializer[:]
+    for node in graph.node:
+        if node.op_type == "Gather" and node.input[0] in parts:
+            rows = [f"{node.output[0]}_{part}" for part in ("integers", "scale")]
+            for name, row in zip(parts[node.input[0]], rows, strict=True):
+                nodes.append(helper.make_node("Gather", [name, node.input[1]], [row]))
+            nodes += _scaled(*rows, node.output[0])
+        else:
+            nodes.append(node)
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
     graph.initializer.extend(weights)
-    onnx.save(model, path.with_stem(path.stem + QUANTIZED_SUFFIX))
+    onnx.save(model, path.with_stem(f"{path.stem}_quantized"))
 
 
 def _scaled(integers: str, scale: str, output: str) -> list[onnx.NodeProto]:
     """Return the nodes that multiply integers by their scale."""
     value = f"{integers}_value"
-    return [
-        helper.make_node("Cast", [integers], [value], to=onnx.TensorProto.FLOAT),
-        helper.make_node("Mul", [value, scale], [output]),
-    ]
-
-
-def tokenizer_obstacles(tokenizers: TokenizerPair) -> list[str]:
-    """Return properties of tokenizers that transformers.js cannot express."""
-    obstacles = []
-    for tokenizer in dict.fromkeys((tokenizers.source, tokenizers.target)):
-        name = type(tokenizer).__name__
-        if not tokenizer.is_fast:
-            obstacles.append(f"a {name}, which has no tokenizer.json")
-        elif has_languages(tokenizer):
-            obstacles.append(f"the languages of a {name}")
-        elif any(ids[-1:] != [tokenizer.eos_token_id] for ids in tokenizer(["", "a"])["input_ids"]):
-            obstacles.append(f"a {name} whose tokenizer.json does not end a text with {tokenizer.eos_token}")
-    return obstacles
+    cast = helper.make_node("Cast", [integers], [value], to=onnx.TensorProto.FLOAT)
+    return [cast, helper.make_node("Mul", [value, scale], [output])]
 
 
 def rewrite_tokenizer(path: Path) -> None:

@@ -11,7 +11,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -153,7 +153,7 @@ class OwnFields(BaseModel):
     )
     r_drop_start_step: int = _technique("Step at which R-Drop begins. Earlier ones cost half.", 0, "r_drop_alpha", ge=0)
     subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
-    augmentation: dict[Literal[tuple(AUGMENTATIONS)], _Share] = _technique(
+    augmentation: dict[str, _Share] = _technique(
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).", {}
     )
     average_last: int | None = _technique("Save the mean of the last N checkpoints.", ge=2)
@@ -224,8 +224,8 @@ def kinds_of(annotation: Any) -> set[Any]:
     return {annotation}
 
 
-def _plain_type(name: str) -> Any:
-    """Return the type of a field of transformers, with the names of an enum in place of the enum."""
+def _training_field(name: str) -> tuple[Any, Any]:
+    """Return type and default of a field of transformers, with the names of an enum in place of the enum."""
     members, choices = kinds_of(_HINTS[name]), tuple(TRAINING_FIELDS[name].metadata.get("choices") or ())
     for member in members:
         if isinstance(member, type) and issubclass(member, enum.Enum):
@@ -234,26 +234,19 @@ def _plain_type(name: str) -> Any:
         members = {Literal[choices], *(members & {type(None)})}
     # A text such as "no" is a truth value first, and one text may be a list of names.
     order = [*(kind for kind in _ORDER if kind in members), *(members - {*_ORDER})]
-    union = functools.reduce(operator.or_, (Names if kind == list[str] else kind for kind in order))
-    return Annotated[union, Field(union_mode="left_to_right")] if len(members - {type(None)}) > 1 else union
-
-
-def _training_default(name: str) -> Any:
+    kind = functools.reduce(operator.or_, (Names if kind == list[str] else kind for kind in order))
+    if len(members - {type(None)}) > 1:
+        kind = Annotated[kind, Field(union_mode="left_to_right")]
     default = TRAINING_DEFAULTS.get(name, TRAINING_FIELDS[name].default)
     # Lists are made by a factory, and `None` stands for an empty one.
-    return getattr(default, "value", default) if isinstance(default, enum.Enum | str | int | float | dict) else None
+    default = getattr(default, "value", default) if isinstance(default, enum.Enum | str | int | float | dict) else None
+    return kind, Field(default, **_TRAINING_LIMITS.get(name, {}))
 
 
 # The fields alone: `Seq2SeqTrainingArguments.__post_init__` sets up devices and process groups.
-AllFields = create_model(
-    "AllFields",
-    __base__=OwnFields,
-    **{
-        name: (_plain_type(name), Field(_training_default(name), **_TRAINING_LIMITS.get(name, {})))
-        for name in TRAINING_FIELDS
-    },
-)
-OWN_FIELDS = OwnFields.model_fields
+_DEFINITIONS: dict[str, Any] = {name: _training_field(name) for name in TRAINING_FIELDS}
+AllFields: Any = create_model("AllFields", __base__=OwnFields, **_DEFINITIONS)
+OWN_FIELDS: dict[str, Any] = OwnFields.model_fields
 # Fields that `choose_decoding` sets for the finished weights.
 DECODING = ("num_beams", "length_penalty", "early_stopping")
 
@@ -270,11 +263,8 @@ def type_name(annotation: Any) -> str:
     """Return a type as a reader of a recipe writes it: `int`, or the permitted words."""
     names = []
     for kind in kinds_of(annotation) - {type(None)}:
-        origin = typing.get_origin(kind) or kind
-        is_choice = origin is Literal
-        names.append(
-            ", ".join(map(str, typing.get_args(kind))) if is_choice else _TYPE_NAMES.get(origin, origin.__name__)
-        )
+        origin, words = typing.get_origin(kind) or kind, ", ".join(map(str, typing.get_args(kind)))
+        names.append(words if origin is Literal else _TYPE_NAMES.get(origin, origin.__name__))
     return " or ".join(sorted(names))
 
 
@@ -293,12 +283,12 @@ _NEEDS |= {"datasets": "stages", "stages": "datasets"}
 _NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank": "model_name_or_path"}
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
-_OF_EACH_TASK = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
+_OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
 _OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
-_OF_DATASETS = ("train_file", "train_source_file", "dataset_name", "streaming", "num_validation", "num_test")
-_OF_DATASETS += ("objective", "tasks", "max_train_samples")
-_OF_NEW_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
-_OF_NEW_TOKENIZER += ("target_tokenizer_kind", "normalization", "min_frequency", "joiner", "num_sentinels")
+_OF_DATASETS: tuple[str, ...] = ("train_file", "train_source_file", "dataset_name", "streaming", "num_validation")
+_OF_DATASETS += ("num_test", "objective", "tasks", "max_train_samples")
+_OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary")
+_OF_NEW_TOKENIZER += ("lowercase", "target_tokenizer_kind", "normalization", "min_frequency", "joiner", "num_sentinels")
 # Pairs of one field, when it differs from its default and is not false, and fields that contradict it, with the reason.
 _CONFLICTS = (
     *((f"{split}_file", (f"{split}_source_file",), "a split comes from one place") for split in SPLITS),
@@ -340,64 +330,73 @@ _SCORED = ("validation", "test", "num_", "dataset_validation", "dataset_test", "
 VALIDATION_FIELDS = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
 
-# A rule of a recipe: True if it holds, the field, and what must hold.
-Rule = tuple[Any, str, str]
-
-
 def check_recipe(recipe: Any) -> None:
     """Refuse a recipe that contradicts itself by a `MetaphraseError` with the fields, and warn of fields without effect."""
     check_conflicts(recipe)
-    _check(recipe, _rules(recipe))
+    require = partial(_require, recipe)
+    for name, reason in LEFT_OUT.items():
+        require(not getattr(recipe, name), name, f"be left out. {reason}")
+    for name, needed in _NEEDS.items():
+        require(not recipe.is_set(name) or recipe.is_set(needed), name, f"come with `{needed}`")
+    require(recipe.max_steps != 0, "max_steps", "be above 0, or -1 for `num_train_epochs`")
+    can_join = recipe.objective == "pairs" or recipe.joint_vocabulary is not False
+    require(can_join, "joint_vocabulary", "be true with `objective`: both sides are one text")
+    for name in (name for name in ("streaming", "stages") if getattr(recipe, name)):
+        require(recipe.max_tokens_per_batch, name, "come with `max_tokens_per_batch`, such as 4000")
+        for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
+            rule = f"be steps or no with `{name}`, which has no epochs"
+            require(getattr(recipe, strategy) != "epoch", strategy, rule)
+    require(not recipe.streaming or recipe.max_steps > 0, "streaming", "come with `max_steps`: it has no length")
+    for name in recipe.augmentation:
+        require(name in AUGMENTATIONS, f"augmentation.{name}", f"be one of {', '.join(AUGMENTATIONS)}")
+    has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
+    rule = "be left out with two vocabularies. Its marks are tokens of a joint one"
+    require("terms" not in recipe.augmentation or not has_two, "augmentation.terms", rule)
+    parts = [
+        (group, part, fields) for group in ("tasks", "datasets") for part, fields in getattr(recipe, group).items()
+    ]
+    for group, part, fields in parts:
+        for name, value in fields.items():
+            path = f"{group}.{part}.{name}"
+            if name == "weight" and group == "tasks":
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                require(is_number and 0 < value < float("inf"), path, "be a number above 0")
+                continue
+            is_data = group_of(name, f"`{group}.{part}`") == "data"
+            require(is_data and name not in ("data_dir", "streaming", "objective"), path, "be a field of data")
+            is_trained = group == "tasks" or not name.startswith(_SCORED)
+            require(is_trained, path, "be a field of training pairs")
+    if recipe.subword_sampling is not None:
+        for name in ("tokenizer_kind", "target_tokenizer_kind"):
+            rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
+            require(getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule)
+    _check_selection(recipe)
     if recipe.stages:
         needed_plugin("parse_stages", "stages")(recipe.stages, list(recipe.datasets))
     if recipe.max_tokens_per_batch is not None:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
-    set_fields = [name for name in OWN_FIELDS if name in recipe.set_names]
-    needs = {name: OWN_FIELDS[name].json_schema_extra["effect_with"] for name in set_fields}
-    parts = [f"`{name}` without `{needed}`" for name, needed in needs.items() if needed and recipe.is_open(needed)]
-    if parts:
-        logger.warning("These fields have no effect: %s.", ", ".join(parts))
+    needs = {name: OWN_FIELDS[name].json_schema_extra["effect_with"] for name in OWN_FIELDS if recipe.is_set(name)}
+    idle = [f"`{name}` without `{needed}`" for name, needed in needs.items() if needed and recipe.is_open(needed)]
+    if idle:
+        logger.warning("These fields have no effect: %s.", ", ".join(idle))
 
 
-def _check(recipe: Any, rules: Iterable[Rule]) -> None:
-    for holds, path, rule in rules:
-        if not holds:
-            # A path such as `tasks.news.weight` names a field of a part.
-            value = functools.reduce(
-                lambda value, key: value[key], path.split(".")[1:], getattr(recipe, path.split(".")[0])
-            )
-            raise MetaphraseError(f"`{path}` must {rule}, got {value!r}.")
+def _require(recipe: Any, holds: Any, path: str, rule: str) -> None:
+    """Refuse a recipe unless a rule holds for a field. A path such as `tasks.news.weight` names a field of a part."""
+    if not holds:
+        name, *keys = path.split(".")
+        value = functools.reduce(operator.getitem, keys, getattr(recipe, name))
+        raise MetaphraseError(f"`{path}` must {rule}, got {value!r}.")
 
 
-def _rules(recipe: Any) -> Iterator[Rule]:
-    for name, reason in LEFT_OUT.items():
-        yield not getattr(recipe, name), name, f"be left out. {reason}"
-    for name, needed in _NEEDS.items():
-        yield not recipe.is_set(name) or recipe.is_set(needed), name, f"come with `{needed}`"
-    yield recipe.max_steps != 0, "max_steps", "be above 0, or -1 for `num_train_epochs`"
-    can_join = recipe.objective == "pairs" or recipe.joint_vocabulary is not False
-    yield can_join, "joint_vocabulary", "be true with `objective`: both sides are one text"
-    for name in (name for name in ("streaming", "stages") if getattr(recipe, name)):
-        yield recipe.max_tokens_per_batch, name, "come with `max_tokens_per_batch`, such as 4000"
-        for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
-            rule = f"be steps or no with `{name}`, which has no epochs"
-            yield getattr(recipe, strategy) != "epoch", strategy, rule
-    has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
-    rule = "be left out with two vocabularies. Its marks are tokens of a joint one"
-    yield "terms" not in recipe.augmentation or not has_two, "augmentation.terms", rule
-    for group in ("tasks", "datasets"):
-        yield from _rules_of_parts(recipe, group)
-    yield not recipe.streaming or recipe.max_steps > 0, "streaming", "come with `max_steps`: it has no length"
-    if recipe.subword_sampling is not None:
-        for name in ("tokenizer_kind", "target_tokenizer_kind"):
-            rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
-            yield getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule
-    # Checkpoints are selected by a metric that is evaluated during training.
-    metric, is_evaluated = recipe.metric_for_best_model, recipe.eval_strategy != "no"
+def _check_selection(recipe: Any) -> None:
+    """Check that the metric by which checkpoints are selected is evaluated during training, and each checkpoint has a score."""
+    require, is_evaluated = partial(_require, recipe), recipe.eval_strategy != "no"
     for name in ("early_stopping_patience", "average_best"):
-        yield is_evaluated or getattr(recipe, name) is None, name, "come with `eval_strategy` steps or epoch"
+        require(is_evaluated or getattr(recipe, name) is None, name, "come with `eval_strategy` steps or epoch")
+    metric = recipe.metric_for_best_model
     has_metric = metric or recipe.load_best_model_at_end or not recipe.early_stopping_patience
-    yield has_metric, "early_stopping_patience", "come with `metric_for_best_model`"
+    require(has_metric, "early_stopping_patience", "come with `metric_for_best_model`")
     if is_evaluated and (metric is not None or recipe.average_best is not None):
         evaluated = ["loss", "perplexity"]
         if decodes(recipe):
@@ -405,22 +404,21 @@ def _rules(recipe: Any) -> Iterator[Rule]:
             tasks = [task for task, fields in recipe.tasks.items() if any(map(fields.get, VALIDATION_FIELDS))]
             evaluated += [*names, *(f"{task}_{name}" for task, name in itertools.product(tasks, names))]
         is_known = (metric or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated
-        yield is_known, "metric_for_best_model", f"be evaluated while training: {', '.join(evaluated)}"
+        require(is_known, "metric_for_best_model", f"be evaluated while training: {', '.join(evaluated)}")
     for name in (name for name in ("average_last", "average_best") if getattr(recipe, name) is not None):
         limit = recipe.save_total_limit
-        yield limit is None or getattr(recipe, name) <= limit, name, f"be at most `save_total_limit` {limit}"
-        yield not recipe.load_best_model_at_end, "load_best_model_at_end", f"be false with `{name}`"
-        yield recipe.save_strategy != "no", "save_strategy", f"be steps, epoch or best with `{name}`"
+        require(limit is None or getattr(recipe, name) <= limit, name, f"be at most `save_total_limit` {limit}")
+        require(not recipe.load_best_model_at_end, "load_best_model_at_end", f"be false with `{name}`")
+        require(recipe.save_strategy != "no", "save_strategy", f"be steps, epoch or best with `{name}`")
     if recipe.average_best is not None and recipe.save_strategy != "best":
-        # A checkpoint that is not evaluated has no score.
         is_equal = recipe.save_strategy == recipe.eval_strategy
-        yield is_equal, "save_strategy", "be best or the `eval_strategy` with `average_best`"
+        require(is_equal, "save_strategy", "be best or the `eval_strategy` with `average_best`")
         # `eval_steps` is `logging_steps` by default. Both may be shares of the run.
         steps = recipe.eval_steps or recipe.logging_steps
         times = recipe.save_steps / steps
         is_multiple = (recipe.save_steps < 1) == (steps < 1) and abs(times - round(times)) <= 1e-6
-        is_evaluated = recipe.save_strategy != "steps" or is_multiple
-        yield is_evaluated, "save_steps", "be a multiple of `eval_steps` with `average_best`"
+        rule = "be a multiple of `eval_steps` with `average_best`"
+        require(recipe.save_strategy != "steps" or is_multiple, "save_steps", rule)
 
 
 def check_evaluated(recipe: Any) -> None:
@@ -430,13 +428,8 @@ def check_evaluated(recipe: Any) -> None:
     has_any = has_pairs or (not recipe.tasks and recipe.validation_text_file)
     is_pairs = recipe.objective == "pairs"
     rule = f"come with {'`validation_file` or `num_validation`' if is_pairs else '`validation_text_file`'}"
-    _check(
-        recipe,
-        [
-            ((has_pairs and is_pairs) or not recipe.choose_decoding, "choose_decoding", rule),
-            (has_any or recipe.eval_strategy == "no", "eval_strategy", rule),
-        ],
-    )
+    _require(recipe, (has_pairs and is_pairs) or not recipe.choose_decoding, "choose_decoding", rule)
+    _require(recipe, has_any or recipe.eval_strategy == "no", "eval_strategy", rule)
 
 
 def decodes(recipe: Any) -> bool:
@@ -457,18 +450,3 @@ def check_conflicts(recipe: Any, names: Collection[str] | None = None) -> None:
                     f"`{first}` and `{other}` must not both be given, because {reason}, "
                     f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
                 )
-
-
-def _rules_of_parts(recipe: Any, group: str) -> Iterator[Rule]:
-    """Yield the rules of each of the `tasks` or of the `datasets`."""
-    for part, fields in getattr(recipe, group).items():
-        for name in fields:
-            path = f"{group}.{part}.{name}"
-            if name == "weight" and group == "tasks":
-                is_number = isinstance(fields[name], int | float) and not isinstance(fields[name], bool)
-                yield is_number and 0 < fields[name] < float("inf"), path, "be a number above 0"
-                continue
-            is_data = group_of(name, f"`{group}.{part}`") == "data"
-            yield is_data and name not in ("data_dir", "streaming", "objective"), path, "be a field of data"
-            is_trained = group == "tasks" or not name.startswith(_SCORED)
-            yield is_trained, path, "be a field of training pairs"

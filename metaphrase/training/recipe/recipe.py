@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 from transformers import PreTrainedModel, SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.data.token_budget import check_beside_budget
@@ -21,7 +21,6 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization.texts import TERM_TOKENS
-from metaphrase.training.checkpoints import is_better_lower
 from metaphrase.training.recipe.fields import (
     LEFT_OUT,
     OWN_FIELDS,
@@ -42,6 +41,8 @@ CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointi
 CHECKPOINTING += "_checkpointing"
 # Later names in transformers, whose earlier ones raise a warning. A recipe may keep the names that all versions know.
 RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in ("", "_kwargs")}
+# Metrics of which less is better.
+LOWER_IS_BETTER = ("loss", "perplexity", "ter", "wer", "cer")
 # Schedules that follow a metric.
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 # Uploads are done by `metaphrase push`, not by a run.
@@ -50,6 +51,11 @@ _UPLOAD_PREFIXES = ("push_to_hub", "hub_")
 _WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
 # The keys of these mappings are names of model parts or of fields, which have dots.
 _DOTTED_PREFIXES = ("search.",)
+
+
+def is_better_lower(metric: str) -> bool:
+    """True if a metric is a loss, a perplexity or an error rate, also of a task or with `eval_` before it."""
+    return metric.rpartition("_")[2] in LOWER_IS_BETTER
 
 
 class Recipe(AllFields):
@@ -68,23 +74,15 @@ class Recipe(AllFields):
 
     def __init__(self, **values: Any):
         values.setdefault("set_names", tuple(name for name in values if name != "reasons"))
+        for name, value in values.items():
+            kinds = kinds_of(type(self).model_fields[name].annotation) if isinstance(value, bool) else set()
+            if kinds & {int, float} and bool not in kinds:
+                raise MetaphraseError(f"`{name}` must be a number, got {value}.")
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise MetaphraseError(explain_error(error)) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_truth_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        for name in (name for name, value in values.items() if isinstance(value, bool)):
-            if (kinds := kinds_of(cls.model_fields[name].annotation)) & {int, float} and bool not in kinds:
-                raise MetaphraseError(f"`{name}` must be a number, got {values[name]}.")
-        return values
-
-    @model_validator(mode="after")
-    def _check(self) -> "Recipe":
         check_recipe(self)
-        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and all(
@@ -377,8 +375,9 @@ def describe_fields() -> str:
     for name, (group, text) in texts.items():
         field = Recipe.model_fields[name]
         shown = "" if field.default in (None, "", {}) else f" [{field.default}]"
-        indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-        lines = f"  --{name}{shown}  ({type_name(field.annotation)})\n" + textwrap.fill(text, width=110, **indents)
+        lines = f"  --{name}{shown}  ({type_name(field.annotation)})\n" + textwrap.indent(
+            textwrap.fill(text, 104), " " * 6
+        )
         groups.setdefault(group, []).append(lines)
     return "\n\n".join([head, *(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())])
 

@@ -1,8 +1,6 @@
 """Tests of the ONNX export: graphs compute what the model computes, also at lengths that were not traced."""
 
-import builtins
 import shutil
-import sys
 
 import onnxruntime
 import pytest
@@ -159,24 +157,3 @@ def test_what_cannot_be_exported_is_refused_by_name(kind, tmp_path):
     assert not (tmp_path / "exported").exists()
     # The fields have no effect without rotary positions.
     assert not find_obstacles(tiny_config(position_embedding_type="none", rope_parameters=rotation))
-
-
-def test_quantization_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`--quantization` must be left out with --format onnx, got 'int8'"):
-        execute("export", ["model", str(tmp_path / "exported"), "--format", "onnx", "--quantization", "int8"])
-
-
-def test_without_the_packages_the_error_says_what_to_install(tmp_path, monkeypatch):
-    for name in list(sys.modules):
-        if name.startswith("metaphrase.conversion.onnx"):
-            monkeypatch.delitem(sys.modules, name)
-    whole = builtins.__import__
-
-    def absent(name, *args, **kwargs):
-        if name.split(".")[0] == "onnxscript":
-            raise ModuleNotFoundError("No module named 'onnxscript'")
-        return whole(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ImportError, match=r"pip install metaphrase\[onnx\]"):
-        execute("export", ["model", str(tmp_path / "exported"), "--format", "onnx"])

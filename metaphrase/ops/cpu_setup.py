@@ -1,14 +1,12 @@
 """Setup of a CPU for training: memory of the C library, kernels of oneDNN, and speed of bfloat16."""
 
 import ctypes
-import logging
 import os
 import platform
 import time
+from collections.abc import Iterator
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 # Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -16,6 +14,12 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _KERNELS = 64
 # Caches of oneDNN (its documentation, "Primitive Cache") and of torch.
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
+
+def prepare_cpu() -> None:
+    """Set up a process that trains, before its first matrix product."""
+    keep_freed_memory()
+    keep_few_kernels()
 
 
 def keep_freed_memory() -> None:
@@ -68,12 +72,11 @@ def has_fast_bfloat16() -> bool:
     return speed_of_bfloat16() > _FAST
 
 
-def warn_of_slow_bfloat16() -> None:
-    """Warn if bfloat16 makes training on this processor slower."""
+def slow_bfloat16_alerts() -> Iterator[str]:
+    """Yield an alert if bfloat16 makes training on this processor slower."""
     speed = speed_of_bfloat16()
     if speed < _SLOW:
-        logger.warning(
-            "`bf16` slows this processor down: it multiplies matrices in bfloat16 at %.2f of its speed in float32. "
-            "Train with --bf16 false here.",
-            speed,
+        yield (
+            f"`bf16` slows this processor down: it multiplies matrices in bfloat16 at {speed:.2f} of its speed in float32. "
+            "Train with --bf16 false here."
         )

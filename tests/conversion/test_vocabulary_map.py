@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 from subcommands import execute
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 
+from metaphrase.conversion.vocabulary_map import VocabularyMap, find_vocabulary_map, load_vocabulary_map
 from metaphrase.engines import engine_choice
 from metaphrase.inference import Generator
 from metaphrase.scripts import generate
 from metaphrase.scripts.__main__ import run
-from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME
+from metaphrase.storage.folders import VOCABULARY_MAP_NAME
 
 BEAMS = {"num_beams": 4, "early_stopping": True}
 PAIRS = list(zip(SOURCES, TARGETS, strict=True)) * 3
@@ -102,3 +103,30 @@ def test_command_line(folder, files, tmp_path, capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="`use_vmap` need one model"):
         Generator.from_pretrained([folder, folder], use_vmap=True)
+
+
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_map_permits_the_tokens_of_all_sources(is_joint, tmp_path):
+    pair = tiny_pair(is_joint, kind="byte_bpe")
+    made = VocabularyMap([9, 2, 1], {5: [7, 30], 6: [30, 12], 8: []})
+    made.save(tmp_path / VOCABULARY_MAP_NAME, pair)
+    for vocabulary_map in (made, load_vocabulary_map(tmp_path, pair)):
+        assert vocabulary_map.permitted([[5, 100, 2], [6, 8]]).tolist() == [1, 2, 7, 9, 12, 30]
+        assert vocabulary_map.permitted([[100]]).tolist() == [1, 2, 9]
+    first, second, *_ = (tmp_path / VOCABULARY_MAP_NAME).read_text(encoding="utf-8").split("\n")
+    names = pair.target.convert_ids_to_tokens
+    assert first == "\t" + " ".join(names([1, 2, 9]))
+    assert second == pair.source.convert_ids_to_tokens(5) + "\t" + " ".join(names([7, 30]))
+
+
+def test_mistakes_of_a_map(tmp_path):
+    pair = tiny_pair(kind="byte_bpe")
+    assert find_vocabulary_map(tmp_path) is None
+    with pytest.raises(ValueError, match=r"`use_vmap` needs a model with vmap\.txt, got '.*' without\. Make"):
+        load_vocabulary_map(tmp_path, pair)
+    (tmp_path / VOCABULARY_MAP_NAME).write_text("\ta b\nc\ta of_another_model\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"Line 2 of .*vmap\.txt must hold tokens .*, got 'of_another_model'"):
+        load_vocabulary_map(tmp_path, pair)
+    # This tokenizer has a token for the space.
+    with pytest.raises(ValueError, match=r"vmap\.txt needs tokens without white space, got ' '"):
+        VocabularyMap([1], {}).save(tmp_path / VOCABULARY_MAP_NAME, tiny_pair())

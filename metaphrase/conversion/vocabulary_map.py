@@ -5,17 +5,15 @@ without a source token has the tokens that every target may hold.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from transformers.utils import cached_file
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.storage.folders import read_text
-from metaphrase.tokenization.tokenizer_pair import TokenizerPair
-
-VOCABULARY_MAP_NAME = "vmap.txt"
+from metaphrase.storage.folders import VOCABULARY_MAP_NAME, read_text
+from metaphrase.tokenization import TokenizerPair
 
 
 class VocabularyMap:
@@ -34,20 +32,6 @@ class VocabularyMap:
         self._is_always = np.zeros(1 + largest, dtype=bool)
         self._is_always[always] = True
         self.path: Path | None = None
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: str | os.PathLike, tokenizers: TokenizerPair) -> "VocabularyMap":
-        """Load the map of a model, a folder or a Hub id, with its tokenizers."""
-        path = find_vocabulary_map(name_or_path)
-        if path is None:
-            raise MetaphraseError(
-                f"`use_vmap` needs a model with {VOCABULARY_MAP_NAME}, got {os.fspath(name_or_path)!r} without. Make the file by "
-                "`metaphrase shortlist MODEL PAIRS`."
-            )
-        rows = dict(_read(path, *(tokenizer.get_vocab() for tokenizer in (tokenizers.source, tokenizers.target))))
-        loaded = cls(rows.pop(None, []), rows)
-        loaded.path = path
-        return loaded
 
     def save(self, path: str | os.PathLike, tokenizers: TokenizerPair) -> None:
         """Write the map. The format allows no token with white space."""
@@ -80,13 +64,28 @@ def find_vocabulary_map(name_or_path: str | os.PathLike) -> Path | None:
     return None if path is None else Path(path)
 
 
-def _read(path: Path, sources: Mapping[str, int], targets: Mapping[str, int]) -> Iterator[tuple[int | None, list[int]]]:
-    """Yield the source id of each line, or None for the line without, and its target ids."""
+def load_vocabulary_map(name_or_path: str | os.PathLike, tokenizers: TokenizerPair) -> VocabularyMap:
+    """Load the map of a model, a folder or a Hub id, with its tokenizers."""
+    path = find_vocabulary_map(name_or_path)
+    if path is None:
+        raise MetaphraseError(
+            f"`use_vmap` needs a model with {VOCABULARY_MAP_NAME}, got {os.fspath(name_or_path)!r} without. Make the file by "
+            "`metaphrase shortlist MODEL PAIRS`."
+        )
+    sources, targets = tokenizers.source.get_vocab(), tokenizers.target.get_vocab()
+    always, tokens = [], {}
     for number, line in enumerate(read_text(path).removesuffix("\n").split("\n"), start=1):
         source, _, names = line.partition("\t")
         try:
-            yield sources[source] if source else None, [targets[name] for name in names.split(" ") if name]
+            ids = [targets[name] for name in names.split(" ") if name]
+            if source:
+                tokens[sources[source]] = ids
+            else:
+                always = ids
         except KeyError as error:
             raise MetaphraseError(
                 f"Line {number} of {path} must hold tokens of the model, got {error}. Make the file by `metaphrase shortlist`."
             ) from error
+    loaded = VocabularyMap(always, tokens)
+    loaded.path = path
+    return loaded
