@@ -110,14 +110,6 @@ class TrainedFolder:
             count = number(metrics["num_examples"])
             self.scored_pairs = f"{count} pairs taken out of {self.scored_pairs} before training"
 
-    def recipe_rows(self, of_data: bool) -> list[tuple[str, str]]:
-        """Return the rows of a table of recipe fields, those that name the data or the others, without machine paths."""
-        return [
-            (code(name), ", ".join(map(code, value)) if isinstance(value, list) else code(value))
-            for name, value in redact(self.recipe or {}).items()
-            if (name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS)) == of_data and name not in LANGUAGE_FIELDS
-        ]
-
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
     """Return the fields of a folder's recipe as a run reads them, or None if it is missing."""
@@ -243,7 +235,13 @@ def write_model_card(
         has_interval = name != "rouge" or label == "ROUGE-L"
         shown = with_interval(trained.scores[name]) if has_interval else f"{score:.2f}"
         score_rows.append((plain(label) + direction, shown, code(signature) if signature else UNKNOWN))
-    data_rows = trained.recipe_rows(of_data=True)
+    data_rows: list[tuple[str, str]] = []
+    hyperparameters: list[tuple[str, str]] = []
+    for name, value in redact(recipe).items():
+        is_of_data = name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS)
+        if name not in LANGUAGE_FIELDS:
+            cell = ", ".join(map(code, value)) if isinstance(value, list) else code(value)
+            (data_rows if is_of_data else hyperparameters).append((code(name), cell))
     for name, value in ((metrics or {}).get("data") or {}).items():
         parts = value.items() if isinstance(value, dict) else [(None, value)]
         data_rows += [(plain(name if part is None else f"{name}: {part}"), number(amount)) for part, amount in parts]
@@ -279,8 +277,8 @@ def write_model_card(
             f"{code(name)} {code(value)}" for name, value in ((metrics or {}).get("generation") or {}).items()
         ),
         data_rows=data_rows,
-        hyperparameters=trained.recipe_rows(of_data=False),
-        secrets=", ".join(code(name) for name in trained.recipe or {} if name in SECRET_FIELDS),
+        hyperparameters=hyperparameters,
+        secrets=", ".join(code(name) for name in recipe if name in SECRET_FIELDS),
         has_curves=_draw_curves(trained, facts.title),
         architecture=[
             (code(name), number(value))

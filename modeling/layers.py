@@ -59,16 +59,6 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
-def fold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
-    """Join queries that share a source: `(batch * copies, heads, query, dim) -> (batch, heads, copies * query, dim)`."""
-    return states.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
-
-
-def unfold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
-    """Undo `fold_copies`."""
-    return states.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)
-
-
 def combine_bias(
     position_bias: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool, query_offset: int | torch.Tensor
 ) -> torch.Tensor:
@@ -206,13 +196,14 @@ class MetaphraseAttention(nn.Module):
             value = torch.cat((value, source_value.repeat_interleave(copies, dim=0)), dim=2)
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
-            query = fold_copies(query, copies)
+            # Join the queries of a source: (batch, heads, query, dim) -> (batch / copies, heads, copies * query, dim)
+            query = query.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = kernel(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **self.options, **kwargs
         )
         if copies > 1 and weights is not None:
-            weights = unfold_copies(weights, copies)
+            weights = weights.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)
         # (batch, query, heads, head_dim), or folded -> (batch, query, heads * head_dim) -> (batch, query, hidden)
         return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
 

@@ -372,7 +372,7 @@ class MetaphraseDecoder(Stack):
         is_merged = self.config.merged_attention
         encoder_mask = create_bidirectional_mask(
             config=self.config,
-            # Only the shape counts: the queries of a source, as `fold_copies` joins them.
+            # Only the shape counts: an attention joins the queries of a source.
             inputs_embeds=embeddings.reshape(sources, -1, embeddings.shape[-1]),
             attention_mask=encoder_attention_mask,
             encoder_hidden_states=encoder_hidden_states,

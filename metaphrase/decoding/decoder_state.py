@@ -21,13 +21,7 @@ from metaphrase.decoding.prepacked_weights import (
     prepared_copies,
 )
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
-from metaphrase.modeling.layers import (
-    MetaphraseAttention,
-    MetaphraseDecoderLayer,
-    MetaphraseSSRU,
-    fold_copies,
-    unfold_copies,
-)
+from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseSSRU
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
@@ -515,8 +509,8 @@ class DecoderState:
         rows, (keys, values) = len(query), views
         batch = rows // copies
         if copies > 1:
-            # (rows, H, head_dim) -> (batch, key_value_heads, copies * groups, head_dim)
-            query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
+            # (rows, H, head_dim) -> (batch, key_value_heads, copies, groups, head_dim)
+            query = query.view(batch, copies, self.key_value_heads, self.groups, self.head_dim).transpose(1, 2)
         # (batch * key_value_heads, copies * groups, head_dim)
         query = query.reshape(batch * self.key_value_heads, -1, self.head_dim)
         if query.dtype != torch.float32 and self.soft_cap is None:
@@ -533,5 +527,5 @@ class DecoderState:
                 scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
             output = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
         if copies > 1:
-            output = unfold_copies(output.unflatten(0, (batch, -1)), copies)
+            output = output.reshape(batch, self.key_value_heads, copies, -1, self.head_dim).transpose(1, 2)
         return output.reshape(rows, -1)
