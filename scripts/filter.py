@@ -40,8 +40,10 @@ def main(arguments: argparse.Namespace) -> None:
     settings, score_pairs, started = chosen_settings(arguments), None, time.perf_counter()
     if "dual_cross_entropy" in settings.rules:
         folders = settings.forward_model, settings.backward_model
-        models = [Generator.from_pretrained(folder, engine="torch", device=arguments.device) for folder in folders]
-        score_pairs = functools.partial(dual_scores, *models)
+        forward, backward = (
+            Generator.from_pretrained(folder, engine="torch", device=arguments.device) for folder in folders
+        )
+        score_pairs = functools.partial(dual_scores, forward, backward)
     with contextlib.ExitStack() as stack:
         bars: list[ProgressBar] = []
 
