@@ -93,13 +93,16 @@ class OutputFile(contextlib.ExitStack):
                 # Whatever the locale.
                 sys.stdout.reconfigure(encoding="utf-8", newline="\n")
             return
-        # Mode `w` would empty the file at once.
-        self._stream = self.enter_context(open(path, "a", encoding="utf-8", newline="\n"))  # noqa: SIM115 (an exit stack)
-        self.enter_context(WriteLock(path, name))
-        # Where the first write cuts the file. Pipes and devices cannot be truncated.
-        self._end = 0 if os.path.isfile(path) else None
-        if resume:
-            self._measure(path, num_targets, chunk_size)
+        # They close also if one of them fails.
+        with contextlib.ExitStack() as resources:
+            # Mode `w` would empty the file at once.
+            self._stream = resources.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
+            resources.enter_context(WriteLock(path, name))
+            # Where the first write cuts the file. Pipes and devices cannot be truncated.
+            self._end = 0 if os.path.isfile(path) else None
+            if resume:
+                self._measure(path, num_targets, chunk_size)
+            self.push(resources.pop_all())
 
     def write(self, lines: str) -> None:
         """Write the lines of the next source. Raises `MetaphraseError` if a resumed file holds other lines for this source."""
