@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
@@ -159,12 +158,6 @@ class TokenizerPair:
                 f"`additional_special_tokens` must be empty for two vocabularies, got {list(tokens)}. Train a joint one."
             )
         self.source.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
-
-    def declare_max_length(self, max_length: int) -> None:
-        """Set `model_max_length` of each tokenizer that declares none, which transformers shows as 1e30."""
-        for tokenizer in (self.source, self.target):
-            if tokenizer.model_max_length >= VERY_LARGE_INTEGER:
-                tokenizer.model_max_length = max_length
 
     def encode_sources(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
         """Return the ids of each text with the end of sequence, never truncated.

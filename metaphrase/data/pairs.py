@@ -371,10 +371,9 @@ class PairSource:
         return READERS[Path(path.removesuffix(".gz")).suffix](path, self.columns, limit)
 
     def rows(self, **options: Any) -> Iterator[tuple[str, str, str]]:
-        """Yield source with prefix, target and problem of each record. The problem of a good pair is empty.
+        """Yield source with prefix, target and problem of each record, empty for a good pair.
 
-        Raises:
-            MetaphraseError: At the first bad pair that is not skipped.
+        A bad pair that is not skipped is a `MetaphraseError`.
         """
         for record in self.records(**options):
             if isinstance(record, PairProblem):

@@ -317,10 +317,8 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     # A tokenizer may have more entries than its model. On a GPU, torch's error would name no id.
     if num_rows is not None and width and (largest := max(map(max, ids))) >= num_rows:
         raise MetaphraseError(f"Token ids must be rows of the model's embedding, below {num_rows}, got {largest}.")
-    return {
-        "input_ids": torch.tensor(ids, device=model.device),
-        "attention_mask": torch.tensor(mask, device=model.device),
-    }
+    columns = {"input_ids": ids, "attention_mask": mask}
+    return {name: torch.tensor(rows, device=model.device) for name, rows in columns.items()}
 
 
 def _sum_log_probs(steps: Sequence[torch.Tensor] | None, rows: Sequence[Sequence[int]]) -> list[float]:

@@ -408,10 +408,7 @@ class Generator(TextStream):
 
         Args:
             split_sentences: Target i of a source has target i of each sentence; its score is their mean.
-            **generation_kwargs: As for `generate()`.
-
-        Raises:
-            MetaphraseError: As `generate()`, except for `num_return_sequences`.
+            **generation_kwargs: As for `generate()`, with its errors.
         """
         plan = Plan.of(self, generation_kwargs, return_scores, split_sentences)
         return self.generate_planned(plan, list(checked_texts(texts)), show_progress)
@@ -463,16 +460,13 @@ class Generator(TextStream):
         The sources of a chunk are sorted and share batches.
 
         Args:
-            chunk_size: Sources of a chunk.
+            chunk_size: Sources of a chunk, at least 1.
             seed: Seed of the stream, at least 0. The random numbers of a chunk depend only on the seed and the chunk's number,
                 so that a stopped stream can be resumed. Chunk 0 has those of `torch.manual_seed(seed)`.
             first_chunk: Number of the first chunk in `lines`, for a resumed stream.
             total: Sources of the whole stream, for the progress bar.
             risk: Arguments of `generate_mbr()`, if its choice is to be the only candidate.
-            **generation_kwargs: As for `generate_n_best()`.
-
-        Raises:
-            MetaphraseError: If `chunk_size` is below 1, or as `generate_n_best()` does.
+            **generation_kwargs: As for `generate_n_best()`, with its errors.
         """
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         # A bad option is an error before the first line is read.

@@ -26,10 +26,7 @@ def check_files(
 ) -> None:
     """Check the files of a command before any work. The inputs and the output have the names of their options.
 
-    Raises:
-        MetaphraseError: If the output is an input by another name, a file of a model, compressed, or cannot be resumed (a pipe, a
-            device or a folder).
-        OSError: If an input cannot be read.
+    The output must be no input by another name, no file of a model, not compressed, and with `resume` a regular file.
     """
     if output is not None and os.fspath(output).endswith(".gz"):
         raise MetaphraseError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import has_bar
@@ -86,7 +87,10 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
         fields = {**tokenizers.config_fields(), **separate, **recipe.model}
         model = MetaphraseForConditionalGeneration(MetaphraseConfig.from_preset(recipe.preset, **fields))
     if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
-        tokenizers.declare_max_length(positions)
+        for tokenizer in (tokenizers.source, tokenizers.target):
+            # transformers' value for a tokenizer that declares none.
+            if tokenizer.model_max_length >= VERY_LARGE_INTEGER:
+                tokenizer.model_max_length = positions
     # By default, generate() stops at 20 tokens.
     set_generation_config(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
     if recipe.r_drop_alpha:

@@ -8,10 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metaphrase.tokenization import (
-    TOKENIZER_KINDS,
     TextFrame,
     TokenizerPair,
-    encode_phrase,
     shorten,
     train_tokenizer,
 )
@@ -166,34 +164,6 @@ def test_texts_are_decoded_as_they_were(text, words, trained):
     for kind, pair in trained.items():
         given = [words, text] if kind in ("byte", "byte_bpe", "char", "word") else [words]
         assert pair.decode_targets(pair.encode_targets(given)) == given, kind
-
-
-def contains(ids, part):
-    return any(ids[start : start + len(part)] == part for start in range(len(ids)))
-
-
-@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
-def test_a_phrase_is_found_in_the_middle_of_a_text_and_at_its_beginning(kind):
-    texts = [*SOURCES, *TARGETS, "zwei Hund und", "Hund und", "die Katze und", "猫 が いる", '"', "die, das"] * 3
-    tokenizer = train_tokenizer(texts, kind=kind, show_progress=False)
-
-    def ids_of(text):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    for phrase in ("kleiner Hund", "Hund", " die Katze "):
-        inside, first = encode_phrase(tokenizer, phrase)
-        word = phrase.strip()
-        assert len(inside) == 1 and contains(ids_of(f"zwei {word} und"), inside[0])
-        begun = ids_of(f"{word} und")
-        assert any(begun[: len(ids)] == ids for ids in [*inside, *first])
-        assert tokenizer.decode([*ids_of("zwei"), *inside[0]]) == f"zwei {word}"
-    if kind == "char":
-        # A space stands before words alone.
-        assert len(encode_phrase(tokenizer, '"')[0]) == 2 and encode_phrase(tokenizer, "猫")[0] == [ids_of("猫")]
-        assert encode_phrase(tokenizer, "Hund") == ([ids_of(" Hund")], [ids_of("Hund")])
-    for phrase in ("", " \t", *(["Ωmega"] if kind == "bpe" else [])):
-        with pytest.raises(ValueError, match="A phrase must be a text that the tokenizer can write"):
-            encode_phrase(tokenizer, phrase)
 
 
 @pytest.mark.parametrize(
