@@ -28,7 +28,8 @@ DEFAULT_SENTINELS = 100  # as T5
 MASK_TOKEN = "<mask>"
 SENTENCE_MARKS = (".", "!", "?", "…", "。", "！", "？", "．", "؟", "।")
 CLOSING_MARKS = "\"'”’»)]}」』）"
-MODE_TOKENS = {"R": "[R]", "S": "[S]", "X": "[X]"}
+# Names of the modes in the paper of UL2, and in the published models.
+MODE_TOKENS = {"R": ("[R]", "[NLU]"), "S": ("[S]", "[S2S]"), "X": ("[X]", "[NLG]")}
 # Mode, mean span length in tokens, noise density.
 _UL2_SPANS = (("R", 3.0, 0.15), ("R", 8.0, 0.15), ("X", 3.0, 0.5), ("X", 8.0, 0.5), ("X", 64.0, 0.15), ("X", 64.0, 0.5))
 _UL2_SUFFIX_FRACTION = 0.25
@@ -262,7 +263,7 @@ def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple
     """Return the special tokens that an objective of `make_objective` adds to a tokenizer."""
     if name in ("text_infilling", "prefix_lm"):
         return (MASK_TOKEN,) if name == "text_infilling" else ()
-    return (*(MODE_TOKENS.values() if name == "ul2" else ()), *sentinel_tokens(num_sentinels))
+    return (*(names[0] for names in MODE_TOKENS.values() if name == "ul2"), *sentinel_tokens(num_sentinels))
 
 
 def make_objective(
@@ -294,7 +295,9 @@ def make_objective(
         return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
     if name == "span_corruption":
         return SpanCorruption(sentinel_ids=sentinels, eos_token_id=eos, **options)
-    mode_token_ids = {mode: vocabulary[name] for mode, name in MODE_TOKENS.items() if name in vocabulary}
+    mode_token_ids = {
+        mode: vocabulary[name] for mode, names in MODE_TOKENS.items() for name in names if name in vocabulary
+    }
     return MixtureOfDenoisers(sentinels, eos, mode_token_ids)
 
 
