@@ -19,7 +19,6 @@ from metaphrase.training.trainer import MetaphraseTrainer
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 COLLATORS = {"padded": PairCollator(0), "packed": PackedCollator()}
 
-
 OWN = ("max_tokens_per_batch", "r_drop_alpha")
 
 
