@@ -59,7 +59,7 @@ from metaphrase.training.checkpoints import (
     step_of,
 )
 from metaphrase.training.distributed import (
-    as_plain_class,
+    class_before_sharding,
     gather_model,
     ignore_repeated_pairs,
     is_adapted,
@@ -449,30 +449,26 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             super()._load_scaler(checkpoint)
 
     # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-    ):
-        epoch, batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+    def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, checkpoint, trial):
+        epoch, batches = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, checkpoint, trial)
         seed_process(self.args, self.accelerator)
         # `auto_find_batch_size` may begin several times.
-        self._checkpoint, self._resumed, self._is_epoch_end_due = resume_from_checkpoint, None, False
+        self._checkpoint, self._resumed, self._is_epoch_end_due = checkpoint, None, False
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
-        self._steps_per_epoch = num_update_steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
+        self._steps_per_epoch = steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
         settings, layout = self._description = self._describe_run()
-        if resume_from_checkpoint is None:
+        if checkpoint is None:
             return epoch, batches
         restore_callbacks(self.state, self.callback_handler.callbacks, self.control)
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
-        self._set_best_folder(Path(resume_from_checkpoint).parent)
+        self._set_best_folder(Path(checkpoint).parent)
         if self.args.ignore_data_skip:
             settings = {**settings, "data": None}
-        self._resumed = progress = checkpoints.read_progress(resume_from_checkpoint, settings, layout)
+        self._resumed = progress = checkpoints.read_progress(checkpoint, settings, layout)
         if progress is None:
             return epoch, batches
-        is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
+        is_epoch_end = epoch > 0 and self.state.global_step % steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
         return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
 
@@ -594,12 +590,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         _draw_apart(dataloader, data_seed(self.args))
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self._needs_loss_alone = is_loss_alone or self.decodes
-        try:
-            output = super().evaluation_loop(
-                dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
-            )
-        finally:
-            self._needs_loss_alone = False
+        output = super().evaluation_loop(
+            dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
+        )
         gathered = self.accelerator.gather(self.evaluation_loss.float().to(self.args.device)[None])
         sums = gathered.double().sum(dim=0) if self.args.world_size > 1 else self.evaluation_loss
         total, count = sums.tolist()
@@ -724,8 +717,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # If the model was sharded when it was loaded, all processes gather its weights.
         if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            with as_plain_class(model):
+            sharded, model.__class__ = type(model), class_before_sharding(model)
+            try:
                 model.save_pretrained(folder, state_dict=state_dict, is_main_process=self.args.should_save)
+            finally:
+                model.__class__ = sharded
         if self.args.should_save:
             processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processor is not None:

@@ -258,10 +258,6 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Dumper that also quotes texts which other YAML readers, or ours, would take for another type."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict] = {
-        first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    }
-
 
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 for _name, (_pattern, _letters) in _SCALARS.items():
