@@ -290,7 +290,6 @@ class StagedPairs(Dataset):
         return self._pairs[key] if isinstance(key, str) else self.__getitems__([key])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Mapping[str, Any]]:
-        """Return the pairs of a batch, by the indices of a `StagedSampler`."""
         # Pairs that are augmented differ in each reading.
         if isinstance(self._pairs, datasets.Dataset):
             indices = [index % len(self) for index in indices]

@@ -195,7 +195,6 @@ class EndOnInterrupt(EarlyEnd):
 
 
 def _log_end(state: TrainerState, reason: str) -> None:
-    """Log why training ends before its last update."""
     if state.global_step < state.max_steps and state.is_world_process_zero:
         logger.info("Training ends at update %d of %d: %s.", state.global_step, state.max_steps, reason)
 

@@ -145,7 +145,6 @@ def gather_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _new_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of this configuration and adapter, with weights of its own."""
     if not is_adapted(model):
         return class_before_sharding(model)(model.config)
     import peft

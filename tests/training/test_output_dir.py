@@ -53,7 +53,6 @@ def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resu
         ({"validation_file": None}, "`eval_strategy` must come with"),
         ({"objective": "ul2", "train_text_file": "train.de", **NO_FILES}, "with `validation_text_file`, got 'steps'"),
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig"),
-        ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
         ({"tokenizer_name_or_path": "./nope"}, r"`tokenizer_name_or_path` must be a folder .*got '\./nope'"),
         ({"metrics": ["blue"]}, "`metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, "must hold bleu with `bleu_tokenize`"),

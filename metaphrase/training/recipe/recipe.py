@@ -338,7 +338,6 @@ def _value_of_words(name: str, words: Sequence[str]) -> Any:
 
 
 def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split the words of a command line into options, each with the words that follow it."""
     options: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):
