@@ -146,7 +146,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     _resumed: dict[str, Any] | None = None
     _checkpoint: str | None = None
     _is_epoch_end_due = False
-    _steps_per_epoch = 0
+    _steps_per_epoch, _length_multiple = 0, 1
     _is_saving = False
     # A report follows each step, and the end of an epoch. `progress.json` stores the last one.
     _reported_step = -1
@@ -205,11 +205,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if not smooths_labels(self.model):
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
-
-    # Sharding
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
         if not saves_whole_weights(self.accelerator.state):
             raise MetaphraseError(
                 "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
@@ -329,17 +324,13 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     # Batches by a token budget
 
-    @property
-    def _length_multiple(self) -> int:
-        """The multiple that the collator rounds widths up to. Packed rows have no width."""
-        # Collators of transformers have None by default.
-        return 1 if self.packs_pairs else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
-
     def _loader_by_budget(self, dataset, is_training: bool) -> DataLoader:
-        arguments = self.args
+        arguments, collate = self.args, self.data_collator
+        # The collator rounds widths up; those of transformers have None by default. Packed rows have no width.
+        multiple = 1 if self.packs_pairs else getattr(collate, "pad_to_multiple_of", None) or 1
         batching: dict[str, Any] = {"batch_size": None}
         if isinstance(dataset, TokenBudgetStream):
-            dataset.length_multiple = self._length_multiple
+            dataset.length_multiple = multiple
         else:
             lengths = np.stack([np.asarray(dataset[name][:]) for name in LENGTH_COLUMNS], axis=1)
             # Evaluation leaves no pair out: the budget grows to the longest.
@@ -349,7 +340,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
             processes = (arguments.world_size, arguments.process_index)
             options = (lengths, budget, data_seed(arguments), *processes)
-            sampler = make_sampler(*options, length_multiple=self._length_multiple)
+            sampler = make_sampler(*options, length_multiple=multiple)
             batching = {"batch_sampler": sampler}
             if not is_staged and sampler.num_fillers:
                 logger.info(
@@ -357,7 +348,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                     *(sampler.num_fillers, len(sampler) * sampler.num_processes),
                 )
                 dataset = WithFillers(dataset)
-        workers, collate = arguments.dataloader_num_workers, self.data_collator
+        self._length_multiple, workers = multiple, arguments.dataloader_num_workers
         if self.packs_pairs:
             pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
             collate = PackedCollator(pad_token_id, TOKENS_MULTIPLE if arguments.bf16 or arguments.fp16 else 1)
@@ -495,7 +486,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 return
         # With several processes, a loader that skips batches does not tell the sampler.
         announce_epoch(parts["train_dataloader"], parts["epoch"])
-        _draw_apart(parts["train_dataloader"], data_seed(self.args) + parts["epoch"])
+        # Workers draw their seeds apart from training, whose random numbers a resumed run repeats.
+        loader = getattr(parts["train_dataloader"], "base_dataloader", parts["train_dataloader"])
+        loader.generator = torch.Generator().manual_seed(data_seed(self.args) + parts["epoch"])
         super()._run_epoch(**parts)
 
     def _restore_totals(self) -> None:
@@ -552,7 +545,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             "dataloader_drop_last": None if has_budget else arguments.dataloader_drop_last,
             "max_tokens_per_batch": self.max_tokens_per_batch,
             "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
-            "length_multiple": self._length_multiple if has_budget else 1,
+            "length_multiple": self._length_multiple,
         }
         return settings, layout
 
@@ -587,7 +580,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
-        _draw_apart(dataloader, data_seed(self.args))
+        loader = getattr(dataloader, "base_dataloader", dataloader)
+        loader.generator = torch.Generator().manual_seed(data_seed(self.args))
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self._needs_loss_alone = is_loss_alone or self.decodes
         output = super().evaluation_loop(
@@ -740,8 +734,3 @@ def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
     # A checkpoint stores tied weights once. transformers would warn of their other names as missing.
     tied = getattr(model, "all_tied_weights_keys", {})
     incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name not in tied]
-
-
-def _draw_apart(loader: DataLoader, seed: int) -> None:
-    """Let a loader draw the seeds of its workers apart from training, whose random numbers a resumed run repeats."""
-    getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(seed)
