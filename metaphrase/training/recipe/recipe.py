@@ -84,11 +84,6 @@ class Recipe(AllFields):
             raise MetaphraseError(explain_error(error)) from None
         check_recipe(self)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and all(
-            getattr(self, name) == getattr(other, name) for name in AllFields.model_fields
-        )
-
     def __repr_args__(self):
         # The token of the Hub is secret.
         names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if self.is_set(name)]
