@@ -1,8 +1,4 @@
-"""Training comes to the same weights however it is arranged: accumulated, packed, checkpointed, compiled.
-
-Plain gradient descent, so that a difference in the weights is as large as that in the gradients, and no dropout unless it
-is said.
-"""
+"""Training comes to the same weights however it is arranged: accumulated, packed, checkpointed, compiled."""
 
 import pytest
 import torch

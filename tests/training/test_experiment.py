@@ -168,8 +168,3 @@ def test_tensorboard_gets_all_of_a_resumed_run_without_set_up(data, trained):
     train(data, trained, **ONE_STEP | fields, report_to="tensorboard")
     [events] = [path.read_bytes() for path in trained.rglob("events.out.tfevents.*")]
     assert all(name.encode() in events for name in LOGGED)
-
-
-@pytest.mark.parametrize(("fields", "name"), [({}, "run"), ({"run_name": "mine"}, "mine")])
-def test_a_run_has_the_name_of_its_folder_unless_it_is_given_one(fields, name, data, tmp_path):
-    assert make_recipe(data, tmp_path / "run", **fields).training_arguments().run_name == name

@@ -83,7 +83,6 @@ def test_a_run_without_checkpoints_can_be_repeated(data, trained, caplog):
     ("changed", "said"),
     [
         ({"model.encoder_layers": 2}, r"`model.encoder_layers` must stay .* got 2, and 1 in .*recipe.yaml"),
-        ({"freeze": ["encoder"]}, r"`freeze` must stay .* got \['encoder'\], and "),
         ({"vocab_size": 700}, "`vocab_size` must stay .* got 700, and 600"),
         ({"learning_rate": 1e-2}, "`learning_rate` must stay .* got 0.01, and 5e-05"),
         ({"train_file": "test.tsv"}, "`train_file` must stay .* got 'test.tsv', and 'train.tsv'"),

@@ -138,7 +138,7 @@ def test_values_reach_the_training_arguments(tmp_path):
     arguments = changed.training_arguments(output_dir=str(tmp_path), max_steps=3)
     assert (arguments.learning_rate, arguments.warmup_steps, arguments.seed, arguments.max_steps) == (1e-3, 7, 5, 3)
     assert arguments.predict_with_generate and not arguments.remove_unused_columns
-    assert arguments.report_to == []
+    assert arguments.report_to == [] and arguments.run_name == tmp_path.name
     assert changed.is_set("seed") and not changed.is_set("max_steps") and not recipe.is_set("seed")
 
 
