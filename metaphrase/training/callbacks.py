@@ -262,5 +262,5 @@ def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback],
     present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
     now = TrainerState(stateful_callbacks=present).stateful_callbacks
     # A run that saves no further checkpoint ends with the values of this one.
-    kept = {name: values for name, values in state.stateful_callbacks.items() if isinstance(now.get(name), dict)}
-    state.stateful_callbacks = now | kept
+    saved = {name: values for name, values in state.stateful_callbacks.items() if isinstance(now.get(name), dict)}
+    state.stateful_callbacks = now | saved
