@@ -183,12 +183,6 @@ class Stage(BaseModel, extra="forbid"):
     shares: _Numbers
     until: _Numbers = Field(min_length=1, max_length=1)
 
-    def num_pairs(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the number of pairs that the stage reads of each data set."""
-        [(name, times)] = self.until.items()
-        total = times * sizes[name] / self.shares[name]
-        return {name: round(total * self.shares.get(name, 0)) for name in sizes}
-
 
 _Stages = create_model("_Stages", stages=dict[str, Stage])
 
@@ -235,8 +229,9 @@ class StagedSampler(TokenBudgetSampler):
     def _count_batches(self) -> int:
         num_steps, position = 0, dict.fromkeys(self._sizes, 0)
         for name, stage in self._stages.items():
-            earlier_steps, counts = num_steps, stage.num_pairs(self._sizes)
-            [times] = stage.until.values()
+            earlier_steps, [(last, times)] = num_steps, stage.until.items()
+            total = times * self._sizes[last] / stage.shares[last]
+            counts = {part: round(total * stage.shares.get(part, 0)) for part in self._sizes}
             ends = [min(number, times) / times for number in range(1, math.ceil(times) + 1)]
             for start, end in itertools.pairwise([0.0, *ends]):
                 self._rounds.append(
@@ -295,7 +290,6 @@ class StagedPairs(Dataset):
         return self._pairs[key] if isinstance(key, str) else self.__getitems__([key])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Mapping[str, Any]]:
-        """Return the pairs of a batch, by the indices of a `StagedSampler`."""
         # Pairs that are augmented differ in each reading.
         if isinstance(self._pairs, datasets.Dataset):
             indices = [index % len(self) for index in indices]

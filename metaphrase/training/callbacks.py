@@ -195,7 +195,6 @@ class EndOnInterrupt(EarlyEnd):
 
 
 def _log_end(state: TrainerState, reason: str) -> None:
-    """Log why training ends before its last update."""
     if state.global_step < state.max_steps and state.is_world_process_zero:
         logger.info("Training ends at update %d of %d: %s.", state.global_step, state.max_steps, reason)
 
@@ -261,4 +260,7 @@ def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback],
                 setattr(callback, attribute, content)
     # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
     present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
-    state.stateful_callbacks = TrainerState(stateful_callbacks=present).stateful_callbacks
+    now = TrainerState(stateful_callbacks=present).stateful_callbacks
+    # A run that saves no further checkpoint ends with the values of this one.
+    saved = {name: values for name, values in state.stateful_callbacks.items() if isinstance(now.get(name), dict)}
+    state.stateful_callbacks = now | saved

@@ -324,7 +324,6 @@ def _refuse_content(recipe: Recipe, folder: Path) -> None:
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
-    """Refuse to resume the run of a folder with a recipe in which a settled field differs."""
     path = folder / RECIPE_NAME
     if not path.is_file():
         return

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +90,9 @@ def keep_embeddings_together(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_together
 
 
-def _plain_class(model: nn.Module) -> type[nn.Module]:
+def class_before_sharding(model: nn.Module) -> type[nn.Module]:
+    """Return the class that a model had before FSDP gave it another, which is saved with its code."""
     return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
-
-
-@contextlib.contextmanager
-def as_plain_class(model: nn.Module) -> Iterator[None]:
-    """Give a model its class before FSDP inside this context, so that it is saved with the code of that class."""
-    sharded = type(model)
-    model.__class__ = _plain_class(model)
-    try:
-        yield
-    finally:
-        model.__class__ = sharded
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -155,9 +145,8 @@ def gather_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _new_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of this configuration and adapter, with weights of its own."""
     if not is_adapted(model):
-        return _plain_class(model)(model.config)
+        return class_before_sharding(model)(model.config)
     import peft
 
     return peft.get_peft_model(_new_model(model.get_base_model()), model.active_peft_config)

@@ -59,7 +59,7 @@ from metaphrase.training.checkpoints import (
     step_of,
 )
 from metaphrase.training.distributed import (
-    as_plain_class,
+    class_before_sharding,
     gather_model,
     ignore_repeated_pairs,
     is_adapted,
@@ -146,7 +146,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     _resumed: dict[str, Any] | None = None
     _checkpoint: str | None = None
     _is_epoch_end_due = False
-    _steps_per_epoch = 0
+    _steps_per_epoch, _length_multiple = 0, 1
     _is_saving = False
     # A report follows each step, and the end of an epoch. `progress.json` stores the last one.
     _reported_step = -1
@@ -205,11 +205,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if not smooths_labels(self.model):
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
-
-    # Sharding
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
         if not saves_whole_weights(self.accelerator.state):
             raise MetaphraseError(
                 "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
@@ -329,17 +324,13 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     # Batches by a token budget
 
-    @property
-    def _length_multiple(self) -> int:
-        """The multiple that the collator rounds widths up to. Packed rows have no width."""
-        # Collators of transformers have None by default.
-        return 1 if self.packs_pairs else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
-
     def _loader_by_budget(self, dataset, is_training: bool) -> DataLoader:
-        arguments = self.args
+        arguments, collate = self.args, self.data_collator
+        # The collator rounds widths up; those of transformers have None by default. Packed rows have no width.
+        multiple = 1 if self.packs_pairs else getattr(collate, "pad_to_multiple_of", None) or 1
         batching: dict[str, Any] = {"batch_size": None}
         if isinstance(dataset, TokenBudgetStream):
-            dataset.length_multiple = self._length_multiple
+            dataset.length_multiple = multiple
         else:
             lengths = np.stack([np.asarray(dataset[name][:]) for name in LENGTH_COLUMNS], axis=1)
             # Evaluation leaves no pair out: the budget grows to the longest.
@@ -349,7 +340,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
             processes = (arguments.world_size, arguments.process_index)
             options = (lengths, budget, data_seed(arguments), *processes)
-            sampler = make_sampler(*options, length_multiple=self._length_multiple)
+            sampler = make_sampler(*options, length_multiple=multiple)
             batching = {"batch_sampler": sampler}
             if not is_staged and sampler.num_fillers:
                 logger.info(
@@ -357,7 +348,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                     *(sampler.num_fillers, len(sampler) * sampler.num_processes),
                 )
                 dataset = WithFillers(dataset)
-        workers, collate = arguments.dataloader_num_workers, self.data_collator
+        self._length_multiple, workers = multiple, arguments.dataloader_num_workers
         if self.packs_pairs:
             pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
             collate = PackedCollator(pad_token_id, TOKENS_MULTIPLE if arguments.bf16 or arguments.fp16 else 1)
@@ -449,30 +440,26 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             super()._load_scaler(checkpoint)
 
     # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-    ):
-        epoch, batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+    def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, checkpoint, trial):
+        epoch, batches = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, checkpoint, trial)
         seed_process(self.args, self.accelerator)
         # `auto_find_batch_size` may begin several times.
-        self._checkpoint, self._resumed, self._is_epoch_end_due = resume_from_checkpoint, None, False
+        self._checkpoint, self._resumed, self._is_epoch_end_due = checkpoint, None, False
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
-        self._steps_per_epoch = num_update_steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
+        self._steps_per_epoch = steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
         settings, layout = self._description = self._describe_run()
-        if resume_from_checkpoint is None:
+        if checkpoint is None:
             return epoch, batches
         restore_callbacks(self.state, self.callback_handler.callbacks, self.control)
         # The state of the checkpoint has the intervals of the run before, and the run's folder may have moved.
         self.state.compute_steps(self.args, max_steps)
-        self._set_best_folder(Path(resume_from_checkpoint).parent)
+        self._set_best_folder(Path(checkpoint).parent)
         if self.args.ignore_data_skip:
             settings = {**settings, "data": None}
-        self._resumed = progress = checkpoints.read_progress(resume_from_checkpoint, settings, layout)
+        self._resumed = progress = checkpoints.read_progress(checkpoint, settings, layout)
         if progress is None:
             return epoch, batches
-        is_epoch_end = epoch > 0 and self.state.global_step % num_update_steps_per_epoch == 0
+        is_epoch_end = epoch > 0 and self.state.global_step % steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
         return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
 
@@ -499,7 +486,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 return
         # With several processes, a loader that skips batches does not tell the sampler.
         announce_epoch(parts["train_dataloader"], parts["epoch"])
-        _draw_apart(parts["train_dataloader"], data_seed(self.args) + parts["epoch"])
+        # Workers draw their seeds apart from training, whose random numbers a resumed run repeats.
+        loader = getattr(parts["train_dataloader"], "base_dataloader", parts["train_dataloader"])
+        loader.generator = torch.Generator().manual_seed(data_seed(self.args) + parts["epoch"])
         super()._run_epoch(**parts)
 
     def _restore_totals(self) -> None:
@@ -556,7 +545,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             "dataloader_drop_last": None if has_budget else arguments.dataloader_drop_last,
             "max_tokens_per_batch": self.max_tokens_per_batch,
             "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
-            "length_multiple": self._length_multiple if has_budget else 1,
+            "length_multiple": self._length_multiple,
         }
         return settings, layout
 
@@ -591,15 +580,13 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
-        _draw_apart(dataloader, data_seed(self.args))
+        loader = getattr(dataloader, "base_dataloader", dataloader)
+        loader.generator = torch.Generator().manual_seed(data_seed(self.args))
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self._needs_loss_alone = is_loss_alone or self.decodes
-        try:
-            output = super().evaluation_loop(
-                dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
-            )
-        finally:
-            self._needs_loss_alone = False
+        output = super().evaluation_loop(
+            dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
+        )
         gathered = self.accelerator.gather(self.evaluation_loss.float().to(self.args.device)[None])
         sums = gathered.double().sum(dim=0) if self.args.world_size > 1 else self.evaluation_loss
         total, count = sums.tolist()
@@ -724,8 +711,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # If the model was sharded when it was loaded, all processes gather its weights.
         if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            with as_plain_class(model):
+            sharded, model.__class__ = type(model), class_before_sharding(model)
+            try:
                 model.save_pretrained(folder, state_dict=state_dict, is_main_process=self.args.should_save)
+            finally:
+                model.__class__ = sharded
         if self.args.should_save:
             processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processor is not None:
@@ -744,8 +734,3 @@ def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
     # A checkpoint stores tied weights once. transformers would warn of their other names as missing.
     tied = getattr(model, "all_tied_weights_keys", {})
     incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name not in tied]
-
-
-def _draw_apart(loader: DataLoader, seed: int) -> None:
-    """Let a loader draw the seeds of its workers apart from training, whose random numbers a resumed run repeats."""
-    getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ import pytest
 
 from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.techniques.mixtures import Stage, StagedPairs, StagedSampler, parse_stages
+from metaphrase.techniques.mixtures import StagedPairs, StagedSampler, parse_stages
 from metaphrase.tokenization import TokenizerPair
 
 SIZES = {"clean": 30, "synthetic": 70}
@@ -60,11 +60,6 @@ def test_a_round_with_fewer_pairs_than_processes_repeats_some():
     assert [len(share) for share in shares] == [2, 2, 2]
     assert {index for share in shares for index in share[0]} == {0, 1}
     assert {index for share in shares for index in share[1]} == {2, 3}
-
-
-def test_shares_are_in_proportion():
-    stage = Stage(shares={"a": 3, "b": 1}, until={"b": 0.5})
-    assert stage.num_pairs({"a": 7, "b": 40, "c": 5}) == {"a": 60, "b": 20, "c": 0}
 
 
 def test_staged_pairs_change_with_each_reading():

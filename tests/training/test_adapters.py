@@ -20,7 +20,6 @@ PAIRS = small_trainers.pairs_of_eight_lengths()
 
 
 def moved_lora(model):
-    """An adapter that changes what the model says."""
     adapted = add_lora(model, rank=4)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

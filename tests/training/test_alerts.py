@@ -62,8 +62,6 @@ def test_bad_pairs_raise_one_alert(change, alert, tmp_path, pairs, caplog):
         ({"learning_rate": 1e-3}, 512, None),
         ({"learning_rate": 1e-2, "optim": "adafactor"}, 512, None),
         ({"learning_rate": 5e-3, "model_name_or_path": "base"}, 128, "high for fine-tuning"),
-        ({"learning_rate": 1e-7, "model_name_or_path": "base"}, 512, "low for fine-tuning"),
-        ({"learning_rate": 1e-3, "model_name_or_path": "base"}, 512, None),
         ({"learning_rate": 5e-3, "model_name_or_path": "base", "lora_rank": 4}, 512, None),
     ],
 )
@@ -76,7 +74,6 @@ def test_a_learning_rate_of_another_order_is_named(fields, width, direction, tmp
 
 
 def test_a_run_that_deserves_them_gets_all_alerts(data, tmp_path, caplog):
-    """A new network with the rate of fine-tuning, untrained, with room to run away."""
     fields = {"max_steps": 6, "eval_steps": 2, "save_strategy": "no", "generation_max_length": 60}
     train(data, tmp_path / "run", **fields)
     for text in ("far too low for a new network", "Scores stay at zero: bleu 0.0", "met the length limit"):
@@ -90,7 +87,6 @@ def test_references_beyond_the_limit_are_named(data, tmp_path, caplog):
 
 
 def replay(scores, caplog, updates=1200):
-    """Return the alerts of a run with the same scores after 300, 600 and 900 updates."""
     caplog.clear()
     callback, state = TrainingAlerts(list(scores)), TrainerState(max_steps=updates)
     for state.global_step in (300, 600, 900):

@@ -1,8 +1,4 @@
-"""Training comes to the same weights however it is arranged: accumulated, packed, checkpointed, compiled.
-
-Plain gradient descent, so that a difference in the weights is as large as that in the gradients, and no dropout unless it
-is said.
-"""
+"""Training comes to the same weights however it is arranged: accumulated, packed, checkpointed, compiled."""
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from metaphrase.training.trainer import MetaphraseTrainer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 COLLATORS = {"padded": PairCollator(0), "packed": PackedCollator()}
-
 
 OWN = ("max_tokens_per_batch", "r_drop_alpha")
 

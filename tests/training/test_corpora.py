@@ -101,7 +101,6 @@ def test_run_scores_each_task(data, tmp_path, caplog):
         ({"tasks": {"a": "b"}}, "`tasks.a` must be a valid dictionary, got 'b'"),
         ({"tasks": tasks(summarize={"weight": 0})}, "`tasks.summarize.weight` must be a number above 0, got 0"),
         ({"tasks": tasks(summarize={"trian_file": "x"})}, "`trian_file` in `tasks.summarize`. Did you mean 'train_"),
-        ({"tasks": tasks(summarize={"learning_rate": 1})}, "`tasks.summarize.learning_rate` must be"),
         ({"tasks": tasks(summarize={"train_file": None})}, "Task 'summarize': A recipe must name its training pairs"),
         (
             {"tasks": tasks(summarize={"validation_file": None}), "metric_for_best_model": "summarize_bleu"},
@@ -123,7 +122,6 @@ def test_contradictions_are_refused(data, tmp_path, fields, words):
         ([900, 100], [1, 1], {"mixing": "equal", "limit": 1}, [0.5, 0.5]),
         ([900, 100], [1, 1], {"mixing": "temperature", "temperature": 2.0, "limit": 400}, [2 / 3, 1 / 3]),
         ([900, 100], [1, 9], {}, [0.5, 0.5]),
-        ([5, 7, 9], [1, 1, 2], {"mixing": "equal"}, [0.25, 0.25, 0.5]),
     ],
 )
 def test_rates_are_those_of_the_formulas(sizes, weights, options, expected):

@@ -5,7 +5,6 @@ import pytest
 import torch
 from small_experiments import ONE_STEP, make_recipe, read_log, train
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainingArguments
-from transformers.integrations import integration_utils
 from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.inference import Generator
@@ -169,14 +168,3 @@ def test_tensorboard_gets_all_of_a_resumed_run_without_set_up(data, trained):
     train(data, trained, **ONE_STEP | fields, report_to="tensorboard")
     [events] = [path.read_bytes() for path in trained.rglob("events.out.tfevents.*")]
     assert all(name.encode() in events for name in LOGGED)
-
-
-@pytest.mark.parametrize(("fields", "name"), [({}, "run"), ({"run_name": "mine"}, "mine")])
-def test_a_run_has_the_name_of_its_folder_unless_it_is_given_one(fields, name, data, tmp_path):
-    assert make_recipe(data, tmp_path / "run", **fields).training_arguments().run_name == name
-
-
-def test_a_tracker_that_is_not_installed_is_refused(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(integration_utils, "is_trackio_available", lambda: False)
-    with pytest.raises(RuntimeError, match="pip install trackio"):
-        train(data, tmp_path / "run", **ONE_STEP, report_to="trackio")

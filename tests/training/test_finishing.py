@@ -13,7 +13,6 @@ from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 
 def assert_mean(run, steps):
-    """That a run's model is the mean of its checkpoints of these steps, which differ."""
     kept = [weights(run / f"checkpoint-{step}") for step in steps]
     for name, tensor in weights(run).items():
         torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in kept) / len(kept), msg=name)

@@ -21,7 +21,6 @@ from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
 
 
 def pair_of(*specials):
-    """Tokenizers with these special tokens first."""
     vocabulary = {word: index for index, word in enumerate(specials)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     bos = {"bos_token": "<s>"} if "<s>" in vocabulary else {}
@@ -52,7 +51,6 @@ def test_special_ids_of_a_tokenizer_must_be_those_of_the_base(specials):
 
 
 def test_a_target_tokenizer_that_is_larger_lets_its_side_grow():
-    """Two vocabularies have a size each. A joint one has room for both sides."""
     pair, recipe = tiny_pair(joint=False), Recipe(train_file="a")
     sizes = (len(pair.source), len(pair.target))
     for fields in ({"share_embeddings": False}, {"share_embeddings": True}):
@@ -158,15 +156,12 @@ def names_below(model, *parts):
     [
         (["encoder"], ["encoder"]),
         (["model.encoder"], ["encoder"]),
-        (["encoder.layers.1"], ["encoder.layers.1"]),
         (["encoder.layers.0-1"], ["encoder.layers.0", "encoder.layers.1"]),
         (["decoder.layers.1-2.mlp"], ["decoder.layers.1.mlp", "decoder.layers.2.mlp"]),
         (["decoder.layers.*.cross_attn"], [f"decoder.layers.{index}.cross_attn" for index in range(12)]),
-        (["*.10"], ["decoder.layers.10"]),
         (["embeddings"], ["encoder.embed_tokens", "decoder.embed_tokens"]),
         (["encoder", "!embeddings"], ["encoder.layers", "encoder.norm"]),
         (["encoder.layers", "!encoder.layers.0", "encoder.layers.0.mlp"], ["encoder.layers.1", "encoder.layers.0.mlp"]),
-        (["lm_head"], ["lm_head"]),
         (["encoder.norm.weight", "lm_head"], ["encoder.norm", "lm_head"]),
     ],
 )
@@ -225,13 +220,9 @@ def test_adafactor_gets_its_options(tmp_path):
     ("fields", "named"),
     [
         ({"optim_args": "garbage"}, "optim_args"),
-        ({"optim": "adafactor", "optim_args": "garbage"}, "optim_args"),
         ({"optim": "adafactor", "optim_args": "scale=true"}, "optim_args"),
-        ({"optim": "adafactor", "optim_args": "decay_rate=fast"}, "optim_args"),
         ({"lr_scheduler_kwargs": {"junk": 1}}, "lr_scheduler_kwargs"),
-        ({"lr_scheduler_type": "warmup_stable_decay"}, "lr_scheduler_kwargs"),
         ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}, None),
-        ({"lr_scheduler_type": "cosine", "optim": "sgd", "optim_args": "momentum=0.9"}, None),
         ({"lr_scheduler_type": "polynomial", "optim": "adafactor", "optim_args": "clip_threshold=0.5"}, None),
     ],
 )

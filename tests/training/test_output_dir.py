@@ -53,7 +53,6 @@ def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resu
         ({"validation_file": None}, "`eval_strategy` must come with"),
         ({"objective": "ul2", "train_text_file": "train.de", **NO_FILES}, "with `validation_text_file`, got 'steps'"),
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig"),
-        ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
         ({"tokenizer_name_or_path": "./nope"}, r"`tokenizer_name_or_path` must be a folder .*got '\./nope'"),
         ({"metrics": ["blue"]}, "`metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, "must hold bleu with `bleu_tokenize`"),
@@ -84,7 +83,6 @@ def test_a_run_without_checkpoints_can_be_repeated(data, trained, caplog):
     ("changed", "said"),
     [
         ({"model.encoder_layers": 2}, r"`model.encoder_layers` must stay .* got 2, and 1 in .*recipe.yaml"),
-        ({"freeze": ["encoder"]}, r"`freeze` must stay .* got \['encoder'\], and "),
         ({"vocab_size": 700}, "`vocab_size` must stay .* got 700, and 600"),
         ({"learning_rate": 1e-2}, "`learning_rate` must stay .* got 0.01, and 5e-05"),
         ({"train_file": "test.tsv"}, "`train_file` must stay .* got 'test.tsv', and 'train.tsv'"),

@@ -7,14 +7,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Seq2SeqTrainer, Seq2SeqTrainingArguments
-from transformers.utils.generic import find_labels
-
-from metaphrase.modeling import MetaphraseForConditionalGeneration, MetaphraseModel
 
 
 @pytest.fixture
 def tokenizer():
-    """The ids of the tiny configuration, and one token for each number."""
     tokens = ["<pad>", "<s>", "</s>"] + [str(number) for number in range(34)]
     backend = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
@@ -37,7 +33,6 @@ def make_trainer(model, tokenizer, folder, collator_model=None, **arguments):
 
 
 def test_one_step_of_eight_batches_equals_one_step_of_one(tokenizer, tmp_path):
-    """Rows of unequal length: a mean of means would weigh the labels of short rows more."""
     steps, options = {}, {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
     for accumulated in (1, 8):
         model = tiny_model(initializer_range=0.2)
@@ -72,9 +67,3 @@ def test_fine_tuning_lowers_the_loss_and_evaluation_generates(tokenizer, tmp_pat
     assert before["eval_exact"] == 0
     assert after["eval_loss"] < 0.1 * before["eval_loss"]
     assert after["eval_exact"] > 0.5
-
-
-@pytest.mark.parametrize("model_class", [MetaphraseForConditionalGeneration, MetaphraseModel])
-def test_no_option_of_the_model_looks_like_a_label(model_class):
-    """The Trainer takes every parameter of `forward` for labels whose name has the word in it, and misses them in a batch."""
-    assert find_labels(model_class) == (["labels"] if model_class is MetaphraseForConditionalGeneration else [])

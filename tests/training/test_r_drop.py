@@ -2,39 +2,29 @@
 
 import pytest
 import torch
-from small_trainers import make_sgd_trainer, pairs_of_eight_lengths
+from small_trainers import make_sgd_trainer, model_of_two_passes, pairs_of_eight_lengths
 from tiny_models import random_batch, tiny_model
 from torch import nn
 
 from metaphrase import plugins
-from metaphrase.data.collators import PairCollator
+from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.ops import projected_loss as projected
 from metaphrase.training.training_loss import TrainingLoss, check_r_drop, divergence_of_halves, repeat_batch
 
 
-def perturb_second_half(module, arguments, output):
-    """In place of dropout, something that does not depend on how many rows share a batch."""
-    first, second = output.flatten(0, 1).chunk(2)
-    return torch.cat((first, second * 1.5)).view_as(output) if module.training else output
-
-
-def two_predictions(rows=23, vocab=11, ignored=(4, 5, 20), dtype=torch.float32):
-    first, second = (torch.randn(rows, vocab, dtype=dtype).mul(3).requires_grad_() for _ in range(2))
-    labels = torch.randint(0, vocab, (rows,))
-    labels[list(ignored)] = IGNORED_LABEL
+def two_predictions():
+    first, second = (torch.randn(23, 11).mul(3).requires_grad_() for _ in range(2))
+    labels = torch.randint(0, 11, (23,))
+    labels[[4, 5, 20]] = IGNORED_LABEL
     return first, second, labels
 
 
 def reference_divergence(first, second, labels):
-    """Both directions by torch's own function, on the rows that count, in float64."""
     first, second = (logits[labels != IGNORED_LABEL].double().log_softmax(dim=-1) for logits in (first, second))
     there = nn.functional.kl_div(first, second, reduction="sum", log_target=True)
     back = nn.functional.kl_div(second, first, reduction="sum", log_target=True)
     return (there + back) / 2
-
-
-# The divergence
 
 
 def test_divergence_and_its_gradients_equal_torch():
@@ -61,11 +51,7 @@ def test_rows_without_a_label_have_no_say_whatever_stands_there():
     assert divergence_of_halves(torch.cat((first, second)), torch.full((46,), IGNORED_LABEL)).item() == 0
 
 
-# The loss
-
-
 def twice(batch, alpha, num_items_in_batch=None, smoothing=0.0):
-    """Inputs of a model for R-Drop; labels are counted once by the caller."""
     items = None if num_items_in_batch is None else 2 * num_items_in_batch
     loss = TrainingLoss(smoothing, alpha)
     return {**repeat_batch(batch), "loss_of_states": loss, "num_items_in_batch": items}
@@ -112,7 +98,6 @@ def test_without_logits_loss_and_gradients_are_the_same(fields, smoothing, rows,
 
 
 def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
-    """There, rows without a label are not taken out but multiplied by zero."""
     hidden, weight = torch.randn(40, 16), torch.randn(53, 16)
     labels = torch.randint(0, 53, (20,)).masked_fill(torch.arange(20) % 3 == 0, IGNORED_LABEL).repeat(2)
     expected = projected.projected_loss(hidden, weight, None, labels, 0.1, 3.0)
@@ -121,21 +106,10 @@ def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
     torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
 
 
-def perturbed_model():
-    model = tiny_model(initializer_range=0.2).train()
-    model.get_encoder().embed_tokens.register_forward_hook(perturb_second_half)
-    return model
-
-
 def test_packed_batch_equals_padded_batch():
-    model, pairs = perturbed_model(), pairs_of_eight_lengths()
-    packed = {
-        name: torch.tensor([[token for pair in pairs for token in pair[name]]]) for name in ("input_ids", "labels")
-    }
-    packed["source_lengths"] = torch.tensor([len(pair["input_ids"]) for pair in pairs])
-    packed["target_lengths"] = torch.tensor([len(pair["labels"]) for pair in pairs])
+    model, pairs = model_of_two_passes(), pairs_of_eight_lengths()
+    packed, padded = (collator(0)(pairs) for collator in (PackedCollator, PairCollator))
     packed["labels"][0, 4] = IGNORED_LABEL
-    padded = PairCollator(0)(pairs)
     padded["labels"][0, 4] = IGNORED_LABEL
     loss = model(**twice(packed, 3.0, 50)).loss
     expected = model(**twice(padded, 3.0, 50)).loss
@@ -143,11 +117,8 @@ def test_packed_batch_equals_padded_batch():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-# The trainer
-
-
 def test_the_trainer_computes_the_loss_of_two_passes(tmp_path):
-    trainer = make_sgd_trainer(perturbed_model(), tmp_path, r_drop_alpha=3.0, label_smoothing_factor=0.2)
+    trainer = make_sgd_trainer(model_of_two_passes(), tmp_path, r_drop_alpha=3.0, label_smoothing_factor=0.2)
     batch = PairCollator(0)(pairs_of_eight_lengths())
     loss, expected = (trainer.model(**twice(batch, alpha, 50, smoothing=0.2)).loss for alpha in (0.0, 3.0))
     assert expected - loss > 0.05
@@ -155,18 +126,7 @@ def test_the_trainer_computes_the_loss_of_two_passes(tmp_path):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_r_drop_sets_in_at_its_step(tmp_path):
-    rows = []
-    options = {"r_drop_alpha": 3.0, "max_steps": 4, "per_device_train_batch_size": 4}
-    trainer = make_sgd_trainer(tiny_model(dropout=0.3), tmp_path, **options)
-    trainer.r_drop_start_step = 2
-    trainer.model.get_encoder().register_forward_hook(lambda module, arguments, output: rows.append(len(output[0])))
-    trainer.train()
-    assert rows == [4, 4, 8, 8]
-
-
-def test_model_that_r_drop_cannot_train_is_refused():
-    check_r_drop(tiny_model(activation_dropout=0.1), 0)
+def test_a_model_without_dropout_is_refused():
     check_r_drop(tiny_model(), 0.1)
     with pytest.raises(ValueError, match=r"`r_drop_alpha` must come with a model whose dropout, .* are not all 0"):
         check_r_drop(tiny_model(), 0)

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
@@ -69,7 +68,6 @@ NEW = {"preset": "metaphrase-tiny", "vocab_size": 300, "model.dropout": 0}
 NEW |= {f"model.{side}_layers": 1 for side in ("encoder", "decoder")} | {"model.hidden_size": 32}
 NEW |= {f"model.{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
 
-
 LORA = {"lora_rank": 4, "learning_rate": 3e-2}
 ZERO = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs `pip install .[deepspeed]`")
 RUNS = [
@@ -98,7 +96,6 @@ def data(tmp_path_factory):
 
 
 def carry_out(data, output, way, fields):
-    """Trains 8 pairs in a step, in one process or in two."""
     command, pairs = [sys.executable], 8
     # DeepSpeed does without an accelerator then.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -277,59 +274,39 @@ LAUNCHERS = {"MULTI_GPU": "multi_gpu", "FSDP": "use_fsdp", "DEEPSPEED": "use_dee
 
 
 def launch_arguments(name):
-    """Return the settings that `accelerate launch` makes of a file."""
     words = ["--config_file", str(FILES[name]), "--main_process_port", "0", "train.py", "recipe.yaml", "--use_cpu"]
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
     return arguments
 
 
-@pytest.fixture
-def environment():
-    """Sets what the launcher of a file would set for the processes that it starts, until the test ends."""
-
-    def launch(name):
-        arguments = launch_arguments(name)
-        is_deepspeed = arguments.use_deepspeed
-        os.environ.update(prepare_deepspeed_cmd_env(arguments)[1] if is_deepspeed else prepare_multi_gpu_env(arguments))
-
-    with patch.dict(os.environ):
-        yield launch
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_accelerate_takes_the_file_and_starts_its_processes(name):
-    settings = yaml.safe_load(FILES[name].read_text())
-    config = load_config_from_file(str(FILES[name]))
-    assert config.num_processes == settings["num_processes"] == (2 if "cpu_2_processes" in name else 8)
-    arguments = launch_arguments(name)
-    assert arguments.num_processes == config.num_processes
+    settings, arguments = yaml.safe_load(FILES[name].read_text()), launch_arguments(name)
+    assert arguments.num_processes == settings["num_processes"] == (2 if "cpu_2_processes" in name else 8)
     # Only these launchers start several processes, and --cpu is stronger than all of them.
     launcher = LAUNCHERS[settings["distributed_type"]]
-    assert [flag for flag in LAUNCHERS.values() if getattr(arguments, flag)] == [launcher]
-    assert not arguments.cpu and arguments.training_script_args == ["recipe.yaml", "--use_cpu"]
+    assert [flag for flag in LAUNCHERS.values() if getattr(arguments, flag)] == [launcher] and not arguments.cpu
     assert arguments.mixed_precision == "no"
-    known = set(vars(launch_command_parser().parse_args(["train.py"])))
-    for group in ("fsdp_config", "deepspeed_config"):
-        for key, value in settings.get(group, {}).items():
-            # accelerate itself puts unknown keys of a group aside without a word.
-            assert key in known, key
-            assert getattr(arguments, key) == value
+    # accelerate itself puts unknown keys of a group aside without a word.
+    known = vars(launch_command_parser().parse_args(["train.py"])).keys()
+    values = {**settings.get("fsdp_config", {}), **settings.get("deepspeed_config", {})}
+    assert values.keys() <= known and {key: getattr(arguments, key) for key in values} == values
 
 
-@pytest.mark.parametrize(
-    ("name", "engine", "stage"),
-    [
-        ("ddp.yaml", "ddp", 0),
-        ("fsdp2.yaml", "fsdp", 3),
-        ("deepspeed_zero2.yaml", "deepspeed", 2),
-        ("deepspeed_zero3.yaml", "deepspeed", 3),
-        ("deepspeed_zero3_offload.yaml", "deepspeed", 3),
-    ],
-)
-def test_estimate_reads_what_the_launcher_sets(name, engine, stage, environment, tmp_path):
-    arguments = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    environment(name)
-    sharding = Sharding.of(arguments, devices=8)
+STAGES = {"ddp": ("ddp", 0), "fsdp2": ("fsdp", 3), "deepspeed_zero2": ("deepspeed", 2)}
+STAGES |= dict.fromkeys(("deepspeed_zero3", "deepspeed_zero3_offload"), ("deepspeed", 3))
+
+
+@pytest.mark.parametrize(("name", "engine", "stage"), [(f"{name}.yaml", *stage) for name, stage in STAGES.items()])
+def test_estimate_reads_what_the_launcher_sets(name, engine, stage, tmp_path):
+    arguments, launched = (
+        Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
+        launch_arguments(name),
+    )
+    is_deepspeed = engine == "deepspeed"
+    environment = prepare_deepspeed_cmd_env(launched)[1] if is_deepspeed else prepare_multi_gpu_env(launched)
+    with patch.dict(os.environ, environment):
+        sharding = Sharding.of(arguments, devices=8)
     assert (sharding.engine, sharding.stage, sharding.devices) == (engine, stage, 8)
     assert sharding.is_offloaded == ("offload" in name)

@@ -43,10 +43,8 @@ def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
     assert len(trainer.get_train_dataloader()) > 0
 
 
-@pytest.mark.parametrize(("is_packed", "length"), [(True, {"max_steps": 5}), (False, {"num_train_epochs": 2})])
-def test_pairs_of_a_budget_are_counted_as_trained_on(is_packed, length, model, pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr(type(model), "supports_packing", is_packed)
-    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **length)
+def test_pairs_of_a_budget_are_counted_as_trained_on(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, max_steps=5)
     trainer.train_dataset = with_lengths(pairs)
     metrics = trainer.train().metrics
     samples = metrics["train_samples_per_second"] * metrics["train_runtime"]
@@ -67,7 +65,6 @@ def test_training_loss_is_smoothed_and_that_of_an_evaluation_is_not(make_model, 
 
 
 def test_a_family_that_does_not_shift_labels_learns_them(tmp_path):
-    """FSMT's class would let its decoder read the sources."""
     pair = tiny_pair()
     sides = zip(pair.encode_sources(SOURCES), pair.encode_targets(TARGETS), strict=True)
     pairs = [{"input_ids": source, "labels": target} for source, target in sides]
@@ -91,14 +88,11 @@ def test_packed_rows_have_few_lengths_in_half_precision(half, multiple, model, p
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **half)
     trainer.train_dataset = with_lengths(pairs)
     batches = list(trainer.get_train_dataloader())
-    real = [[token for pair in pairs for token in pair[name]] for name in SIDES.values()]
-    for name, tokens in zip(SIDES.values(), real, strict=True):
+    for name in SIDES.values():
         rows = [batch[name][0] for batch in batches]
         assert all(len(row) % multiple == 0 for row in rows)
-        kept = torch.cat(rows)
-        kept = kept[(kept != IGNORED_LABEL) & (kept != model.config.pad_token_id)]
-        assert sorted(kept.tolist()) == sorted(tokens)
-        assert (sum(map(len, rows)) > len(tokens)) == (multiple > 1)
+        kept = [token for token in torch.cat(rows).tolist() if token not in (IGNORED_LABEL, model.config.pad_token_id)]
+        assert sorted(kept) == sorted(token for pair in pairs for token in pair[name])
 
 
 @pytest.mark.parametrize(
@@ -119,15 +113,12 @@ def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, score
 
 
 def padded_already(pairs, width=24):
-    """Return pairs padded as by a tokenizer with `padding="max_length"`."""
     rows = []
     for pair in pairs:
-        source, target = pair["input_ids"], pair["labels"]
-        missing = width - len(source), width - len(target)
-        mask = [1] * len(source) + [0] * missing[0]
-        row = {"input_ids": source + [0] * missing[0], "attention_mask": mask}
-        row["labels"] = target + [IGNORED_LABEL] * missing[1]
-        rows.append(row | {"source_length": width, "target_length": width})
+        source, target = (width - len(pair[name]) for name in ("input_ids", "labels"))
+        mask = [1] * (width - source) + [0] * source
+        row = {"input_ids": pair["input_ids"] + [0] * source, "attention_mask": mask, "source_length": width}
+        rows.append(row | {"labels": pair["labels"] + [IGNORED_LABEL] * target, "target_length": width})
     return Dataset.from_list(rows)
 
 
@@ -143,13 +134,12 @@ def test_pairs_that_were_padded_already_are_what_they_were(budget, model, pairs,
     found = []
     for data in (with_lengths(pairs), padded_already(pairs)):
         trainer = make_trainer(model, pairs, tmp_path, **options, remove_unused_columns=False)
-        trainer.train_dataset = trainer.eval_dataset = data
+        trainer.eval_dataset, model = data, trainer.model
         metrics = trainer.evaluate()
-        found.append((metrics["eval_loss"], metrics["eval_length"]))
+        batches = [collator(0)(list(data)) for collator in (PackedCollator, PairCollator)]
         with torch.no_grad():
-            losses = [trainer.compute_loss(trainer.model.train(), dict(PackedCollator(0)(list(data)))).item()]
-            losses.append(trainer.compute_loss(trainer.model.train(), dict(PairCollator(0)(list(data)))).item())
-        found[-1] += tuple(losses)
+            losses = [trainer.compute_loss(model.train(), dict(batch)).item() for batch in batches]
+        found.append([metrics["eval_loss"], metrics["eval_length"], *losses])
     assert found[1] == pytest.approx(found[0], rel=1e-5) and seen[0] == seen[1]
 
 
@@ -177,7 +167,6 @@ def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_pa
 
 
 def evaluated_by(trainer, processes, loader_of, monkeypatch):
-    """The sum of the losses and the number of tokens that several processes come to, one after the other in this one."""
     total = torch.zeros(2, dtype=torch.float64)
     for rank in range(processes):
         monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
@@ -193,10 +182,7 @@ def assert_same_sums(sums, expected):
 
 
 # With batches of 5, the last batch lacks rows, or there are fewer pairs than processes.
-@pytest.mark.parametrize(
-    ("family", "processes", "count"),
-    [("ours", 2, 12), ("other", 2, 12), ("ours", 3, 2)],
-)
+@pytest.mark.parametrize(("family", "processes", "count"), [("ours", 2, 12), ("other", 2, 12), ("ours", 3, 2)])
 def test_several_processes_count_each_pair_once(family, processes, count, model, pairs, tmp_path, monkeypatch):
     trainer = make_trainer(model if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
     trainer.evaluate()
@@ -228,7 +214,6 @@ def test_the_rest_of_what_is_evaluated_is_not_dropped(model, pairs, tmp_path):
 
 @pytest.mark.parametrize("decodes", [True, False])
 def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path):
-    """Whether it is decoded as well or not: without `compute_metrics`, the loss alone is asked for, and no logits."""
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, predict_with_generate=decodes)
     trainer.eval_dataset = with_lengths(pairs)
     costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_eval_dataloader()]

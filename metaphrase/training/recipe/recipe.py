@@ -84,11 +84,6 @@ class Recipe(AllFields):
             raise MetaphraseError(explain_error(error)) from None
         check_recipe(self)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and all(
-            getattr(self, name) == getattr(other, name) for name in AllFields.model_fields
-        )
-
     def __repr_args__(self):
         # The token of the Hub is secret.
         names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if self.is_set(name)]
@@ -258,10 +253,6 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Dumper that also quotes texts which other YAML readers, or ours, would take for another type."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict] = {
-        first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    }
-
 
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 for _name, (_pattern, _letters) in _SCALARS.items():
@@ -342,7 +333,6 @@ def _value_of_words(name: str, words: Sequence[str]) -> Any:
 
 
 def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split the words of a command line into options, each with the words that follow it."""
     options: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):

@@ -12,12 +12,7 @@ from small_runs import PAIRS, is_whole, make_trainer, names, read
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from metaphrase.training.checkpoints import (
-    checkpoints_in,
-    discard_surplus,
-    last_whole_checkpoint,
-    what_is_missing,
-)
+from metaphrase.training.checkpoints import checkpoints_in, discard_surplus, last_whole_checkpoint, what_is_missing
 
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
@@ -56,7 +51,6 @@ def test_other_intervals_hold_from_where_a_run_goes_on(intervals, evaluated, log
 
 
 def test_a_run_that_is_done_ends_with_the_same_loss_and_random_states(tmp_path):
-    """Its last epoch is reported, so that no epoch is left to begin."""
     options = {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2, "logging_steps": 5}
     results = []
     for resume in (None, True):
@@ -66,7 +60,6 @@ def test_a_run_that_is_done_ends_with_the_same_loss_and_random_states(tmp_path):
 
 
 def test_a_checkpoint_that_a_killed_run_had_still_to_delete_goes(tmp_path):
-    """The run was killed between its last checkpoint and the deletion of the one before."""
     make_trainer(tmp_path, max_steps=3).train()
     make_trainer(tmp_path, max_steps=3, save_total_limit=1).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-3"]
@@ -76,6 +69,9 @@ def test_a_plain_checkpoint_is_resumed_with_a_warning(plain_run, caplog):
     assert make_trainer(plain_run, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
     assert make_trainer(plain_run, max_steps=4).train(resume_from_checkpoint=True).global_step == 4
     assert "holds no progress.json: the run goes on, but not bit for bit" in caplog.text
+    # A plain Trainer writes its state last.
+    (plain_run / "checkpoint-3" / "trainer_state.json").unlink()
+    assert what_is_missing(plain_run / "checkpoint-3") == ["trainer_state.json is missing"]
 
 
 def test_other_batches_are_pointed_out(run, caplog):
@@ -158,6 +154,10 @@ FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "
 def test_a_checkpoint_without_all_of_a_file_is_not_whole(name, run, caplog):
     path = run / "checkpoint-3" / name
     content = path.read_bytes()
+    # Settings may be edited, and files added.
+    settings = run / "checkpoint-3" / "generation_config.json"
+    settings.write_text(json.dumps({**read(settings), "num_beams": 4}))
+    (run / "checkpoint-3" / "notes.txt").write_text("the best so far")
     assert is_whole(path.parent)
     for size in (0, len(content) // 2, len(content) - 2):
         path.write_bytes(content[:size])
@@ -169,23 +169,9 @@ def test_a_checkpoint_without_all_of_a_file_is_not_whole(name, run, caplog):
     assert what_is_missing(path.parent) == ([] if name == "progress.json" else [f"{name} is missing"])
 
 
-def test_settings_may_be_edited_and_files_added(run):
-    settings = run / "checkpoint-3" / "generation_config.json"
-    settings.write_text(json.dumps({**read(settings), "num_beams": 4}))
-    (run / "checkpoint-3" / "notes.txt").write_text("the best so far")
-    assert is_whole(run / "checkpoint-3")
-
-
-def test_a_plain_trainer_writes_its_state_last(plain_run, tmp_path):
-    assert last_whole_checkpoint(plain_run) == str(plain_run / "checkpoint-3")
-    (plain_run / "checkpoint-3" / "trainer_state.json").unlink()
-    assert last_whole_checkpoint(plain_run) == str(plain_run / "checkpoint-2")
-    assert last_whole_checkpoint(tmp_path / "nowhere") is None
-
-
 @pytest.fixture
 def watch(monkeypatch):
-    """Looks at a run before each change on the disk: every checkpoint must be whole. Gives the names that were there."""
+    """Look at a run before each change on the disk: every checkpoint must be whole. Returns the names that were there."""
 
     def look_at(run):
         seen = []
@@ -252,16 +238,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 
 @pytest.mark.parametrize(
     ("limit", "best", "expected"),
-    [
-        (None, None, [1, 2, 3, 4, 5]),
-        (0, None, [1, 2, 3, 4, 5]),
-        (6, None, [1, 2, 3, 4, 5]),
-        (3, None, [2, 3, 5]),
-        (3, 1, [1, 3, 5]),
-        (1, None, [3]),
-        (1, 1, [1, 3]),
-        (2, 3, [3, 5]),
-    ],
+    [(None, None, [1, 2, 3, 4, 5]), (0, None, [1, 2, 3, 4, 5]), (3, 1, [1, 3, 5]), (1, None, [3]), (2, 3, [3, 5])],
 )
 def test_the_oldest_go_but_neither_the_best_nor_the_newest(limit, best, expected, tmp_path):
     # Number 3 was written last: the run was resumed from number 2.
