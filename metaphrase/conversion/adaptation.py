@@ -59,46 +59,6 @@ class _Base(NamedTuple):
     weights: WeightFiles
     layers: Sequence[int]
 
-    @property
-    def family(self) -> T5Gemma:
-        """The T5Gemma whose rotation and windows these layers have."""
-        return T5Gemma2() if FULL in self.config.rope_parameters else T5Gemma("t5gemma")
-
-    def shared_fields(self) -> dict[str, Any]:
-        """Return the fields that must be the same in both stacks."""
-        theirs = self.config
-        scale = getattr(theirs, "query_pre_attn_scalar", None)
-        return {
-            "position_embedding_type": "rotary",
-            "activation_function": getattr(theirs, "hidden_activation", None) or theirs.hidden_act,
-            "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
-            "norm_eps": theirs.rms_norm_eps,
-            "scale_embedding": False,
-            "attention_scale": None if scale is None else scale**-0.5,
-            "attn_logit_softcapping": getattr(theirs, "attn_logit_softcapping", None),
-            "attention_bias": getattr(theirs, "attention_bias", False),
-            "mlp_bias": getattr(theirs, "mlp_bias", False),
-            **self.family.read_rotation(theirs.rope_parameters),
-            **BASES[theirs.model_type],
-        }
-
-    def stack_fields(self, stack: str) -> dict[str, Any]:
-        theirs = self.config
-        types = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
-        types = [types[index] for index in self.layers]
-        windows = dict(zip(STACKS, self.family.windows(theirs.sliding_window), strict=True)) if SLIDING in types else {}
-        prefix = "" if stack == "encoder" else "decoder_"
-        same = {
-            f"{prefix}{name}": getattr(theirs, name) for name in ("hidden_size", "vocab_size", "num_key_value_heads")
-        }
-        return same | {
-            f"{stack}_layers": len(self.layers),
-            f"{stack}_attention_heads": theirs.num_attention_heads,
-            f"{stack}_ffn_dim": theirs.intermediate_size,
-            f"{stack}_layer_types": types,
-            f"{stack}_window": windows.get(stack),
-        }
-
 
 def adapt(
     base: str | os.PathLike,
@@ -165,7 +125,7 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     count = config.num_hidden_layers
     layers = range(count) if layers is None else layers
     if not layers or not {*layers} <= {*range(count)}:
-        raise MetaphraseError(f"`{field}` must be layers of {folder}, from 0 to {count - 1}, got {[*layers]}.")
+        raise MetaphraseError(f"`{field}` must be numbers of layers from 0 to {count - 1}, got {[*layers]}.")
     return _Base(folder, config, WeightFiles(folder, files), layers)
 
 
@@ -193,16 +153,45 @@ def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def _make_config(
     bases: dict[str, _Base], tokenizers: TokenizerPair, is_merged: bool, dropout: float
 ) -> MetaphraseConfig:
+    fields: dict[str, Any] = {}
+    for stack, prefix in (("decoder", "decoder_"), ("encoder", "")):
+        theirs = bases[stack].config
+        # The T5Gemma whose rotation and windows these layers have.
+        family = T5Gemma2() if FULL in theirs.rope_parameters else T5Gemma("t5gemma")
+        scale = getattr(theirs, "query_pre_attn_scalar", None)
+        shared = {
+            "position_embedding_type": "rotary",
+            "activation_function": getattr(theirs, "hidden_activation", None) or theirs.hidden_act,
+            "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+            "norm_eps": theirs.rms_norm_eps,
+            "scale_embedding": False,
+            "attention_scale": None if scale is None else scale**-0.5,
+            "attn_logit_softcapping": getattr(theirs, "attn_logit_softcapping", None),
+            "attention_bias": getattr(theirs, "attention_bias", False),
+            "mlp_bias": getattr(theirs, "mlp_bias", False),
+            **family.read_rotation(theirs.rope_parameters),
+            **BASES[theirs.model_type],
+        }
+        for name, value in shared.items():
+            if fields.setdefault(name, value) != value:
+                raise MetaphraseError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
+        types = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
+        types = [types[index] for index in bases[stack].layers]
+        windows = family.windows(theirs.sliding_window) if SLIDING in types else (None, None)
+        for name in ("hidden_size", "vocab_size", "num_key_value_heads"):
+            fields[prefix + name] = getattr(theirs, name)
+        fields |= {
+            f"{stack}_layers": len(types),
+            f"{stack}_attention_heads": theirs.num_attention_heads,
+            f"{stack}_ffn_dim": theirs.intermediate_size,
+            f"{stack}_layer_types": types,
+            f"{stack}_window": windows[STACKS.index(stack)],
+        }
     encoder, decoder = (bases[stack] for stack in STACKS)
-    fields = decoder.shared_fields()
-    for name, value in encoder.shared_fields().items():
-        if value != fields[name]:
-            raise MetaphraseError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
-    ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
-    fields |= encoder.stack_fields("encoder") | decoder.stack_fields("decoder") | ids
     weights = decoder.weights
+    ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
     return MetaphraseConfig(
-        **fields,
+        **fields | ids,
         dtype=decoder.config.dtype,
         dropout=dropout,
         initializer_range=decoder.config.initializer_range,

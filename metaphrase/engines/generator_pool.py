@@ -42,13 +42,9 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         assistant_model: str | os.PathLike | None = None,
         **kwargs,
     ):
-        """Start the processes and wait until each has loaded the model.
+        """Start the processes and wait until each has loaded the model. `ChildProcessError` if a process died.
 
-        Args:
-            device: Where to run. By default, and for a name without number (`cuda`), the processes take the accelerators in turn.
-
-        Raises:
-            ChildProcessError: If a process died.
+        By default, and for a `device` without number (`cuda`), the processes take the accelerators in turn.
         """
         if num_processes < 1:
             raise MetaphraseError(f"`num_processes` must be at least 1, got {num_processes}.")
@@ -97,19 +93,12 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         show_progress: bool | None = False,
         **options,
     ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of each source as `Generator.generate_stream` does. Each process has a chunk, and one more waits.
-
-        Raises:
-            ChildProcessError: If a process died.
-        """
+        """Yield the candidates of each source like `Generator.generate_stream`. Each process has a chunk, and one more waits."""
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         options = {"seed": None, "return_scores": True, "risk": None, "split_sentences": False} | options
         futures: deque[Future] = deque()
         reading_error: Exception | None = None
-        with (
-            self._naming_deaths(),
-            progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar,
-        ):
+        with self._naming_deaths(), progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             while True:
                 try:
                     for chunk in itertools.islice(chunks, self.num_processes + 1 - len(futures)):
@@ -144,7 +133,6 @@ def spread_devices(device: str | torch.device | None, num_processes: int) -> lis
 
 
 # The code below runs in the processes of a pool.
-
 
 # Names of the model and the draft model, and arguments of `Generator.from_pretrained`.
 _loading: tuple[tuple[Any, Any], dict[str, Any]]

@@ -66,16 +66,12 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
 
 def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Compare the graphs of a folder with their model, on random ids with padding on either side."""
-    encoder, decoder = (
-        onnxruntime.InferenceSession(os.fspath(Path(folder) / name), providers=["CPUExecutionProvider"])
-        for name in GRAPH_NAMES
-    )
-    generator = torch.Generator().manual_seed(0)
-    config = model.config
-    has_table = config.position_embedding_type == "learned"
-    most_source, most_target = (
-        config.stack_sizes(stack).max_position_embeddings if has_table else sys.maxsize for stack in STACKS
-    )
+    paths = [os.fspath(Path(folder) / name) for name in GRAPH_NAMES]
+    encoder, decoder = (onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]) for path in paths)
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    most_source = most_target = sys.maxsize
+    if config.position_embedding_type == "learned":
+        most_source, most_target = (config.stack_sizes(stack).max_position_embeddings for stack in STACKS)
     for rows, source, first, steps in _SIZES:
         source, first = min(source, most_source), min(first, most_target)
         steps = min(steps, most_target - first)
@@ -107,16 +103,12 @@ def run_step(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndar
 
 
 def empty_cache(model: PreTrainedModel, rows: int) -> dict[str, np.ndarray]:
-    """Return the keys and values before the first decoding step, by the names of the inputs."""
+    """Return the keys and values before the first decoding step: in each layer first the target's, then the source's."""
     sizes = model.config.stack_sizes("decoder")
     shape = (rows, sizes.key_value_heads, 0, sizes.head_dim)
-    return {name: np.zeros(shape, dtype=np.float32) for name in _cache_names(model.config)}
-
-
-def _cache_names(config: MetaphraseConfig) -> list[str]:
-    """Return the names of keys and values layer by layer: first the target's, then the source's."""
     parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    return [f"past_key_values.{layer}.{part}" for layer in range(config.decoder_layers) for part in parts]
+    names = [f"past_key_values.{layer}.{part}" for layer in range(model.config.decoder_layers) for part in parts]
+    return {name: np.zeros(shape, dtype=np.float32) for name in names}
 
 
 def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
@@ -124,10 +116,8 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: f
     difference = float((torch.from_numpy(actual) - expected).abs().max())
     # This form also refuses NaN.
     if actual.shape != tuple(expected.shape) or not difference <= tolerance * largest:
-        raise RuntimeError(
-            f"{name} must compute what the model computes, within {tolerance:g} of the largest value {largest:.4g}, "
-            f"got a difference of {difference:.4g}."
-        )
+        text = f"must compute what the model computes, within {tolerance:g} of the largest value {largest:.4g}"
+        raise RuntimeError(f"{name} {text}, got a difference of {difference:.4g}.")
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
@@ -245,11 +235,12 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
         "input_ids": (ids[:, :_TRACED_TARGET], {0: _BATCH, 1: _TARGET}),
         "encoder_hidden_states": (encoder_output, axes),
     }
-    for name, value in empty_cache(model, _TRACED_BATCH).items():
+    cache = empty_cache(model, _TRACED_BATCH)
+    for name, value in cache.items():
         length, axis = (_TRACED_PAST_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_PAST_TARGET, _TARGET)
         _, heads, _, head_dim = value.shape
         decoder_inputs[name] = torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: f"past_{axis}"}
-    present = [name.replace("past_key_values", "present", 1) for name in _cache_names(config)]
+    present = [name.replace("past_key_values", "present", 1) for name in cache]
     layers = () if config.merged_attention else range(config.decoder_layers)
     attentions = [f"cross_attentions.{layer}" for layer in layers]
     encoder_inputs = {"input_ids": (ids, axes), "attention_mask": (mask, axes)}
