@@ -121,7 +121,7 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
         model_type = config["encoder"]["model_type"]
     named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
     tokenizer_class = _tokenizer_class(model_type, named_class)
-    has_tokenizer = any(checkpoints.matches_any(path.name, checkpoints.TOKENIZER_FILES) for path in output.iterdir())
+    has_tokenizer = any(True for pattern in checkpoints.TOKENIZER_FILES for _ in output.glob(pattern))
     if has_tokenizer and tokenizer_class is not None:
         # Without a name transformers would choose by the model type, which has changed.
         write_json(settings, content | {"tokenizer_class": tokenizer_class})

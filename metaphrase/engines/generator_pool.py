@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
@@ -134,21 +134,14 @@ def spread_devices(device: str | torch.device | None, num_processes: int) -> lis
 
 # The code below runs in the processes of a pool.
 
-# Names of the model and the draft model, and arguments of `Generator.from_pretrained`.
-_loading: tuple[tuple[Any, Any], dict[str, Any]]
-
-
-@functools.cache
-def _generators() -> tuple[Generator, Generator | None]:
-    """Load the generator of this process and its draft model, at first use, so that an error reaches the pool."""
-    names, options = _loading
-    return tuple(None if name is None else Generator.from_pretrained(name, **options) for name in names)
+# The generator of this process and its draft model, loaded at the first use, so that an error reaches the pool.
+_generators: Callable[[], list[Generator | None]]
 
 
 def _start(
     life: Connection, devices: Any, num_threads: int, name_or_path: Any, assistant_name: Any, options: dict[str, Any]
 ) -> None:
-    global _loading
+    global _generators
     # A terminal sends SIGINT to all processes. The process that started the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -162,7 +155,9 @@ def _start(
     transformers_logging.disable_progress_bar()
     # tqdm's default lock between processes would leak, because `end_with_pool` closes nothing.
     tqdm.set_lock(threading.RLock())
-    _loading = (name_or_path, assistant_name), {**options, "device": devices.get()}
+    load = functools.partial(Generator.from_pretrained, **options, device=devices.get())
+    names = (name_or_path, assistant_name)
+    _generators = functools.cache(lambda: [None if name is None else load(name) for name in names])
 
 
 def _num_targets(options: dict[str, Any]) -> int:

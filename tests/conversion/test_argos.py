@@ -15,7 +15,7 @@ from subcommands import execute
 from tiny_generator import save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
 
-from metaphrase.conversion.argos import export_argos, sentencepiece_model
+from metaphrase.conversion.ctranslate2 import export_argos, sentencepiece_model
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair

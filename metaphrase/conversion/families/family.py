@@ -158,12 +158,11 @@ class Family:
         if allowed.get("attention_scale") == (None,) and len(head_dims) == 1:
             allowed["attention_scale"] = (None, head_dims.pop() ** -0.5)
         allowed |= self.allowed_values(ours)
-        obstacles = [
+        if obstacles := [
             f"`{field}` must be {' or '.join(map(str, values))}, got {getattr(ours, field)}"
             for field, values in allowed.items()
             if getattr(ours, field) not in values
-        ]
-        if obstacles:
+        ]:
             raise MetaphraseError(f"The model is no {self.name}: " + "; ".join(obstacles) + ".")
         fields = {name: getattr(ours, field) for field, name in self.field_names.items()}
         fields |= {name: getattr(ours, name) for name in SPECIAL_IDS}

@@ -97,9 +97,7 @@ _BERT_NAMES = {
     "cross_attn": "crossattention",
     "attention_norm": "attention.output.LayerNorm",
     r"attention\.o_proj": "attention.output.dense",
-    r"attention\.q_proj": "attention.self.query",
-    r"attention\.k_proj": "attention.self.key",
-    r"attention\.v_proj": "attention.self.value",
+    **{rf"attention\.{name[0]}_proj": f"attention.self.{name}" for name in ("query", "key", "value")},
 }
 
 
@@ -158,8 +156,8 @@ class EncoderDecoder(TwoStacks):
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
         if theirs.pad_token_id not in (None, encoder.pad_token_id):
-            ids = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
-            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {ids}.")
+            text = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
+            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {text}.")
         if self.kind == "roberta" and encoder.hidden_act != "gelu":
             raise MetaphraseError(f"`hidden_act` of a roberta must be gelu, as its head, got {encoder.hidden_act!r}.")
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
@@ -208,13 +206,9 @@ class T5Gemma(TwoStacks):
     variable_fields = frozenset(("decoder_hidden_size", "decoder_num_key_value_heads", "attention_scale"))
     variable_fields |= {"encoder_layer_types", "decoder_layer_types"}
     shared = {
-        "head_dim": "head_dim",
-        "activation_function": "hidden_activation",
-        "max_position_embeddings": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "attention_bias": "attention_bias",
-        "attn_logit_softcapping": "attn_logit_softcapping",
+        name: name for name in ("head_dim", "max_position_embeddings", "attention_bias", "attn_logit_softcapping")
     }
+    shared |= {"activation_function": "hidden_activation", "norm_eps": "rms_norm_eps"}
     module_names = {
         "mlp_norm": "feedforward_norm",
         "mlp_output_norm": "feedforward_output_norm",
@@ -240,8 +234,7 @@ class T5Gemma(TwoStacks):
         return [window, window], window
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
-        names = ("query_pre_attn_scalar", "sliding_window", "rope_parameters")
-        encoder, decoder = self.read_stacks(theirs, names)
+        encoder, decoder = self.read_stacks(theirs, ("query_pre_attn_scalar", "sliding_window", "rope_parameters"))
         encoder_window, decoder_window = self.windows(encoder.sliding_window or 0)
         return {
             "decoder_hidden_size": decoder.hidden_size,

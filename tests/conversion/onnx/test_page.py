@@ -142,15 +142,8 @@ def test_hostile_texts_are_inert(site, browser):
     assert warnings_of(browser) == []
 
 
-def test_themes_and_narrow_windows(site, browser):
+def test_narrow_windows(site, browser):
     open_page(browser, site)
-    enter(browser, "the cat sleeps")
-    ground = "return getComputedStyle(document.body).backgroundColor"
-    light = browser.execute_script(ground)
-    one(browser, "#theme").click()
-    assert browser.execute_script(ground) != light
-    open_page(browser, site)
-    assert browser.execute_script(ground) != light
     browser.set_window_size(390, 844)
     enter(browser, "the " * 40 + "w" * 200)
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
