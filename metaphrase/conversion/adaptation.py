@@ -217,14 +217,11 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
         if of_new_attention.startswith("o_proj") or is_bias_of_output:
             make = functools.partial(like.new_zeros, shape)
         elif of_new_attention in ("k_proj.weight", "v_proj.weight"):
-            make = functools.partial(_draw, like, shape, model.config.initializer_range, number)
+            generator, std = torch.Generator().manual_seed(number), model.config.initializer_range
+            make = functools.partial(torch.normal, 0.0, std, shape, generator=generator, dtype=like.dtype)
         else:
             checkpoints.check_names([theirs], kinds)
             checkpoints.check_shape(theirs, kinds[theirs].shape, tuple(shape))
             make = functools.partial(base.weights.read, theirs)
         planned[name] = PlannedTensor(shape.numel() * like.itemsize, make)
     return planned
-
-
-def _draw(like: torch.Tensor, shape: torch.Size, std: float, seed: int) -> torch.Tensor:
-    return like.new_empty(shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))

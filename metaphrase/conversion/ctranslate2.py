@@ -51,7 +51,6 @@ def export_ctranslate2(
     """Export a Metaphrase model to a CTranslate2 folder, which appears only when it is complete.
 
     Args:
-        source: Folder or Hub id of a Metaphrase model.
         quantization: Type of the weights, one of CTranslate2's, such as int8. None keeps the checkpoint's type.
 
     Raises:

@@ -87,6 +87,7 @@ class Family:
             other.
         ignored_prefixes: Prefixes of weights that nothing reads, that are of no text or of whole sequences, or that follow from
             our configuration if they have no counterpart.
+        has_windows: True for an encoder that has the same window on both sides in all layers.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
             next. Also for the bias of the output projection, if the family has two names for it.
@@ -94,6 +95,7 @@ class Family:
 
     prefix = ""
     ignored_prefixes: tuple[str, ...] = ()
+    has_windows = False
     variable_fields: frozenset[str] = frozenset()
     free = frozenset(("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding"))
     free |= {"rope_parameters", "encoder_window", "decoder_window"}
@@ -157,6 +159,9 @@ class Family:
         head_dims = {ours.stack_sizes(stack).head_dim for stack in STACKS}
         if allowed.get("attention_scale") == (None,) and len(head_dims) == 1:
             allowed["attention_scale"] = (None, head_dims.pop() ** -0.5)
+        if self.has_windows:
+            radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
+            allowed |= {name: (value,) for name, value in encoder_windows(ours.encoder_layers, radius).items()}
         allowed |= self.allowed_values(ours)
         if obstacles := [
             f"`{field}` must be {' or '.join(map(str, values))}, got {getattr(ours, field)}"
@@ -221,12 +226,6 @@ def rename(name: str, module_names: Mapping[str, str]) -> str:
 def encoder_windows(layers: int, radius: int) -> dict[str, Any]:
     """Return our fields of an encoder whose tokens see `radius` tokens on each side in all layers."""
     return {"encoder_layer_types": [SLIDING] * layers, "encoder_window": [radius, radius]}
-
-
-def allowed_windows(ours: MetaphraseConfig) -> dict[str, tuple]:
-    """Return the values of the fields of an encoder that has the same window on both sides in all layers."""
-    radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
-    return {name: (value,) for name, value in encoder_windows(ours.encoder_layers, radius).items()}
 
 
 def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

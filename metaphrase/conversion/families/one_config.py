@@ -24,7 +24,6 @@ from metaphrase.conversion.families.family import (
     RELATIVE_FIELDS,
     Counterpart,
     Family,
-    allowed_windows,
     encoder_windows,
     rename,
 )
@@ -127,6 +126,7 @@ class T5(Family):
 class LongT5(T5):
     """LongT5 with local attention: T5 with windows in the encoder."""
 
+    has_windows = True
     variable_fields = T5.variable_fields | {"encoder_layer_types"}
     module_names = _T5_NAMES | {r"^encoder(.*)\.SelfAttention": r"encoder\1.LocalSelfAttention"}
 
@@ -135,9 +135,6 @@ class LongT5(T5):
             kind = theirs.encoder_attention_type
             raise MetaphraseError(f"`encoder_attention_type` must be local, without global tokens, got {kind!r}.")
         return super().read_extra_fields(theirs, weights) | encoder_windows(theirs.num_layers, theirs.local_radius)
-
-    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        return super().allowed_values(ours) | allowed_windows(ours)
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         radius = {"local_radius": ours.encoder_window[0], "encoder_attention_type": "local"}
@@ -270,6 +267,7 @@ class LED(Bart):
     """LED without global attention: BART with windows in the encoder, and a number of positions for each stack."""
 
     prefix = "led."
+    has_windows = True
     variable_fields = Bart.variable_fields | {"encoder_layer_types", "decoder_max_position_embeddings"}
     module_names = _BART_NAMES | {
         "^model": "led",
@@ -295,9 +293,6 @@ class LED(Bart):
             "decoder_max_position_embeddings": theirs.max_decoder_position_embeddings,
             **encoder_windows(theirs.encoder_layers, window // 2),
         }
-
-    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        return super().allowed_values(ours) | allowed_windows(ours)
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         return super().write_extra_fields(ours) | {

@@ -13,8 +13,7 @@ from node_packages import node_modules
 from source_files import ROOT
 from tiny_generator import save_generator, tiny_generator
 
-from metaphrase.conversion.onnx.export import GRAPH_NAMES
-from metaphrase.conversion.onnx.web import export_web
+from metaphrase.conversion.onnx.export import GRAPH_NAMES, export_web
 
 pytestmark = pytest.mark.slow
 

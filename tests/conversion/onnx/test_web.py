@@ -14,17 +14,9 @@ from tiny_generator import SOURCES, save_generator, tiny_generator
 from tiny_languages import nllb_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from metaphrase.conversion.onnx.export import GRAPH_NAMES, empty_cache, run_step
-from metaphrase.conversion.onnx.web import LIBRARY_FILES, export_web
+from metaphrase.conversion.onnx.export import GRAPH_NAMES, LIBRARY_FILES, empty_cache, export_web, run_step
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
-
-
-def make_library(folder):
-    for name in LIBRARY_FILES:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +25,10 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("web")
     generator = tiny_generator(joint=False, layers=1)
     source = save_generator(generator, folder / "model")
-    library = make_library(folder / "node_modules")
+    library = folder / "node_modules"
+    for name in LIBRARY_FILES:
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(name)
     execute("export", [str(source), str(folder / "exported"), "--format", "web", "--library", str(library)])
     return generator, folder / "exported"
 
@@ -88,8 +83,7 @@ def test_integers_compute_nearly_what_the_model_computes(exported):
 def test_folder_has_the_files_of_transformers_js(exported):
     _, folder = exported
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    graphs = {f"onnx/{name}_model{kind}.onnx" for name in ("encoder",) for kind in ("", "_quantized")}
-    graphs |= {f"onnx/decoder_model_merged{kind}.onnx" for kind in ("", "_quantized")}
+    graphs = {f"onnx/{name.removesuffix('.onnx')}{kind}.onnx" for name in GRAPH_NAMES for kind in ("", "_quantized")}
     page = {"index.html", "page.css", "page.mjs", "metaphrase.mjs", "README.md"}
     library = {f"library/{Path(name).name}" for name in LIBRARY_FILES}
     tokenizers = {
@@ -98,14 +92,6 @@ def test_folder_has_the_files_of_transformers_js(exported):
     assert names == graphs | page | library | tokenizers | {"config.json", "generation_config.json", "export.json"}
     provenance = json.loads((folder / "export.json").read_text())
     assert provenance["to"] == "web" and {*provenance["files"]} == names - {"export.json"}
-
-
-def test_length_limit_is_written_out(exported):
-    """transformers.js has another default, and its pipeline replaces `max_length`."""
-    _, folder = exported
-    settings = GenerationConfig.from_pretrained(folder)
-    # `max_new_tokens` is 8, and the start token counts.
-    assert (settings.max_length, settings.max_new_tokens) == (9, None)
 
 
 def test_each_weight_is_stored_once(exported):
