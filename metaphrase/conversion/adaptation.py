@@ -138,9 +138,7 @@ def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=theirs.bos_token,
-        eos_token=end,
-        unk_token=theirs.unk_token,
+        **{name: getattr(theirs, name) for name in ("bos_token", "eos_token", "unk_token")},
         # Padding is masked, so that any token serves.
         pad_token=theirs.pad_token or theirs.unk_token or end,
         padding_side="right",

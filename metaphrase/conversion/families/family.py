@@ -119,6 +119,7 @@ class Family:
 
     def read_config(self, theirs: PreTrainedConfig, weights: WeightFiles) -> MetaphraseConfig:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
+        name_as_with_a_head(weights, self.prefix)
         shares = {name: getattr(theirs, name, None) for name in ("encoder_layerdrop", "decoder_layerdrop")}
         if any(shares.values()):
             logger.warning("LayerDrop is left out: Metaphrase trains all layers, got %s.", shares)
@@ -132,6 +133,14 @@ class Family:
         """Return the first existing name of a weight in `embedding_names`."""
         names = self.embedding_names[ours]
         return next((name for name in names if name in weights.kinds), names[0])
+
+    def stored_embeddings(self, config: MetaphraseConfig) -> dict[str, str]:
+        """Return their names of embeddings with our stored weights. The second name of each is that of the shared weight."""
+        decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
+        stored_as = {DECODER_EMBEDDING: decoder, HEAD: decoder if config.tie_word_embeddings else HEAD}
+        names = {shared: ENCODER_EMBEDDING for _, shared, *_ in self.embedding_names.values()}
+        names |= dict.fromkeys(self.embedding_names.get(HEAD_BIAS, ()), HEAD_BIAS)
+        return names | {theirs: stored_as.get(name, name) for name, (theirs, *_) in self.embedding_names.items()}
 
     def _read_ties(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, bool]:
         names = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)

@@ -13,15 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.families.family import (
-    DECODER_EMBEDDING,
-    ENCODER_EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
-    RELATIVE_FIELDS,
-    SPECIAL_IDS,
-    Family,
-)
+from metaphrase.conversion.families import family
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
@@ -32,7 +24,7 @@ logger = logging.getLogger(__name__)
 _SIZES = {"layers": "num_hidden_layers", "attention_heads": "num_attention_heads", "ffn_dim": "intermediate_size"}
 
 
-class TwoStacks(Family):
+class TwoStacks(family.Family):
     """An encoder and a decoder with a configuration each.
 
     Attributes:
@@ -40,7 +32,7 @@ class TwoStacks(Family):
         stacks: Where the configuration has the fields of each stack.
     """
 
-    free = Family.free | RELATIVE_FIELDS | {"sinusoidal_layout", "activation_dropout"}
+    free = family.Family.free | family.RELATIVE_FIELDS | {"sinusoidal_layout", "activation_dropout"}
     shared: Mapping[str, str] = {}
     stacks = {"encoder": "encoder", "decoder": "decoder"}
 
@@ -67,7 +59,7 @@ class TwoStacks(Family):
     def write_stack(self, ours: MetaphraseConfig, stack: str) -> dict[str, Any]:
         """Return the fields of one stack that do not lie in `field_names`, without their path."""
         values = {name: getattr(ours, field) for field, name in self.shared.items()}
-        values |= {name: getattr(ours, name) for name in SPECIAL_IDS[:3]}
+        values |= {name: getattr(ours, name) for name in family.SPECIAL_IDS[:3]}
         return values | {"tie_word_embeddings": ours.tie_word_embeddings}
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
@@ -130,10 +122,10 @@ class EncoderDecoder(TwoStacks):
         } | _BERT_NAMES
         source, target = (f"{path}.embeddings.word_embeddings.weight" for path in ("encoder", decoder))
         self.embedding_names = {
-            ENCODER_EMBEDDING: (source, source),
-            DECODER_EMBEDDING: (target, f"{head}.decoder.weight"),
-            HEAD: (f"{head}.decoder.weight", target),
-            HEAD_BIAS: (f"{head}.decoder.bias", f"{head}.bias"),
+            family.ENCODER_EMBEDDING: (source, source),
+            family.DECODER_EMBEDDING: (target, f"{head}.decoder.weight"),
+            family.HEAD: (f"{head}.decoder.weight", target),
+            family.HEAD_BIAS: (f"{head}.decoder.bias", f"{head}.bias"),
         }
 
     def of_model(self, config: Mapping[str, Any]) -> "EncoderDecoder":
@@ -161,7 +153,7 @@ class EncoderDecoder(TwoStacks):
         if self.kind == "roberta" and encoder.hidden_act != "gelu":
             raise MetaphraseError(f"`hidden_act` of a roberta must be gelu, as its head, got {encoder.hidden_act!r}.")
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
-        ids = {name: getattr(decoder, name) for name in SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
+        ids = {name: getattr(decoder, name) for name in family.SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
         return ids | {
             "position_offset": offset,
             "max_position_embeddings": encoder.max_position_embeddings - offset,
@@ -224,9 +216,9 @@ class T5Gemma(TwoStacks):
         fields["attention_dropout"] = "attention_dropout"
         super().__init__(name, fields, _GEMMA_FIXED | fixed)
         self.embedding_names = {
-            ENCODER_EMBEDDING: (ENCODER_EMBEDDING, ENCODER_EMBEDDING),
-            DECODER_EMBEDDING: (DECODER_EMBEDDING, _HEAD),
-            HEAD: (_HEAD, DECODER_EMBEDDING),
+            family.ENCODER_EMBEDDING: (family.ENCODER_EMBEDDING, family.ENCODER_EMBEDDING),
+            family.DECODER_EMBEDDING: (family.DECODER_EMBEDDING, _HEAD),
+            family.HEAD: (_HEAD, family.DECODER_EMBEDDING),
         }
 
     def windows(self, window: int) -> tuple[list[int], int]:
@@ -311,8 +303,8 @@ class T5Gemma2(T5Gemma):
     def __init__(self):
         super().__init__("t5gemma2", qk_norm=True, merged_attention=True)
         self.embedding_names |= {
-            DECODER_EMBEDDING: (DECODER_EMBEDDING, ENCODER_EMBEDDING),
-            HEAD: (_HEAD, ENCODER_EMBEDDING),
+            family.DECODER_EMBEDDING: (family.DECODER_EMBEDDING, family.ENCODER_EMBEDDING),
+            family.HEAD: (_HEAD, family.ENCODER_EMBEDDING),
         }
 
     def windows(self, window: int) -> tuple[list[int], int]:
