@@ -79,7 +79,7 @@ def draw_configurations(count: int, seed: int) -> list[dict]:
     return drawn
 
 
-DRAWN = draw_configurations(12, seed=52)
+DRAWN = draw_configurations(12, seed=4)
 
 
 def saved(folder, *, is_joint=True, seed=0, spare_rows=3, **fields):
