@@ -105,7 +105,7 @@ def adapt(
         tokenizers = TokenizerPair(source, source if target.get_vocab() == source.get_vocab() else target)
         widths = {base.config.hidden_size for base in bases.values()}
         cross_attention = cross_attention or ("copied" if len(widths) == 1 else "new")
-        config = _make_config(bases, tokenizers, cross_attention == "merged", dropout)
+        config = _make_config(bases, tokenizers, dropout=dropout, merged_attention=cross_attention == "merged")
         model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
         planned = _plan(model, bases, is_new=cross_attention == "new")
         checkpoints.write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
@@ -148,9 +148,7 @@ def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def _make_config(
-    bases: dict[str, _Base], tokenizers: TokenizerPair, is_merged: bool, dropout: float
-) -> MetaphraseConfig:
+def _make_config(bases: dict[str, _Base], tokenizers: TokenizerPair, **options: Any) -> MetaphraseConfig:
     fields: dict[str, Any] = {}
     for stack, prefix in (("decoder", "decoder_"), ("encoder", "")):
         theirs = bases[stack].config
@@ -189,13 +187,11 @@ def _make_config(
     weights = decoder.weights
     ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
     return MetaphraseConfig(
-        **fields | ids,
+        **fields | ids | options,
         dtype=decoder.config.dtype,
-        dropout=dropout,
         initializer_range=decoder.config.initializer_range,
         max_position_embeddings=min(stack.config.max_position_embeddings for stack in bases.values()),
         final_logit_softcapping=getattr(decoder.config, "final_logit_softcapping", None),
-        merged_attention=is_merged,
         share_embeddings=encoder.folder == decoder.folder,
         tie_word_embeddings=_HEAD not in weights.kinds or are_equal(weights.read(_HEAD), weights.read(_EMBEDDING)),
     )

@@ -156,9 +156,7 @@ def make_spec(model: PreTrainedModel) -> TransformerSpec:
     return spec
 
 
-def _fill_stack(
-    spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig, attention_options: dict
-) -> None:
+def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig, options: dict) -> None:
     spec.pre_norm = config.norm_position == "pre"
     spec.scale_embeddings = float(stack.embed_tokens.embed_scale)
     embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
@@ -178,7 +176,7 @@ def _fill_stack(
                 rotary_dim=2 * len(stack.rotary_emb.inv_freq),
                 rotary_interleave=False,
                 rotary_base=config.rope_parameters["rope_theta"],
-                **attention_options,
+                **options,
             )
         _fill_attention(layer_spec.self_attention, layer.self_attn)
         _fill_norm(layer_spec.self_attention.layer_norm, layer.self_attn_norm)
@@ -280,11 +278,7 @@ def export_argos(
 
 
 def sentencepiece_model(tokenizers: TokenizerPair) -> bytes:
-    """Return a sentencepiece model that splits texts as a tokenizer of the kind `unigram`. Texts begin without a space.
-
-    Raises:
-        MetaphraseError: If the tokenizer is of another kind, or normalizes texts.
-    """
+    """Return a sentencepiece model that splits texts as a tokenizer of the kind `unigram`. Texts begin without a space."""
     tokenizer = tokenizers.source
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast and tokenizers.is_joint else {}
     steps = [step["type"] for step in (state.get("pre_tokenizer") or {}).get("pretokenizers", [])]
@@ -292,9 +286,7 @@ def sentencepiece_model(tokenizers: TokenizerPair) -> bytes:
     if (model.get("type"), steps, state.get("normalizer")) != ("Unigram", ["Metaspace", "Split"], None):
         kind = model.get("type") or ("two tokenizers" if tokenizer.is_fast else type(tokenizer).__name__)
         text = "Train the model with `tokenizer_kind: unigram`, or serve this one with `metaphrase serve`."
-        raise MetaphraseError(
-            f"Argos needs one tokenizer of the kind unigram without normalization, got {kind}. {text}"
-        )
+        raise MetaphraseError(f"Argos needs one tokenizer of the kind unigram, not normalized, got {kind}. {text}")
     types = {token["content"]: _CONTROL if token["special"] else _USER_DEFINED for token in state["added_tokens"]}
     types[model["vocab"][model["unk_id"]][0]] = _UNKNOWN
     # Fields of a piece: text, score and type. Without a field of the trainer, a model is a unigram model.

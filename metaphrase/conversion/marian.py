@@ -38,7 +38,6 @@ from metaphrase.tokenization.vocabulary_map import VOCABULARY_MAP_NAME, Vocabula
 logger = logging.getLogger(__name__)
 
 OPTIONS_NAME = "special:model.yml"
-_SUFFIXES = (".npz", ".bin")
 # Marian's number of a type is a class and a width in bytes.
 _FLOAT32, _INT8, _INTGEMM8 = 0x404, 0x101, 0x4101
 _SHORTLIST_MAGIC = 0xF11A48D5013417F5
@@ -57,12 +56,10 @@ def find_model_file(source: str | os.PathLike) -> Path | None:
     """Return the model file of Marian that a path names or holds, or None for a folder of transformers and for other names."""
     path = Path(source)
     names = [] if (path / CONFIG_NAME).exists() else [path, *sorted(path.glob("*"))]
-    files = [file for file in names if file.suffix in _SUFFIXES and file.is_file()]
+    files = [file for file in names if file.suffix in (".npz", ".bin") and file.is_file()]
     files = [file for file in files if OPTIONS_NAME.encode() in file.read_bytes()]
     if len(files) > 1:
-        raise MetaphraseError(
-            f"`source` must be one of the models in {path}: {', '.join(file.name for file in files)}."
-        )
+        raise MetaphraseError(f"`source` must be one of the models in {path}: {listed([file.name for file in files])}.")
     return files[0] if files else None
 
 
@@ -292,10 +289,7 @@ _WITH_PADDING = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 
 
 def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int) -> MetaphraseConfig:
-    """Return the configuration of a network by Marian's options. `num_tokens` is the size of each vocabulary, without padding.
-
-    A `MetaphraseError` names the first option that changes the network in a way that Metaphrase lacks.
-    """
+    """Return the configuration of a network by Marian's options. `num_tokens` is the size of each vocabulary, without padding."""
     for name, value in options.items():
         if value and name not in _KNOWN:
             _refuse(name, "off", value)

@@ -31,8 +31,6 @@ _ROWS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD, HEAD_BIAS)
 # Fields of settings with ids of tokens, beside those that end in `_token_id`.
 _ID_LISTS = ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")
 _TEXTS_PER_BATCH = 10_000
-# The converted model, until it is trimmed.
-_WHOLE = "whole"
 
 
 def trim_vocabulary(
@@ -85,7 +83,7 @@ def trim_vocabulary(
         used |= _needed_ids(tokenizer, used)
         whole = folder
         if fields["model_type"] != checkpoints.OURS:
-            whole = convert(folder, partial / _WHOLE, max_shard_size=max_shard_size)
+            whole = convert(folder, partial / "whole", max_shard_size=max_shard_size)
         weights = WeightFiles(whole, opened)
         config = checkpoints.our_skeleton(whole, weights).config.to_dict()
         generation = read_json(whole / GENERATION_CONFIG_NAME)
@@ -112,7 +110,7 @@ def trim_vocabulary(
         if trimmed.source.get_vocab() != remaining or trimmed.encode_sources(first_texts) != rows:
             raise MetaphraseError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
         checkpoints.copy_files(folder, partial, checkpoints.LICENCES)
-        shutil.rmtree(partial / _WHOLE, ignore_errors=True)
+        shutil.rmtree(partial / "whole", ignore_errors=True)
         provenance = {"from": fields["model_type"], "to": checkpoints.OURS}
         write_provenance(partial / checkpoints.PROVENANCE_NAME, source, **provenance)
     before, after = (sum(tensor.nbytes for tensor in tensors.values()) / 1e6 for tensors in (weights.kinds, planned))

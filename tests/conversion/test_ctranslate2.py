@@ -277,10 +277,8 @@ def package(generator, tmp_path_factory):
     """The unpacked package of a model."""
     folder = tmp_path_factory.mktemp("argos")
     save_generator(generator, folder / "model")
-    words = (
-        f"{folder / 'model'} {folder / 'en_de.argosmodel'} --format argos --source_lang EN-US --target_lang deu_Latn"
-    )
-    execute("export", words.split())
+    words = [str(folder / "model"), str(folder / "en_de.argosmodel"), "--format", "argos"]
+    execute("export", [*words, "--source_lang", "EN-US", "--target_lang", "deu_Latn"])
     with zipfile.ZipFile(folder / "en_de.argosmodel") as file:
         file.extractall(folder / "packages")
     assert {path.name for path in folder.iterdir()} == {"model", "packages", "en_de.argosmodel"}

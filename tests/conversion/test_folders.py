@@ -39,10 +39,8 @@ TINY |= {f"{stack}_{field}": 4 for stack in ("encoder", "decoder") for field in 
 
 
 def tiny_t5(**fields):
-    config = T5Config(
-        vocab_size=37, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, **fields
-    )
-    model = T5ForConditionalGeneration(config).eval()
+    sizes = {"vocab_size": 37, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **fields)).eval()
     fill_randomly(model, 0)
     return model
 
@@ -88,9 +86,8 @@ def test_tied_weights_are_stored_once(bart, tmp_path):
     convert(folder, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", to="bart")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert [name for name in ours if "embed_tokens" in name or "lm_head.w" in name] == [
-        "model.encoder.embed_tokens.weight"
-    ]
+    names = [name for name in ours if "embed_tokens" in name or "lm_head.w" in name]
+    assert names == ["model.encoder.embed_tokens.weight"]
     assert set(theirs) == set(load_file(folder / "model.safetensors"))
     names = {path.name for path in (tmp_path / "theirs").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "conversion.json"}

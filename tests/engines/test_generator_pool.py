@@ -124,11 +124,8 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         stream = pool.generate_stream(LINES, chunk_size=2, max_new_tokens=1)
         next(stream)
         [process] = processes_of(pool)
-        future = pool._executor.submit(
-            generator_pool._generate,
-            Chunk(0, 0, SOURCES),
-            {"seed": None, "return_scores": False, "risk": None, "split_sentences": False, **long},
-        )
+        options = {"seed": None, "return_scores": False, "risk": None, "split_sentences": False, **long}
+        future = pool._executor.submit(generator_pool._generate, Chunk(0, 0, SOURCES), options)
         while not future.running():
             assert not future.done()
             time.sleep(0.01)

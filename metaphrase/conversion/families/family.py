@@ -37,19 +37,7 @@ _PLAIN_FIELDS |= dict.fromkeys(
     ),
     False,
 )
-RELATIVE_FIELDS = frozenset(
-    ("relative_attention_num_buckets", "relative_attention_max_distance", "relative_attention_shared")
-)
-
-
-def name_as_with_a_head(weights: WeightFiles, prefix: str) -> None:
-    """Give the weights of a checkpoint, which may have no head, their names in the class with a head."""
-    if any(name.startswith(prefix) for name in weights.kinds):
-        return
-    stored = {name if name.startswith(("lm_head.", LOGITS_BIAS)) else prefix + name: name for name in weights.kinds}
-    load = weights.load
-    weights.load = lambda name: load(stored[name])
-    weights.kinds = {name: weights.kinds[inner] for name, inner in stored.items()}
+RELATIVE_FIELDS = {f"relative_attention_{name}" for name in ("num_buckets", "max_distance", "shared")}
 
 
 class Counterpart(NamedTuple):
@@ -119,7 +107,12 @@ class Family:
 
     def read_config(self, theirs: PreTrainedConfig, weights: WeightFiles) -> MetaphraseConfig:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
-        name_as_with_a_head(weights, self.prefix)
+        if not any(name.startswith(self.prefix) for name in weights.kinds):
+            # A checkpoint without a head lacks the prefix.
+            load, kinds, own = weights.load, weights.kinds, ("lm_head.", LOGITS_BIAS)
+            stored = {name if name.startswith(own) else self.prefix + name: name for name in kinds}
+            weights.load = lambda name: load(stored[name])
+            weights.kinds = {name: kinds[inner] for name, inner in stored.items()}
         shares = {name: getattr(theirs, name, None) for name in ("encoder_layerdrop", "decoder_layerdrop")}
         if any(shares.values()):
             logger.warning("LayerDrop is left out: Metaphrase trains all layers, got %s.", shares)

@@ -38,9 +38,8 @@ class TwoStacks(family.Family):
 
     def __init__(self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any]):
         encoder = self.stacks["encoder"]
-        fields = {
-            f"{ours}_{size}": f"{path}.{name}" for ours, path in self.stacks.items() for size, name in _SIZES.items()
-        }
+        stacks, sizes = self.stacks.items(), _SIZES.items()
+        fields = {f"{ours}_{size}": f"{path}.{name}" for ours, path in stacks for size, name in sizes}
         fields |= {"vocab_size": f"{encoder}.vocab_size", "decoder_vocab_size": "decoder.vocab_size"}
         fields |= {ours: f"{encoder}.{name}" for ours, name in self.shared.items()}
         super().__init__(name, fields | field_names, fixed)
@@ -51,9 +50,7 @@ class TwoStacks(family.Family):
         for name in (*self.shared.values(), *names):
             one, other = getattr(encoder, name, None), getattr(decoder, name, None)
             if one != other:
-                raise MetaphraseError(
-                    f"`{name}` must be the same in both stacks of a {self.name}, got {one} and {other}."
-                )
+                raise MetaphraseError(f"`{name}` must be the same in both stacks, got {one} and {other}.")
         return encoder, decoder
 
     def write_stack(self, ours: MetaphraseConfig, stack: str) -> dict[str, Any]:
@@ -197,9 +194,8 @@ class T5Gemma(TwoStacks):
     free = TwoStacks.free | {"position_offset"}
     variable_fields = frozenset(("decoder_hidden_size", "decoder_num_key_value_heads", "attention_scale"))
     variable_fields |= {"encoder_layer_types", "decoder_layer_types"}
-    shared = {
-        name: name for name in ("head_dim", "max_position_embeddings", "attention_bias", "attn_logit_softcapping")
-    }
+    shared = {"head_dim": "head_dim", "attention_bias": "attention_bias"}
+    shared |= {name: name for name in ("max_position_embeddings", "attn_logit_softcapping")}
     shared |= {"activation_function": "hidden_activation", "norm_eps": "rms_norm_eps"}
     module_names = {
         "mlp_norm": "feedforward_norm",
