@@ -29,14 +29,9 @@ HEAD_BIAS = "lm_head.bias"
 LOGITS_BIAS = "final_logits_bias"
 
 # Fields that most families lack: a family states only its own.
-_PLAIN_FIELDS = RARE_FIELDS | {"attention_scale": None, "logits_scale": 1.0}
-_PLAIN_FIELDS |= dict.fromkeys(
-    (
-        *("embedding_norm", "qk_norm", "final_norm", "gated_mlp", "scale_embedding", "attention_bias", "mlp_bias"),
-        *("logits_bias", "train_padding_embedding", "decoder_start_from_labels"),
-    ),
-    False,
-)
+_OFF = ("embedding_norm", "qk_norm", "final_norm", "gated_mlp", "scale_embedding", "attention_bias", "mlp_bias")
+_OFF += ("logits_bias", "train_padding_embedding", "decoder_start_from_labels")
+_PLAIN_FIELDS = RARE_FIELDS | {"attention_scale": None, "logits_scale": 1.0} | dict.fromkeys(_OFF, False)
 RELATIVE_FIELDS = {f"relative_attention_{name}" for name in ("num_buckets", "max_distance", "shared")}
 
 
@@ -109,8 +104,8 @@ class Family:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
         if not any(name.startswith(self.prefix) for name in weights.kinds):
             # A checkpoint without a head lacks the prefix.
-            load, kinds, own = weights.load, weights.kinds, ("lm_head.", LOGITS_BIAS)
-            stored = {name if name.startswith(own) else self.prefix + name: name for name in kinds}
+            load, kinds, prefixes = weights.load, weights.kinds, ("lm_head.", LOGITS_BIAS)
+            stored = {name if name.startswith(prefixes) else self.prefix + name: name for name in kinds}
             weights.load = lambda name: load(stored[name])
             weights.kinds = {name: kinds[inner] for name, inner in stored.items()}
         shares = {name: getattr(theirs, name, None) for name in ("encoder_layerdrop", "decoder_layerdrop")}

@@ -334,10 +334,9 @@ def export_web(
     library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
     for path in library_files:
         if not path.is_file():
-            raise MetaphraseError(
-                f"`library` must be a `node_modules` with `@huggingface/transformers` 4, got {os.fspath(library)!r} without "
-                f"{path.relative_to(library).as_posix()}. Run `npm install --ignore-scripts @huggingface/transformers`."
-            )
+            name, text = path.relative_to(library).as_posix(), "`node_modules` with `@huggingface/transformers` 4"
+            hint = "Run `npm install --ignore-scripts @huggingface/transformers`"
+            raise MetaphraseError(f"`library` must be a {text}, got {os.fspath(library)!r} without {name}. {hint}.")
 
     def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
         config, settings = model.config, model.generation_config
