@@ -285,8 +285,8 @@ def sentencepiece_model(tokenizers: TokenizerPair) -> bytes:
     model = state.get("model", {})
     if (model.get("type"), steps, state.get("normalizer")) != ("Unigram", ["Metaspace", "Split"], None):
         kind = model.get("type") or ("two tokenizers" if tokenizer.is_fast else type(tokenizer).__name__)
-        text = "Train the model with `tokenizer_kind: unigram`, or serve this one with `metaphrase serve`."
-        raise MetaphraseError(f"Argos needs one tokenizer of the kind unigram, not normalized, got {kind}. {text}")
+        text = "Train one with `tokenizer_kind: unigram`, or run `metaphrase serve`"
+        raise MetaphraseError(f"`export` needs one tokenizer of the kind unigram, not normalized, got {kind}. {text}.")
     types = {token["content"]: _CONTROL if token["special"] else _USER_DEFINED for token in state["added_tokens"]}
     types[model["vocab"][model["unk_id"]][0]] = _UNKNOWN
     # Fields of a piece: text, score and type. Without a field of the trainer, a model is a unigram model.

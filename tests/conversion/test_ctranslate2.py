@@ -42,17 +42,23 @@ _ROTATIONS = [
     {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
     {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
 ]
+_FLAG = (True, False)
 _CHOICES = {
     "position_embedding_type": ["sinusoidal", "learned", "relative", "rotary", "alibi", "none"],
     "sinusoidal_layout": ["interleaved", "half_split", "fairseq"],
     "position_offset": [0, 2],
     "rope_parameters": _ROTATIONS,
+    "relative_attention_shared": _FLAG,
     "norm_type": ["layernorm", "rmsnorm"],
     "norm_position": ["pre", "post"],
     "norm_eps": [1e-6, 1e-2],
+    "embedding_norm": _FLAG,
     "final_norm": [None, True, False],
+    "scale_embedding": _FLAG,
     "attention_scale": [None, 1.0, 0.1],
+    **dict.fromkeys(("attention_bias", "mlp_bias", "logits_bias"), _FLAG),
     "logits_scale": [1.0, 0.3],
+    **dict.fromkeys(("tie_word_embeddings", "gated_mlp"), _FLAG),
     "activation_function": ["relu", "gelu", "gelu_new", "quick_gelu", "silu", "tanh", "relu2", "mish"],
     **{f"{stack}_layers": [1, 2, 3] for stack in STACKS},
     **{f"{stack}_attention_heads": [1, 2, 4] for stack in STACKS},
@@ -60,8 +66,6 @@ _CHOICES = {
     "head_dim": [None, 6, 16],
     "hidden_size": [32, 40],
 }
-_FLAGS = ("relative_attention_shared", "embedding_norm", "scale_embedding", "gated_mlp", "attention_bias", "mlp_bias")
-_CHOICES |= dict.fromkeys((*_FLAGS, "logits_bias", "tie_word_embeddings"), (True, False))
 
 
 def draw_configurations(count: int, seed: int) -> list[dict]:
@@ -79,7 +83,7 @@ def draw_configurations(count: int, seed: int) -> list[dict]:
     return drawn
 
 
-DRAWN = draw_configurations(12, seed=4)
+DRAWN = draw_configurations(12, seed=19)
 
 
 def saved(folder, *, is_joint=True, seed=0, spare_rows=3, **fields):
@@ -349,7 +353,7 @@ def test_argos_reads_the_package(generator, package, tmp_path):
 
 def test_what_argos_cannot_express_is_refused(generator, tmp_path):
     for pair, kind in ((tiny_pair(kind="byte_bpe"), "BPE"), (tiny_pair(joint=False, kind="unigram"), "two tokenizers")):
-        with pytest.raises(ValueError, match=f"one tokenizer of the kind unigram .*, got {kind}"):
+        with pytest.raises(ValueError, match=f"one tokenizer of the kind unigram, .*, got {kind}"):
             sentencepiece_model(pair)
     save_generator(tiny_generator(), tmp_path / "model")
     (tmp_path / "b.argosmodel").touch()
