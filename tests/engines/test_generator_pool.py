@@ -151,13 +151,10 @@ if __name__ == "__main__":
 def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
     (tmp_path / "parent.py").write_text(PARENT, encoding="utf-8")
     command = [sys.executable, str(tmp_path / "parent.py"), folder]
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         processes = [int(word) for word in parent.stdout.readline().split()]
         assert len(processes) == 1 and all(map(is_running, processes))
-    finally:
         parent.kill()
-        parent.wait()
     deadline = time.monotonic() + LIMIT_SECONDS
     while any(map(is_running, processes)):
         assert time.monotonic() < deadline
