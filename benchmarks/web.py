@@ -28,7 +28,7 @@ import transformers
 from machine import describe_machine
 from selenium import webdriver
 
-from metaphrase.conversion.onnx.web import LIBRARY_FOLDER, export_web
+from metaphrase.conversion.onnx.export import LIBRARY_FOLDER, export_web
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.presets import PRESETS

@@ -49,8 +49,8 @@ def average(arguments: argparse.Namespace) -> None:
 EXPORTS = {
     "ctranslate2": "metaphrase.conversion.ctranslate2:export_ctranslate2",
     "onnx": "metaphrase.conversion.onnx.export:export_onnx",
-    "web": "metaphrase.conversion.onnx.web:export_web",
-    "argos": "metaphrase.conversion.argos:export_argos",
+    "web": "metaphrase.conversion.onnx.export:export_web",
+    "argos": "metaphrase.conversion.ctranslate2:export_argos",
 }
 # The formats of each option that not all formats have.
 _FORMATS_OF_OPTION = {

@@ -59,46 +59,6 @@ class _Base(NamedTuple):
     weights: WeightFiles
     layers: Sequence[int]
 
-    @property
-    def family(self) -> T5Gemma:
-        """The T5Gemma whose rotation and windows these layers have."""
-        return T5Gemma2() if FULL in self.config.rope_parameters else T5Gemma("t5gemma")
-
-    def shared_fields(self) -> dict[str, Any]:
-        """Return the fields that must be the same in both stacks."""
-        theirs = self.config
-        scale = getattr(theirs, "query_pre_attn_scalar", None)
-        return {
-            "position_embedding_type": "rotary",
-            "activation_function": getattr(theirs, "hidden_activation", None) or theirs.hidden_act,
-            "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
-            "norm_eps": theirs.rms_norm_eps,
-            "scale_embedding": False,
-            "attention_scale": None if scale is None else scale**-0.5,
-            "attn_logit_softcapping": getattr(theirs, "attn_logit_softcapping", None),
-            "attention_bias": getattr(theirs, "attention_bias", False),
-            "mlp_bias": getattr(theirs, "mlp_bias", False),
-            **self.family.read_rotation(theirs.rope_parameters),
-            **BASES[theirs.model_type],
-        }
-
-    def stack_fields(self, stack: str) -> dict[str, Any]:
-        theirs = self.config
-        types = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
-        types = [types[index] for index in self.layers]
-        windows = dict(zip(STACKS, self.family.windows(theirs.sliding_window), strict=True)) if SLIDING in types else {}
-        prefix = "" if stack == "encoder" else "decoder_"
-        same = {
-            f"{prefix}{name}": getattr(theirs, name) for name in ("hidden_size", "vocab_size", "num_key_value_heads")
-        }
-        return same | {
-            f"{stack}_layers": len(self.layers),
-            f"{stack}_attention_heads": theirs.num_attention_heads,
-            f"{stack}_ffn_dim": theirs.intermediate_size,
-            f"{stack}_layer_types": types,
-            f"{stack}_window": windows.get(stack),
-        }
-
 
 def adapt(
     base: str | os.PathLike,
@@ -145,7 +105,7 @@ def adapt(
         tokenizers = TokenizerPair(source, source if target.get_vocab() == source.get_vocab() else target)
         widths = {base.config.hidden_size for base in bases.values()}
         cross_attention = cross_attention or ("copied" if len(widths) == 1 else "new")
-        config = _make_config(bases, tokenizers, cross_attention == "merged", dropout)
+        config = _make_config(bases, tokenizers, dropout=dropout, merged_attention=cross_attention == "merged")
         model = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
         planned = _plan(model, bases, is_new=cross_attention == "new")
         checkpoints.write_ours(partial, model, planned, GenerationConfig.from_model_config(config), max_shard_size)
@@ -165,7 +125,7 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     count = config.num_hidden_layers
     layers = range(count) if layers is None else layers
     if not layers or not {*layers} <= {*range(count)}:
-        raise MetaphraseError(f"`{field}` must be layers of {folder}, from 0 to {count - 1}, got {[*layers]}.")
+        raise MetaphraseError(f"`{field}` must be numbers of layers from 0 to {count - 1}, got {[*layers]}.")
     return _Base(folder, config, WeightFiles(folder, files), layers)
 
 
@@ -178,9 +138,7 @@ def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=theirs.bos_token,
-        eos_token=end,
-        unk_token=theirs.unk_token,
+        **{name: getattr(theirs, name) for name in ("bos_token", "eos_token", "unk_token")},
         # Padding is masked, so that any token serves.
         pad_token=theirs.pad_token or theirs.unk_token or end,
         padding_side="right",
@@ -190,25 +148,50 @@ def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def _make_config(
-    bases: dict[str, _Base], tokenizers: TokenizerPair, is_merged: bool, dropout: float
-) -> MetaphraseConfig:
+def _make_config(bases: dict[str, _Base], tokenizers: TokenizerPair, **options: Any) -> MetaphraseConfig:
+    fields: dict[str, Any] = {}
+    for stack, prefix in (("decoder", "decoder_"), ("encoder", "")):
+        theirs = bases[stack].config
+        # The T5Gemma whose rotation and windows these layers have.
+        family = T5Gemma2() if FULL in theirs.rope_parameters else T5Gemma("t5gemma")
+        scale = getattr(theirs, "query_pre_attn_scalar", None)
+        shared = {
+            "position_embedding_type": "rotary",
+            "activation_function": getattr(theirs, "hidden_activation", None) or theirs.hidden_act,
+            "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+            "norm_eps": theirs.rms_norm_eps,
+            "scale_embedding": False,
+            "attention_scale": None if scale is None else scale**-0.5,
+            "attn_logit_softcapping": getattr(theirs, "attn_logit_softcapping", None),
+            "attention_bias": getattr(theirs, "attention_bias", False),
+            "mlp_bias": getattr(theirs, "mlp_bias", False),
+            **family.read_rotation(theirs.rope_parameters),
+            **BASES[theirs.model_type],
+        }
+        for name, value in shared.items():
+            if fields.setdefault(name, value) != value:
+                raise MetaphraseError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
+        types = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
+        types = [types[index] for index in bases[stack].layers]
+        windows = family.windows(theirs.sliding_window) if SLIDING in types else (None, None)
+        for name in ("hidden_size", "vocab_size", "num_key_value_heads"):
+            fields[prefix + name] = getattr(theirs, name)
+        fields |= {
+            f"{stack}_layers": len(types),
+            f"{stack}_attention_heads": theirs.num_attention_heads,
+            f"{stack}_ffn_dim": theirs.intermediate_size,
+            f"{stack}_layer_types": types,
+            f"{stack}_window": windows[STACKS.index(stack)],
+        }
     encoder, decoder = (bases[stack] for stack in STACKS)
-    fields = decoder.shared_fields()
-    for name, value in encoder.shared_fields().items():
-        if value != fields[name]:
-            raise MetaphraseError(f"`{name}` must be the same in both models, got {fields[name]} and {value}.")
-    ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
-    fields |= encoder.stack_fields("encoder") | decoder.stack_fields("decoder") | ids
     weights = decoder.weights
+    ids = {name: value for name, value in tokenizers.config_fields().items() if name.endswith("_id")}
     return MetaphraseConfig(
-        **fields,
+        **fields | ids | options,
         dtype=decoder.config.dtype,
-        dropout=dropout,
         initializer_range=decoder.config.initializer_range,
         max_position_embeddings=min(stack.config.max_position_embeddings for stack in bases.values()),
         final_logit_softcapping=getattr(decoder.config, "final_logit_softcapping", None),
-        merged_attention=is_merged,
         share_embeddings=encoder.folder == decoder.folder,
         tie_word_embeddings=_HEAD not in weights.kinds or are_equal(weights.read(_HEAD), weights.read(_EMBEDDING)),
     )
@@ -228,14 +211,11 @@ def _plan(model: MetaphraseForConditionalGeneration, bases: dict[str, _Base], is
         if of_new_attention.startswith("o_proj") or is_bias_of_output:
             make = functools.partial(like.new_zeros, shape)
         elif of_new_attention in ("k_proj.weight", "v_proj.weight"):
-            make = functools.partial(_draw, like, shape, model.config.initializer_range, number)
+            generator, std = torch.Generator().manual_seed(number), model.config.initializer_range
+            make = functools.partial(torch.normal, 0.0, std, shape, generator=generator, dtype=like.dtype)
         else:
             checkpoints.check_names([theirs], kinds)
             checkpoints.check_shape(theirs, kinds[theirs].shape, tuple(shape))
             make = functools.partial(base.weights.read, theirs)
         planned[name] = PlannedTensor(shape.numel() * like.itemsize, make)
     return planned
-
-
-def _draw(like: torch.Tensor, shape: torch.Size, std: float, seed: int) -> torch.Tensor:
-    return like.new_empty(shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))

@@ -1,7 +1,6 @@
 """Helpers of all conversions and exports: find a checkpoint, compare its weights with those of a network, write a folder."""
 
 import contextlib
-import fnmatch
 import functools
 import os
 import pickle
@@ -87,16 +86,11 @@ def new_folder(output: Path, sources: Sequence[Path], overwrite: bool, mark: str
 
 def copy_files(folder: Path, output: Path, patterns: Sequence[str], name: str = "") -> None:
     """Copy the files of a folder, or of its folder `name`, whose names match a pattern."""
-    for path in sorted((folder / name).glob("*")):
-        if path.is_file() and matches_any(path.name, patterns):
+    for path in sorted({path for pattern in patterns for path in (folder / name).glob(pattern)}):
+        if path.is_file():
             refuse_outer_links(folder, [path], "source")
             (output / name).mkdir(exist_ok=True)
             shutil.copyfile(path, output / name / path.name)
-
-
-def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name matches a pattern, in which a star stands for any characters."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

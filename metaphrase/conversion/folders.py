@@ -18,15 +18,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families import FAMILIES, REFUSED
-from metaphrase.conversion.families.family import (
-    DECODER_EMBEDDING,
-    ENCODER_EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
-    Counterpart,
-    Family,
-    name_as_with_a_head,
-)
+from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -121,7 +113,7 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
         model_type = config["encoder"]["model_type"]
     named_class = content.get("tokenizer_class") or config.get("tokenizer_class")
     tokenizer_class = _tokenizer_class(model_type, named_class)
-    has_tokenizer = any(checkpoints.matches_any(path.name, checkpoints.TOKENIZER_FILES) for path in output.iterdir())
+    has_tokenizer = any(True for pattern in checkpoints.TOKENIZER_FILES for _ in output.glob(pattern))
     if has_tokenizer and tokenizer_class is not None:
         # Without a name transformers would choose by the model type, which has changed.
         write_json(settings, content | {"tokenizer_class": tokenizer_class})
@@ -134,7 +126,6 @@ def _write_our_config(
     theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = start
-    name_as_with_a_head(weights, family.prefix)
     config = family.read_config(theirs, weights)
     _copy_task_fields(theirs, config)
     ours = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
@@ -199,12 +190,7 @@ def _plan_theirs(
     config, embeddings = ours.config, family.embedding_names
     our_shapes = checkpoints.shapes(ours)
     their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(theirs).items()}
-    # Their name to our stored name. The second name of an embedding is the shared weight.
-    sources = {shared: ENCODER_EMBEDDING for _, shared, *_ in embeddings.values()}
-    decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
-    stored_as = {DECODER_EMBEDDING: decoder, HEAD: decoder if config.tie_word_embeddings else HEAD}
-    sources |= dict.fromkeys(embeddings.get(HEAD_BIAS, ()), HEAD_BIAS)
-    sources |= {theirs: stored_as.get(name, name) for name, (theirs, *_) in embeddings.items()}
+    sources = family.stored_embeddings(config)
     names = [name for name in checkpoints.stored_names(ours) if name not in embeddings]
     counterparts = [family.counterpart(name, config) for name in names]
     sources |= {counterpart.name: name for name, counterpart in zip(names, counterparts, strict=True)}

@@ -31,13 +31,13 @@ from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMB
 from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.configuration_metaphrase import SSRU
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization import TokenizerPair
 
 logger = logging.getLogger(__name__)
 
 OPTIONS_NAME = "special:model.yml"
-_SUFFIXES = (".npz", ".bin")
 # Marian's number of a type is a class and a width in bytes.
 _FLOAT32, _INT8, _INTGEMM8 = 0x404, 0x101, 0x4101
 _SHORTLIST_MAGIC = 0xF11A48D5013417F5
@@ -56,12 +56,10 @@ def find_model_file(source: str | os.PathLike) -> Path | None:
     """Return the model file of Marian that a path names or holds, or None for a folder of transformers and for other names."""
     path = Path(source)
     names = [] if (path / CONFIG_NAME).exists() else [path, *sorted(path.glob("*"))]
-    files = [file for file in names if file.suffix in _SUFFIXES and file.is_file()]
+    files = [file for file in names if file.suffix in (".npz", ".bin") and file.is_file()]
     files = [file for file in files if OPTIONS_NAME.encode() in file.read_bytes()]
     if len(files) > 1:
-        raise MetaphraseError(
-            f"`source` must be one of the models in {path}: {', '.join(file.name for file in files)}."
-        )
+        raise MetaphraseError(f"`source` must be one of the models in {path}: {listed([file.name for file in files])}.")
     return files[0] if files else None
 
 
@@ -138,8 +136,8 @@ def read_vocabularies(folder: Path) -> TokenizerPair:
     if len(paths) > 1:
         sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
         paths = [path for side in sides for path in side] if [len(side) for side in sides] == [1, 1] else []
-    if not 1 <= len(paths) <= 2:
-        names = ", ".join(path.name for path in folder.glob("*.spm")) or "none"
+    if not paths:
+        names = ", ".join(sorted(path.name for path in folder.glob("*.spm"))) or "none"
         text = "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm"
         raise MetaphraseError(f"{text}, got {names} in {folder}.")
     tokenizers = []
@@ -267,15 +265,16 @@ _OTHER_NETWORKS |= {"enc-cell-depth": 1, "enc-type": "bidirectional", "transform
 _OTHER_NETWORKS |= {"transformer-aan-depth": 2, "transformer-aan-nogate": False, "transformer-dim-aan": 2048}
 _OTHER_NETWORKS |= {"transformer-guided-alignment-layer": "last", "ulr-dim-emb": 0}
 _OTHER_NETWORKS |= {"ulr-trainable-transformation": False}
-_CHOICES: dict[str, dict[Any, Any]] = {
+# Marian's options, our fields, and Marian's values, of which the first is the default, with ours.
+_CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
     # Marian approximates gelu by a sigmoid.
-    "transformer-ffn-activation": {"relu": "relu", "swish": "silu", "gelu": "quick_gelu"},
+    "transformer-ffn-activation": ("activation_function", {"relu": "relu", "swish": "silu", "gelu": "quick_gelu"}),
     # n normalizes, a adds the input.
-    "transformer-preprocess": {"": "post", "n": "pre"},
-    "transformer-postprocess": {"an": "post", "a": "pre"},
-    "transformer-postprocess-emb": {"": False, "n": True},
-    "transformer-postprocess-top": {"": False, "n": True},
-    "transformer-decoder-autoreg": {"self-attention": "attention", "rnn": "ssru"},
+    "transformer-preprocess": ("norm_position", {"": "post", "n": "pre"}),
+    "transformer-postprocess": ("norm_position", {"an": "post", "a": "pre"}),
+    "transformer-postprocess-emb": ("embedding_norm", {"": False, "n": True}),
+    "transformer-postprocess-top": ("final_norm", {"": False, "n": True}),
+    "transformer-decoder-autoreg": ("decoder_self_attention", {"self-attention": "attention", "rnn": "ssru"}),
 }
 _TIES = ("tied-embeddings", "tied-embeddings-src", "tied-embeddings-all")
 _KNOWN = {*_FIXED_OPTIONS, *_OTHER_NETWORKS, *_CHOICES, *_SIZES.values(), *_TIES, "version", "dim-vocabs", "dec-cell"}
@@ -290,45 +289,33 @@ _WITH_PADDING = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 
 
 def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int) -> MetaphraseConfig:
-    """Return the configuration of a network by Marian's options. `num_tokens` is the size of each vocabulary, without padding.
-
-    A `MetaphraseError` names the first option that changes the network in a way that Metaphrase lacks.
-    """
+    """Return the configuration of a network by Marian's options. `num_tokens` is the size of each vocabulary, without padding."""
     for name, value in options.items():
         if value and name not in _KNOWN:
             _refuse(name, "off", value)
     for name, allowed in _FIXED_OPTIONS.items():
         if options.get(name, allowed[0]) not in allowed:
             _refuse(name, " or ".join(map(repr, allowed)), options[name])
-    sizes = {field: options.get(name) for field, name in _SIZES.items()}
-    sizes["decoder_ffn_dim"] = options.get("transformer-decoder-dim-ffn") or sizes["encoder_ffn_dim"]
-    for name, value in zip((*_SIZES.values(), "transformer-decoder-dim-ffn"), sizes.values(), strict=True):
+    fields = {field: options.get(name) for field, name in _SIZES.items()}
+    fields["decoder_ffn_dim"] = options.get("transformer-decoder-dim-ffn") or fields["encoder_ffn_dim"]
+    for name, value in zip((*_SIZES.values(), "transformer-decoder-dim-ffn"), fields.values(), strict=True):
         if type(value) is not int or value < 1:
             _refuse(name, "a number above 0", value)
-    chosen = []
-    for name, choices in _CHOICES.items():
+    for name, (field, choices) in _CHOICES.items():
         value = options.get(name, next(iter(choices)))
         # d is dropout.
         letters = value.replace("d", "") if isinstance(value, str) and "process" in name else value
-        if not isinstance(letters, str) or letters not in choices:
+        ours = choices.get(letters) if isinstance(letters, str) else None
+        # Two options decide on the norms.
+        if ours is None or fields.setdefault(field, ours) != ours:
             _refuse(name, " or ".join(map(repr, choices)), value)
-        chosen.append(choices[letters])
-    activation, norm_position, behind, norm_emb, norm_top, recurrence = chosen
-    if behind != norm_position:
-        expected = "dan" if norm_position == "post" else "da"
-        _refuse("transformer-postprocess", expected, options.get("transformer-postprocess"))
-    if recurrence == "ssru" and options.get("dec-cell") != "ssru":
-        _refuse("dec-cell", "ssru", options.get("dec-cell"))
+    if fields["decoder_self_attention"] == SSRU and options.get("dec-cell") != SSRU:
+        _refuse("dec-cell", SSRU, options.get("dec-cell"))
     tied, tied_src, tied_all = (bool(options.get(name)) for name in _TIES)
     return MetaphraseConfig(
         **_FIXED_FIELDS,
-        **sizes,
-        decoder_self_attention=recurrence,
-        decoder_attention_heads=sizes["encoder_attention_heads"],
-        activation_function=activation,
-        norm_position=norm_position,
-        embedding_norm=norm_emb,
-        final_norm=norm_top,
+        **fields,
+        decoder_attention_heads=fields["encoder_attention_heads"],
         share_embeddings=tied_all or tied_src,
         tie_word_embeddings=tied_all or tied,
         vocab_size=num_tokens + 1,
@@ -345,19 +332,15 @@ def _refuse(name: str, expected: str, value: Any) -> None:
 
 def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
     """Return Marian's options of a model. A `MetaphraseError` names all options that Marian lacks."""
-    recurrence = config.decoder_self_attention
-    values = (config.activation_function, config.norm_position, config.norm_position, config.embedding_norm)
-    values += (config.final_norm, recurrence)
-    # A value without a counterpart becomes the default, and is an obstacle below.
-    chosen = {
-        name: next((theirs for theirs, ours in choices.items() if ours == value), next(iter(choices)))
-        for (name, choices), value in zip(_CHOICES.items(), values, strict=True)
-    }
     size = config.vocab_size - 1
-    options = {name: allowed[0] for name, allowed in _FIXED_OPTIONS.items()} | _OTHER_NETWORKS | chosen
+    options = {name: allowed[0] for name, allowed in _FIXED_OPTIONS.items()} | _OTHER_NETWORKS
+    for name, (field, choices) in _CHOICES.items():
+        theirs = {ours: theirs for theirs, ours in choices.items()}
+        # A value without a counterpart becomes the default, and is an obstacle below.
+        options[name] = theirs.get(getattr(config, field), next(iter(choices)))
     options |= {name: getattr(config, field) for field, name in _SIZES.items()}
     options |= {
-        "dec-cell": "ssru" if recurrence == "ssru" else "gru",
+        "dec-cell": SSRU if config.decoder_self_attention == SSRU else "gru",
         "dim-vocabs": [size, size],
         "tied-embeddings": config.tie_word_embeddings and not config.share_embeddings,
         "tied-embeddings-src": config.share_embeddings and not config.tie_word_embeddings,
@@ -369,11 +352,8 @@ def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
     options["transformer-postprocess"] = f"d{options['transformer-postprocess']}"
     expected = _read_config(options, size, config.eos_token_id)
     fields = [name for name in MetaphraseConfig.__annotations__ if name not in _FREE_FIELDS]
-    if obstacles := [
-        f"`{name}` must be {getattr(expected, name)}, got {getattr(config, name)}"
-        for name in fields
-        if getattr(config, name) != getattr(expected, name)
-    ]:
+    pairs = {name: (getattr(expected, name), getattr(config, name)) for name in fields}
+    if obstacles := [f"`{name}` must be {one}, got {other}" for name, (one, other) in pairs.items() if one != other]:
         raise MetaphraseError(f"The model is none of Marian's: {'; '.join(obstacles)}.")
     return options
 
@@ -394,7 +374,7 @@ def _marian_name(name: str, config: MetaphraseConfig, decoder_layers: Sequence[i
     _, index, sublayer, *rest = parts
     layer = f"{stack}_l{decoder_layers[int(index)] if stack == 'decoder' else int(index) + 1}"
     part = _PARTS[sublayer.removesuffix("_norm")]
-    if part == "self" and stack == "decoder" and config.decoder_self_attention == "ssru":
+    if part == "self" and stack == "decoder" and config.decoder_self_attention == SSRU:
         part = "rnn"
     if rest:
         return f"{layer}_{part}_{'W' if kind == 'weight' else 'b'}{_PARTS_OF_SUBLAYERS[rest[0]]}"

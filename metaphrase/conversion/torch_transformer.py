@@ -56,8 +56,6 @@ def from_torch_transformer(
     """
     known = _FIXED | {
         "hidden_size": state["encoder.layers.0.linear2.bias"].shape[0],
-        "encoder_attention_heads": num_heads,
-        "decoder_attention_heads": num_heads,
         "activation_function": activation,
         "norm_position": "pre" if norm_first else "post",
         "norm_eps": layer_norm_eps,
@@ -65,7 +63,8 @@ def from_torch_transformer(
     }
     for stack in STACKS:
         count = 1 + max(int(name.split(".")[2]) for name in state if name.startswith(f"{stack}.layers."))
-        known |= {f"{stack}_layers": count, f"{stack}_ffn_dim": state[f"{stack}.layers.0.linear1.bias"].shape[0]}
+        known |= {f"{stack}_layers": count, f"{stack}_attention_heads": num_heads}
+        known[f"{stack}_ffn_dim"] = state[f"{stack}.layers.0.linear1.bias"].shape[0]
     options: dict[str, Any] = {"position_embedding_type": "none", "scale_embedding": False}
     if source_embedding is not None:
         options["vocab_size"] = source_embedding.shape[0]
@@ -76,9 +75,7 @@ def from_torch_transformer(
     counterparts = _counterparts(model)
     if difference := {theirs for theirs, _ in counterparts.values()} ^ state.keys():
         names = ", ".join(sorted(difference)[:3])
-        raise MetaphraseError(
-            f"`state` must be that of a `torch.nn.Transformer` with biases, got a difference in {names}."
-        )
+        raise MetaphraseError(f"`state` must be that of a `torch.nn.Transformer` with biases, got a change in {names}.")
     loaded = {
         name: state[theirs] if part is None else state[theirs].chunk(3)[part]
         for name, (theirs, part) in counterparts.items()

@@ -31,8 +31,6 @@ _ROWS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD, HEAD_BIAS)
 # Fields of settings with ids of tokens, beside those that end in `_token_id`.
 _ID_LISTS = ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")
 _TEXTS_PER_BATCH = 10_000
-# The converted model, until it is trimmed.
-_WHOLE = "whole"
 
 
 def trim_vocabulary(
@@ -68,9 +66,7 @@ def trim_vocabulary(
         tokenizer = tokenizers.source
         if not tokenizer.is_fast or not tokenizers.is_joint:
             name = "two tokenizers" if tokenizer.is_fast else f"a {type(tokenizer).__name__}, which runs in Python"
-            text = (
-                "Take a model such as NLLB, mBART or mT5, or distill the model into a student with a small vocabulary."
-            )
+            text = "Take a model such as NLLB, mBART or mT5, or distill the model into a student."
             raise MetaphraseError(f"`trim_vocabulary` needs one fast tokenizer for both sides, got {name}. {text}")
         texts = (text for line in iterate_lines(files) for text in line.split("\t") if text.strip())
         first_texts = [*itertools.islice(texts, _TEXTS_PER_BATCH)]
@@ -78,13 +74,16 @@ def trim_vocabulary(
             names = ", ".join(map(str, files))
             raise MetaphraseError(f"`trim_vocabulary` must name files with texts, got no text in {names}.")
         used: set[int] = set()
-        texts = itertools.chain(_prefixes(fields), first_texts, texts)
+        # Texts before sources, such as T5's.
+        tasks = [fields, *(fields.get("task_specific_params") or {}).values()]
+        prefixes = [task["prefix"] for task in tasks if task.get("prefix")]
+        texts = itertools.chain(prefixes, first_texts, texts)
         while batch := [*itertools.islice(texts, _TEXTS_PER_BATCH)]:
             used.update(*tokenizers.encode_sources(batch))
         used |= _needed_ids(tokenizer, used)
         whole = folder
         if fields["model_type"] != checkpoints.OURS:
-            whole = convert(folder, partial / _WHOLE, max_shard_size=max_shard_size)
+            whole = convert(folder, partial / "whole", max_shard_size=max_shard_size)
         weights = WeightFiles(whole, opened)
         config = checkpoints.our_skeleton(whole, weights).config.to_dict()
         generation = read_json(whole / GENERATION_CONFIG_NAME)
@@ -111,21 +110,12 @@ def trim_vocabulary(
         if trimmed.source.get_vocab() != remaining or trimmed.encode_sources(first_texts) != rows:
             raise MetaphraseError(f"A {type(tokenizer).__name__} cannot be trimmed: it loads with other tokens.")
         checkpoints.copy_files(folder, partial, checkpoints.LICENCES)
-        shutil.rmtree(partial / _WHOLE, ignore_errors=True)
+        shutil.rmtree(partial / "whole", ignore_errors=True)
         provenance = {"from": fields["model_type"], "to": checkpoints.OURS}
         write_provenance(partial / checkpoints.PROVENANCE_NAME, source, **provenance)
     before, after = (sum(tensor.nbytes for tensor in tensors.values()) / 1e6 for tensors in (weights.kinds, planned))
     logger.info("Kept %d of %d tokens. The weights have %.1f MB, %.1f MB less.", len(ids), size, after, before - after)
     return Path(output)
-
-
-def _prefixes(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts that a model's settings put before sources, such as T5's."""
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from _prefixes(value)
-        elif name == "prefix" and value:
-            yield value
 
 
 def _needed_ids(tokenizer: PreTrainedTokenizerBase, used: Iterable[int]) -> set[int]:

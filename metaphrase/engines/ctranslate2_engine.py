@@ -116,9 +116,7 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
             # More hypotheses than can end before the last decoding step.
             patience = longest + 1.0
         elif early_stopping is None:
-            logger.warning(
-                "`early_stopping` is not set: CTranslate2 stops a sentence after num_beams finished hypotheses, as for True."
-            )
+            logger.warning("`early_stopping` is not set: CTranslate2 stops as for True, after num_beams hypotheses.")
         translated |= {"length_penalty": penalty or _ZERO_EXPONENT, "patience": patience}
     if is_sampling:
         translated["sampling_temperature"] = float(settings["temperature"])

@@ -11,11 +11,7 @@ from metaphrase.inference.generator import Generator
 
 
 class GenerateStep(PipelineStep):
-    """Step that writes the target of each document into the document's metadata.
-
-    datatrove's executors run a pipeline on one machine, on Slurm or on Ray. They divide the input files among tasks, and skip the
-    finished tasks when they are started again.
-    """
+    """Step that writes the target of each document into the document's metadata."""
 
     type = "Generation"
     name = "Metaphrase"

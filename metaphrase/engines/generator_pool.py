@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
@@ -42,13 +42,9 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         assistant_model: str | os.PathLike | None = None,
         **kwargs,
     ):
-        """Start the processes and wait until each has loaded the model.
+        """Start the processes and wait until each has loaded the model. `ChildProcessError` if a process died.
 
-        Args:
-            device: Where to run. By default, and for a name without number (`cuda`), the processes take the accelerators in turn.
-
-        Raises:
-            ChildProcessError: If a process died.
+        By default, and for a `device` without number (`cuda`), the processes take the accelerators in turn.
         """
         if num_processes < 1:
             raise MetaphraseError(f"`num_processes` must be at least 1, got {num_processes}.")
@@ -97,19 +93,12 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         show_progress: bool | None = False,
         **options,
     ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of each source as `Generator.generate_stream` does. Each process has a chunk, and one more waits.
-
-        Raises:
-            ChildProcessError: If a process died.
-        """
+        """Yield the candidates of each source like `Generator.generate_stream`. Each process has a chunk, and one more waits."""
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         options = {"seed": None, "return_scores": True, "risk": None, "split_sentences": False} | options
         futures: deque[Future] = deque()
         reading_error: Exception | None = None
-        with (
-            self._naming_deaths(),
-            progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar,
-        ):
+        with self._naming_deaths(), progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             while True:
                 try:
                     for chunk in itertools.islice(chunks, self.num_processes + 1 - len(futures)):
@@ -145,22 +134,14 @@ def spread_devices(device: str | torch.device | None, num_processes: int) -> lis
 
 # The code below runs in the processes of a pool.
 
-
-# Names of the model and the draft model, and arguments of `Generator.from_pretrained`.
-_loading: tuple[tuple[Any, Any], dict[str, Any]]
-
-
-@functools.cache
-def _generators() -> tuple[Generator, Generator | None]:
-    """Load the generator of this process and its draft model, at first use, so that an error reaches the pool."""
-    names, options = _loading
-    return tuple(None if name is None else Generator.from_pretrained(name, **options) for name in names)
+# The generator of this process and its draft model, loaded at the first use, so that an error reaches the pool.
+_generators: Callable[[], list[Generator | None]]
 
 
 def _start(
     life: Connection, devices: Any, num_threads: int, name_or_path: Any, assistant_name: Any, options: dict[str, Any]
 ) -> None:
-    global _loading
+    global _generators
     # A terminal sends SIGINT to all processes. The process that started the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -174,7 +155,9 @@ def _start(
     transformers_logging.disable_progress_bar()
     # tqdm's default lock between processes would leak, because `end_with_pool` closes nothing.
     tqdm.set_lock(threading.RLock())
-    _loading = (name_or_path, assistant_name), {**options, "device": devices.get()}
+    load = functools.partial(Generator.from_pretrained, **options, device=devices.get())
+    names = (name_or_path, assistant_name)
+    _generators = functools.cache(lambda: [None if name is None else load(name) for name in names])
 
 
 def _num_targets(options: dict[str, Any]) -> int:

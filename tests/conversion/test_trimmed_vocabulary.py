@@ -54,9 +54,8 @@ def train_pieces(kind, specials=SPECIAL, size=900):
     backend.pre_tokenizer = pre_tokenizers.Whitespace() if is_wordpiece else pre_tokenizers.Metaspace()
     options = {"unk_token": "<unk>"} if kind == "unigram" else {}
     texts = [text for pair in PAIRS for text in pair] + other_language()
-    backend.train_from_iterator(
-        texts, trainer(vocab_size=size, special_tokens=specials, show_progress=False, **options)
-    )
+    trainer = trainer(vocab_size=size, special_tokens=specials, show_progress=False, **options)
+    backend.train_from_iterator(texts, trainer)
     return backend
 
 
@@ -164,10 +163,10 @@ def test_new_texts_of_the_same_letters_have_no_unknown_token(folders):
     whole, trimmed = (TokenizerPair.from_pretrained(folder).source for folder in folders[:2])
     letters = sorted(set("".join(folders[2])) - {" "})
     texts = ["".join(letters[start::3]) for start in range(3)] + [text[::-1] for text in folders[2]]
-    counts = [
+    before, after = (
         [ids.count(tokenizer.unk_token_id) for ids in tokenizer(texts).input_ids] for tokenizer in (whole, trimmed)
-    ]
-    assert counts[0] == counts[1]
+    )
+    assert before == after
 
 
 @torch.no_grad()
@@ -176,9 +175,8 @@ def test_logits_and_outputs_are_those_of_the_whole_model(folders):
     vocabulary, names = whole.get_vocab(), sorted(trimmed.get_vocab(), key=trimmed.get_vocab().get)
     ids = torch.tensor([vocabulary[name] for name in names])
     assert small.config.vocab_size == small.config.decoder_vocab_size == len(ids) == len(trimmed)
-    inputs, their_inputs = (
-        tokenizer(folders[2][:8], return_tensors="pt", padding=True) for tokenizer in (trimmed, whole)
-    )
+    options = {"return_tensors": "pt", "padding": True}
+    inputs, their_inputs = (tokenizer(folders[2][:8], **options) for tokenizer in (trimmed, whole))
     for batch in (inputs, their_inputs):
         batch.pop("token_type_ids", None)
     assert torch.equal(ids[inputs["input_ids"]], their_inputs["input_ids"])

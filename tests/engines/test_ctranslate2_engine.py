@@ -26,9 +26,8 @@ LENGTHS = (3, 17, 9, 1, 6, 12, 25, 2)
 def models(tmp_path_factory):
     """A model in torch, the same in CTranslate2, and sources. The start token never comes up (see `translate_options`)."""
     pair = tiny_pair()
-    model = tiny_model(
-        position_embedding_type="rotary", logits_bias=True, tie_word_embeddings=False, **pair.config_fields()
-    )
+    fields = {"position_embedding_type": "rotary", "logits_bias": True, "tie_word_embeddings": False}
+    model = tiny_model(**fields, **pair.config_fields())
     with torch.no_grad():
         model.lm_head.bias[model.config.decoder_start_token_id] = -1e4
     model.generation_config.max_new_tokens = 15
@@ -36,9 +35,8 @@ def models(tmp_path_factory):
     save_generator(Generator(model, pair), folder / "model")
     engine = CTranslate2Engine(export_ctranslate2(folder / "model", folder / "exported"), device="cpu")
     draw = torch.Generator().manual_seed(0)
-    sources = [
-        [*torch.randint(4, model.config.vocab_size, (length,), generator=draw).tolist(), 2] for length in LENGTHS
-    ]
+    size = model.config.vocab_size
+    sources = [[*torch.randint(4, size, (length,), generator=draw).tolist(), 2] for length in LENGTHS]
     return model, engine, sources
 
 

@@ -124,11 +124,8 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         stream = pool.generate_stream(LINES, chunk_size=2, max_new_tokens=1)
         next(stream)
         [process] = processes_of(pool)
-        future = pool._executor.submit(
-            generator_pool._generate,
-            Chunk(0, 0, SOURCES),
-            {"seed": None, "return_scores": False, "risk": None, "split_sentences": False, **long},
-        )
+        options = {"seed": None, "return_scores": False, "risk": None, "split_sentences": False, **long}
+        future = pool._executor.submit(generator_pool._generate, Chunk(0, 0, SOURCES), options)
         while not future.running():
             assert not future.done()
             time.sleep(0.01)
@@ -154,13 +151,10 @@ if __name__ == "__main__":
 def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
     (tmp_path / "parent.py").write_text(PARENT, encoding="utf-8")
     command = [sys.executable, str(tmp_path / "parent.py"), folder]
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         processes = [int(word) for word in parent.stdout.readline().split()]
         assert len(processes) == 1 and all(map(is_running, processes))
-    finally:
         parent.kill()
-        parent.wait()
     deadline = time.monotonic() + LIMIT_SECONDS
     while any(map(is_running, processes)):
         assert time.monotonic() < deadline

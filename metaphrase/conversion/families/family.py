@@ -29,27 +29,10 @@ HEAD_BIAS = "lm_head.bias"
 LOGITS_BIAS = "final_logits_bias"
 
 # Fields that most families lack: a family states only its own.
-_PLAIN_FIELDS = RARE_FIELDS | {"attention_scale": None, "logits_scale": 1.0}
-_PLAIN_FIELDS |= dict.fromkeys(
-    (
-        *("embedding_norm", "qk_norm", "final_norm", "gated_mlp", "scale_embedding", "attention_bias", "mlp_bias"),
-        *("logits_bias", "train_padding_embedding", "decoder_start_from_labels"),
-    ),
-    False,
-)
-RELATIVE_FIELDS = frozenset(
-    ("relative_attention_num_buckets", "relative_attention_max_distance", "relative_attention_shared")
-)
-
-
-def name_as_with_a_head(weights: WeightFiles, prefix: str) -> None:
-    """Give the weights of a checkpoint, which may have no head, their names in the class with a head."""
-    if any(name.startswith(prefix) for name in weights.kinds):
-        return
-    stored = {name if name.startswith(("lm_head.", LOGITS_BIAS)) else prefix + name: name for name in weights.kinds}
-    load = weights.load
-    weights.load = lambda name: load(stored[name])
-    weights.kinds = {name: weights.kinds[inner] for name, inner in stored.items()}
+_OFF = ("embedding_norm", "qk_norm", "final_norm", "gated_mlp", "scale_embedding", "attention_bias", "mlp_bias")
+_OFF += ("logits_bias", "train_padding_embedding", "decoder_start_from_labels")
+_PLAIN_FIELDS = RARE_FIELDS | {"attention_scale": None, "logits_scale": 1.0} | dict.fromkeys(_OFF, False)
+RELATIVE_FIELDS = {f"relative_attention_{name}" for name in ("num_buckets", "max_distance", "shared")}
 
 
 class Counterpart(NamedTuple):
@@ -87,6 +70,7 @@ class Family:
             other.
         ignored_prefixes: Prefixes of weights that nothing reads, that are of no text or of whole sequences, or that follow from
             our configuration if they have no counterpart.
+        has_windows: True for an encoder that has the same window on both sides in all layers.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
         embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied to the
             next. Also for the bias of the output projection, if the family has two names for it.
@@ -94,6 +78,7 @@ class Family:
 
     prefix = ""
     ignored_prefixes: tuple[str, ...] = ()
+    has_windows = False
     variable_fields: frozenset[str] = frozenset()
     free = frozenset(("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding"))
     free |= {"rope_parameters", "encoder_window", "decoder_window"}
@@ -117,6 +102,12 @@ class Family:
 
     def read_config(self, theirs: PreTrainedConfig, weights: WeightFiles) -> MetaphraseConfig:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
+        if not any(name.startswith(self.prefix) for name in weights.kinds):
+            # A checkpoint without a head lacks the prefix.
+            load, kinds, prefixes = weights.load, weights.kinds, ("lm_head.", LOGITS_BIAS)
+            stored = {name if name.startswith(prefixes) else self.prefix + name: name for name in kinds}
+            weights.load = lambda name: load(stored[name])
+            weights.kinds = {name: kinds[inner] for name, inner in stored.items()}
         shares = {name: getattr(theirs, name, None) for name in ("encoder_layerdrop", "decoder_layerdrop")}
         if any(shares.values()):
             logger.warning("LayerDrop is left out: Metaphrase trains all layers, got %s.", shares)
@@ -130,6 +121,14 @@ class Family:
         """Return the first existing name of a weight in `embedding_names`."""
         names = self.embedding_names[ours]
         return next((name for name in names if name in weights.kinds), names[0])
+
+    def stored_embeddings(self, config: MetaphraseConfig) -> dict[str, str]:
+        """Return their names of embeddings with our stored weights. The second name of each is that of the shared weight."""
+        decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
+        stored_as = {DECODER_EMBEDDING: decoder, HEAD: decoder if config.tie_word_embeddings else HEAD}
+        names = {shared: ENCODER_EMBEDDING for _, shared, *_ in self.embedding_names.values()}
+        names |= dict.fromkeys(self.embedding_names.get(HEAD_BIAS, ()), HEAD_BIAS)
+        return names | {theirs: stored_as.get(name, name) for name, (theirs, *_) in self.embedding_names.items()}
 
     def _read_ties(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, bool]:
         names = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
@@ -157,13 +156,15 @@ class Family:
         head_dims = {ours.stack_sizes(stack).head_dim for stack in STACKS}
         if allowed.get("attention_scale") == (None,) and len(head_dims) == 1:
             allowed["attention_scale"] = (None, head_dims.pop() ** -0.5)
+        if self.has_windows:
+            radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
+            allowed |= {name: (value,) for name, value in encoder_windows(ours.encoder_layers, radius).items()}
         allowed |= self.allowed_values(ours)
-        obstacles = [
+        if obstacles := [
             f"`{field}` must be {' or '.join(map(str, values))}, got {getattr(ours, field)}"
             for field, values in allowed.items()
             if getattr(ours, field) not in values
-        ]
-        if obstacles:
+        ]:
             raise MetaphraseError(f"The model is no {self.name}: " + "; ".join(obstacles) + ".")
         fields = {name: getattr(ours, field) for field, name in self.field_names.items()}
         fields |= {name: getattr(ours, name) for name in SPECIAL_IDS}
@@ -222,12 +223,6 @@ def rename(name: str, module_names: Mapping[str, str]) -> str:
 def encoder_windows(layers: int, radius: int) -> dict[str, Any]:
     """Return our fields of an encoder whose tokens see `radius` tokens on each side in all layers."""
     return {"encoder_layer_types": [SLIDING] * layers, "encoder_window": [radius, radius]}
-
-
-def allowed_windows(ours: MetaphraseConfig) -> dict[str, tuple]:
-    """Return the values of the fields of an encoder that has the same window on both sides in all layers."""
-    radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
-    return {name: (value,) for name, value in encoder_windows(ours.encoder_layers, radius).items()}
 
 
 def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -15,19 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.families.family import (
-    DECODER_EMBEDDING,
-    ENCODER_EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
-    LOGITS_BIAS,
-    RELATIVE_FIELDS,
-    Counterpart,
-    Family,
-    allowed_windows,
-    encoder_windows,
-    rename,
-)
+from metaphrase.conversion.families import family
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
@@ -69,13 +57,13 @@ _T5_NAMES = {
 }
 
 
-class T5(Family):
+class T5(family.Family):
     """T5, and T5 v1.1, which is gated and has an untied head.
 
     `scalings` has False if transformers' class can leave the decoder's output unscaled, True if it can scale the output.
     """
 
-    free = Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}
+    free = family.Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}
     free |= {"attention_dropout", "activation_dropout"}
     variable_fields = frozenset(("gated_mlp", "logits_scale"))
     module_names = _T5_NAMES
@@ -119,14 +107,15 @@ class T5(Family):
             **scaling,
         }
 
-    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
-        theirs = rename(name, self.module_names)
-        return Counterpart(theirs if config.gated_mlp else theirs.replace(".wi_1.", ".wi."))
+    def counterpart(self, name: str, config: MetaphraseConfig) -> family.Counterpart:
+        theirs = family.rename(name, self.module_names)
+        return family.Counterpart(theirs if config.gated_mlp else theirs.replace(".wi_1.", ".wi."))
 
 
 class LongT5(T5):
     """LongT5 with local attention: T5 with windows in the encoder."""
 
+    has_windows = True
     variable_fields = T5.variable_fields | {"encoder_layer_types"}
     module_names = _T5_NAMES | {r"^encoder(.*)\.SelfAttention": r"encoder\1.LocalSelfAttention"}
 
@@ -134,10 +123,8 @@ class LongT5(T5):
         if theirs.encoder_attention_type != "local":
             kind = theirs.encoder_attention_type
             raise MetaphraseError(f"`encoder_attention_type` must be local, without global tokens, got {kind!r}.")
-        return super().read_extra_fields(theirs, weights) | encoder_windows(theirs.num_layers, theirs.local_radius)
-
-    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        return super().allowed_values(ours) | allowed_windows(ours)
+        windows = family.encoder_windows(theirs.num_layers, theirs.local_radius)
+        return super().read_extra_fields(theirs, weights) | windows
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         radius = {"local_radius": ours.encoder_window[0], "encoder_attention_type": "local"}
@@ -165,7 +152,7 @@ _BART_NAMES = {
 }
 
 
-class Bart(Family):
+class Bart(family.Family):
     """BART and its relatives: biases everywhere, and learned or sinusoidal positions.
 
     Attributes:
@@ -176,11 +163,11 @@ class Bart(Family):
     """
 
     prefix = "model."
-    free = Family.free | RELATIVE_FIELDS
+    free = family.Family.free | family.RELATIVE_FIELDS
     variable_fields = frozenset(("logits_bias",))
     module_names = _BART_NAMES
     # A class that computes its sinusoids does not read those of a checkpoint.
-    ignored_prefixes = ("model.encoder.version", "model.decoder.version", LOGITS_BIAS, *_TABLES)
+    ignored_prefixes = ("model.encoder.version", "model.decoder.version", family.LOGITS_BIAS, *_TABLES)
 
     def __init__(
         self,
@@ -200,9 +187,9 @@ class Bart(Family):
         if name == "fsmt":
             # transformers 4 omits a decoder embedding tied to the projection, and keeps the encoder's if all three are tied.
             self.embedding_names = {
-                ENCODER_EMBEDDING: (ENCODER_EMBEDDING, DECODER_EMBEDDING, _FSMT_HEAD),
-                DECODER_EMBEDDING: (DECODER_EMBEDDING, _FSMT_HEAD, ENCODER_EMBEDDING),
-                HEAD: (_FSMT_HEAD, DECODER_EMBEDDING, ENCODER_EMBEDDING),
+                family.ENCODER_EMBEDDING: (family.ENCODER_EMBEDDING, family.DECODER_EMBEDDING, _FSMT_HEAD),
+                family.DECODER_EMBEDDING: (family.DECODER_EMBEDDING, _FSMT_HEAD, family.ENCODER_EMBEDDING),
+                family.HEAD: (_FSMT_HEAD, family.DECODER_EMBEDDING, family.ENCODER_EMBEDDING),
             }
 
     def _position_offset(self, config: PreTrainedConfig | MetaphraseConfig) -> int:
@@ -215,8 +202,8 @@ class Bart(Family):
             raise MetaphraseError("`use_prompt` must be false for mvp, got true: Metaphrase has no prompts.")
         offset = self._position_offset(theirs)
         fields: dict[str, Any] = {"position_offset": offset, "initializer_range": theirs.init_std}
-        if self.has_logits_bias and LOGITS_BIAS in weights.kinds:
-            fields["logits_bias"] = bool((weights.read(LOGITS_BIAS) != 0).any())
+        if self.has_logits_bias and family.LOGITS_BIAS in weights.kinds:
+            fields["logits_bias"] = bool((weights.read(family.LOGITS_BIAS) != 0).any())
         if self.layout is None:
             return fields
         fields |= {"position_embedding_type": "sinusoidal", "sinusoidal_layout": self.layout}
@@ -248,12 +235,12 @@ class Bart(Family):
         fields["tie_word_embeddings"] &= ours.share_embeddings
         return fields
 
-    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
-        if name == HEAD_BIAS:
-            return Counterpart(LOGITS_BIAS, is_row=True)
+    def counterpart(self, name: str, config: MetaphraseConfig) -> family.Counterpart:
+        if name == family.HEAD_BIAS:
+            return family.Counterpart(family.LOGITS_BIAS, is_row=True)
         if name in _TABLES:
             unused_rows = self._position_offset(config) - config.position_offset
-            return Counterpart(rename(name, self.module_names), unused_rows=unused_rows)
+            return family.Counterpart(family.rename(name, self.module_names), unused_rows=unused_rows)
         return super().counterpart(name, config)
 
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor:
@@ -270,6 +257,7 @@ class LED(Bart):
     """LED without global attention: BART with windows in the encoder, and a number of positions for each stack."""
 
     prefix = "led."
+    has_windows = True
     variable_fields = Bart.variable_fields | {"encoder_layer_types", "decoder_max_position_embeddings"}
     module_names = _BART_NAMES | {
         "^model": "led",
@@ -293,11 +281,8 @@ class LED(Bart):
         logger.warning("The projections of global attention are left behind: Metaphrase has windows alone.")
         return super().read_extra_fields(theirs, weights) | {
             "decoder_max_position_embeddings": theirs.max_decoder_position_embeddings,
-            **encoder_windows(theirs.encoder_layers, window // 2),
+            **family.encoder_windows(theirs.encoder_layers, window // 2),
         }
-
-    def allowed_values(self, ours: MetaphraseConfig) -> dict[str, tuple]:
-        return super().allowed_values(ours) | allowed_windows(ours)
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         return super().write_extra_fields(ours) | {

@@ -13,15 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.families.family import (
-    DECODER_EMBEDDING,
-    ENCODER_EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
-    RELATIVE_FIELDS,
-    SPECIAL_IDS,
-    Family,
-)
+from metaphrase.conversion.families import family
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
@@ -32,7 +24,7 @@ logger = logging.getLogger(__name__)
 _SIZES = {"layers": "num_hidden_layers", "attention_heads": "num_attention_heads", "ffn_dim": "intermediate_size"}
 
 
-class TwoStacks(Family):
+class TwoStacks(family.Family):
     """An encoder and a decoder with a configuration each.
 
     Attributes:
@@ -40,15 +32,14 @@ class TwoStacks(Family):
         stacks: Where the configuration has the fields of each stack.
     """
 
-    free = Family.free | RELATIVE_FIELDS | {"sinusoidal_layout", "activation_dropout"}
+    free = family.Family.free | family.RELATIVE_FIELDS | {"sinusoidal_layout", "activation_dropout"}
     shared: Mapping[str, str] = {}
     stacks = {"encoder": "encoder", "decoder": "decoder"}
 
     def __init__(self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any]):
         encoder = self.stacks["encoder"]
-        fields = {
-            f"{ours}_{size}": f"{path}.{name}" for ours, path in self.stacks.items() for size, name in _SIZES.items()
-        }
+        stacks, sizes = self.stacks.items(), _SIZES.items()
+        fields = {f"{ours}_{size}": f"{path}.{name}" for ours, path in stacks for size, name in sizes}
         fields |= {"vocab_size": f"{encoder}.vocab_size", "decoder_vocab_size": "decoder.vocab_size"}
         fields |= {ours: f"{encoder}.{name}" for ours, name in self.shared.items()}
         super().__init__(name, fields | field_names, fixed)
@@ -59,15 +50,13 @@ class TwoStacks(Family):
         for name in (*self.shared.values(), *names):
             one, other = getattr(encoder, name, None), getattr(decoder, name, None)
             if one != other:
-                raise MetaphraseError(
-                    f"`{name}` must be the same in both stacks of a {self.name}, got {one} and {other}."
-                )
+                raise MetaphraseError(f"`{name}` must be the same in both stacks, got {one} and {other}.")
         return encoder, decoder
 
     def write_stack(self, ours: MetaphraseConfig, stack: str) -> dict[str, Any]:
         """Return the fields of one stack that do not lie in `field_names`, without their path."""
         values = {name: getattr(ours, field) for field, name in self.shared.items()}
-        values |= {name: getattr(ours, name) for name in SPECIAL_IDS[:3]}
+        values |= {name: getattr(ours, name) for name in family.SPECIAL_IDS[:3]}
         return values | {"tie_word_embeddings": ours.tie_word_embeddings}
 
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
@@ -97,9 +86,7 @@ _BERT_NAMES = {
     "cross_attn": "crossattention",
     "attention_norm": "attention.output.LayerNorm",
     r"attention\.o_proj": "attention.output.dense",
-    r"attention\.q_proj": "attention.self.query",
-    r"attention\.k_proj": "attention.self.key",
-    r"attention\.v_proj": "attention.self.value",
+    **{rf"attention\.{name[0]}_proj": f"attention.self.{name}" for name in ("query", "key", "value")},
 }
 
 
@@ -132,10 +119,10 @@ class EncoderDecoder(TwoStacks):
         } | _BERT_NAMES
         source, target = (f"{path}.embeddings.word_embeddings.weight" for path in ("encoder", decoder))
         self.embedding_names = {
-            ENCODER_EMBEDDING: (source, source),
-            DECODER_EMBEDDING: (target, f"{head}.decoder.weight"),
-            HEAD: (f"{head}.decoder.weight", target),
-            HEAD_BIAS: (f"{head}.decoder.bias", f"{head}.bias"),
+            family.ENCODER_EMBEDDING: (source, source),
+            family.DECODER_EMBEDDING: (target, f"{head}.decoder.weight"),
+            family.HEAD: (f"{head}.decoder.weight", target),
+            family.HEAD_BIAS: (f"{head}.decoder.bias", f"{head}.bias"),
         }
 
     def of_model(self, config: Mapping[str, Any]) -> "EncoderDecoder":
@@ -158,12 +145,12 @@ class EncoderDecoder(TwoStacks):
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
         if theirs.pad_token_id not in (None, encoder.pad_token_id):
-            ids = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
-            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {ids}.")
+            text = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
+            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {text}.")
         if self.kind == "roberta" and encoder.hidden_act != "gelu":
             raise MetaphraseError(f"`hidden_act` of a roberta must be gelu, as its head, got {encoder.hidden_act!r}.")
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
-        ids = {name: getattr(decoder, name) for name in SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
+        ids = {name: getattr(decoder, name) for name in family.SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
         return ids | {
             "position_offset": offset,
             "max_position_embeddings": encoder.max_position_embeddings - offset,
@@ -207,14 +194,9 @@ class T5Gemma(TwoStacks):
     free = TwoStacks.free | {"position_offset"}
     variable_fields = frozenset(("decoder_hidden_size", "decoder_num_key_value_heads", "attention_scale"))
     variable_fields |= {"encoder_layer_types", "decoder_layer_types"}
-    shared = {
-        "head_dim": "head_dim",
-        "activation_function": "hidden_activation",
-        "max_position_embeddings": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "attention_bias": "attention_bias",
-        "attn_logit_softcapping": "attn_logit_softcapping",
-    }
+    shared = {"head_dim": "head_dim", "attention_bias": "attention_bias"}
+    shared |= {name: name for name in ("max_position_embeddings", "attn_logit_softcapping")}
+    shared |= {"activation_function": "hidden_activation", "norm_eps": "rms_norm_eps"}
     module_names = {
         "mlp_norm": "feedforward_norm",
         "mlp_output_norm": "feedforward_output_norm",
@@ -230,9 +212,9 @@ class T5Gemma(TwoStacks):
         fields["attention_dropout"] = "attention_dropout"
         super().__init__(name, fields, _GEMMA_FIXED | fixed)
         self.embedding_names = {
-            ENCODER_EMBEDDING: (ENCODER_EMBEDDING, ENCODER_EMBEDDING),
-            DECODER_EMBEDDING: (DECODER_EMBEDDING, _HEAD),
-            HEAD: (_HEAD, DECODER_EMBEDDING),
+            family.ENCODER_EMBEDDING: (family.ENCODER_EMBEDDING, family.ENCODER_EMBEDDING),
+            family.DECODER_EMBEDDING: (family.DECODER_EMBEDDING, _HEAD),
+            family.HEAD: (_HEAD, family.DECODER_EMBEDDING),
         }
 
     def windows(self, window: int) -> tuple[list[int], int]:
@@ -240,8 +222,7 @@ class T5Gemma(TwoStacks):
         return [window, window], window
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
-        names = ("query_pre_attn_scalar", "sliding_window", "rope_parameters")
-        encoder, decoder = self.read_stacks(theirs, names)
+        encoder, decoder = self.read_stacks(theirs, ("query_pre_attn_scalar", "sliding_window", "rope_parameters"))
         encoder_window, decoder_window = self.windows(encoder.sliding_window or 0)
         return {
             "decoder_hidden_size": decoder.hidden_size,
@@ -318,8 +299,8 @@ class T5Gemma2(T5Gemma):
     def __init__(self):
         super().__init__("t5gemma2", qk_norm=True, merged_attention=True)
         self.embedding_names |= {
-            DECODER_EMBEDDING: (DECODER_EMBEDDING, ENCODER_EMBEDDING),
-            HEAD: (_HEAD, ENCODER_EMBEDDING),
+            family.DECODER_EMBEDDING: (family.DECODER_EMBEDDING, family.ENCODER_EMBEDDING),
+            family.HEAD: (_HEAD, family.ENCODER_EMBEDDING),
         }
 
     def windows(self, window: int) -> tuple[list[int], int]:

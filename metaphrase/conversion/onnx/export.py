@@ -1,27 +1,39 @@
-"""Export to ONNX: two graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
+"""Export to ONNX: two graphs checked with onnxruntime. For browsers and Node, copies in int8 and a page that runs them."""
 
+import collections
+import contextlib
 import copy
+import functools
+import json
 import logging
+import math
 import os
+import re
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir
 import onnxruntime
 import torch
+from onnx import helper, numpy_helper
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.conversion.checkpoints import export_folder, position_table
+from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SSRU, STACKS
 from metaphrase.modeling.positions import has_changing_rotation
+from metaphrase.storage.generation_options import length_limits
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.tokenizer_pair import has_languages
 
 # Relative to the largest expected value.
 TOLERANCE = 1e-4
@@ -41,15 +53,30 @@ LOAD_OPTIONS = {"dtype": torch.float32, "attn_implementation": "eager"}
 _TRACED_BATCH, _TRACED_SOURCE, _TRACED_TARGET, _TRACED_PAST_SOURCE, _TRACED_PAST_TARGET = 2, 7, 5, 4, 3
 _BATCH, _SOURCE, _TARGET = "batch_size", "encoder_sequence_length", "decoder_sequence_length"
 
+LIBRARY_FOLDER = "library"
+# The library in one file, and the part of onnxruntime that runs on a CPU. The page loads these.
+LIBRARY_FILES = (
+    "@huggingface/transformers/LICENSE",
+    "@huggingface/transformers/dist/transformers.min.js",
+    "onnxruntime-web/dist/ort-wasm-simd-threaded.mjs",
+    "onnxruntime-web/dist/ort-wasm-simd-threaded.wasm",
+)
+# Smaller matrices, such as position biases, stay in float32.
+_SMALLEST_MATRIX = 1024
+_PAGE = Path(__file__).with_name("page")
+# Options that page/metaphrase.mjs carries out as transformers does, and those without effect on the text.
+_SEARCH_OPTIONS = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "early_stopping"}
+_SEARCH_OPTIONS |= {"length_penalty", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"}
+_SEARCH_OPTIONS |= {"begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"}
+_SEARCH_OPTIONS |= {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "transformers_version"}
+_SEARCH_OPTIONS |= {"use_cache", "output_attentions", "output_hidden_states", "_from_model_config"}
+
 
 def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwrite: bool = False) -> Path:
     """Export a Metaphrase model to ONNX, in float32.
 
     Files and tensors have optimum's names: `encoder_model.onnx`, and `decoder_model_merged.onnx` for all decoding steps. The
     folder appears only when it is complete and onnxruntime computes what the model computes.
-
-    Args:
-        source: Folder or Hub id of a Metaphrase model.
 
     Raises:
         MetaphraseError: If ONNX cannot express the model, weights are missing, or an argument is invalid.
@@ -66,16 +93,12 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
 
 def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Compare the graphs of a folder with their model, on random ids with padding on either side."""
-    encoder, decoder = (
-        onnxruntime.InferenceSession(os.fspath(Path(folder) / name), providers=["CPUExecutionProvider"])
-        for name in GRAPH_NAMES
-    )
-    generator = torch.Generator().manual_seed(0)
-    config = model.config
-    has_table = config.position_embedding_type == "learned"
-    most_source, most_target = (
-        config.stack_sizes(stack).max_position_embeddings if has_table else sys.maxsize for stack in STACKS
-    )
+    paths = [os.fspath(Path(folder) / name) for name in GRAPH_NAMES]
+    encoder, decoder = (onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]) for path in paths)
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    most_source = most_target = sys.maxsize
+    if config.position_embedding_type == "learned":
+        most_source, most_target = (config.stack_sizes(stack).max_position_embeddings for stack in STACKS)
     for rows, source, first, steps in _SIZES:
         source, first = min(source, most_source), min(first, most_target)
         steps = min(steps, most_target - first)
@@ -107,16 +130,12 @@ def run_step(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndar
 
 
 def empty_cache(model: PreTrainedModel, rows: int) -> dict[str, np.ndarray]:
-    """Return the keys and values before the first decoding step, by the names of the inputs."""
+    """Return the keys and values before the first decoding step: in each layer first the target's, then the source's."""
     sizes = model.config.stack_sizes("decoder")
     shape = (rows, sizes.key_value_heads, 0, sizes.head_dim)
-    return {name: np.zeros(shape, dtype=np.float32) for name in _cache_names(model.config)}
-
-
-def _cache_names(config: MetaphraseConfig) -> list[str]:
-    """Return the names of keys and values layer by layer: first the target's, then the source's."""
     parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    return [f"past_key_values.{layer}.{part}" for layer in range(config.decoder_layers) for part in parts]
+    names = [f"past_key_values.{layer}.{part}" for layer in range(model.config.decoder_layers) for part in parts]
+    return {name: np.zeros(shape, dtype=np.float32) for name in names}
 
 
 def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
@@ -124,10 +143,8 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor, tolerance: f
     difference = float((torch.from_numpy(actual) - expected).abs().max())
     # This form also refuses NaN.
     if actual.shape != tuple(expected.shape) or not difference <= tolerance * largest:
-        raise RuntimeError(
-            f"{name} must compute what the model computes, within {tolerance:g} of the largest value {largest:.4g}, "
-            f"got a difference of {difference:.4g}."
-        )
+        text = f"must compute what the model computes, within {tolerance:g} of the largest value {largest:.4g}"
+        raise RuntimeError(f"{name} {text}, got a difference of {difference:.4g}.")
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:
@@ -245,11 +262,12 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
         "input_ids": (ids[:, :_TRACED_TARGET], {0: _BATCH, 1: _TARGET}),
         "encoder_hidden_states": (encoder_output, axes),
     }
-    for name, value in empty_cache(model, _TRACED_BATCH).items():
+    cache = empty_cache(model, _TRACED_BATCH)
+    for name, value in cache.items():
         length, axis = (_TRACED_PAST_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_PAST_TARGET, _TARGET)
         _, heads, _, head_dim = value.shape
         decoder_inputs[name] = torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: f"past_{axis}"}
-    present = [name.replace("past_key_values", "present", 1) for name in _cache_names(config)]
+    present = [name.replace("past_key_values", "present", 1) for name in cache]
     layers = () if config.merged_attention else range(config.decoder_layers)
     attentions = [f"cross_attentions.{layer}" for layer in layers]
     encoder_inputs = {"input_ids": (ids, axes), "attention_mask": (mask, axes)}
@@ -292,3 +310,145 @@ def _write(
     external = f"{path.name}_data" if weights_bytes > LARGEST_WEIGHTS_BYTES else None
     onnx_ir.save(traced, path, external_data=external)
     onnx.checker.check_model(os.fspath(path))
+
+
+def export_web(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    library: str | os.PathLike | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Export a Metaphrase model to a folder of static files that transformers.js loads, with a page.
+
+    The graphs are those of `export_onnx`, and have copies in int8. The folder appears only when it is complete and onnxruntime
+    computes what the model computes.
+
+    Args:
+        library: A `node_modules` that has `@huggingface/transformers`, of which the page gets a copy. None leaves the copy out.
+
+    Raises:
+        MetaphraseError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
+        RuntimeError: If onnxruntime's result differs.
+    """
+    library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
+    for path in library_files:
+        if not path.is_file():
+            name, text = path.relative_to(library).as_posix(), "`node_modules` with `@huggingface/transformers` 4"
+            hint = "Run `npm install --ignore-scripts @huggingface/transformers`"
+            raise MetaphraseError(f"`library` must be a {text}, got {os.fspath(library)!r} without {name}. {hint}.")
+
+    def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
+        config, settings = model.config, model.generation_config
+        graphs = folder / "onnx"
+        graphs.mkdir()
+        write_graphs(model, graphs)
+        check_graphs(model, graphs)
+        for name in GRAPH_NAMES:
+            quantize_graph(graphs / name)
+        # Without a setting, the library's default is another one than that of `generate()`.
+        _, length = length_limits(model, {})
+        length = GenerationConfig._get_default_generation_params()["max_length"] + 1 if length is None else length
+        limit = config.decoder_position_limit
+        settings.max_length, settings.max_new_tokens = length if limit is None else min(length, limit), None
+        for path in folder.rglob("tokenizer.json"):
+            rewrite_tokenizer(path)
+        # Of the families that transformers.js knows, BART has our tensors and fields.
+        names = ("encoder_layers", "encoder_attention_heads", "decoder_layers", "decoder_attention_heads")
+        names += ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+        fields = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}
+        fields |= {name: getattr(config, name) for name in names}
+        fields |= {"d_model": config.hidden_size, "vocab_size": config.decoder_vocab_size}
+        fields |= {"max_source_tokens": config.position_limit}
+        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        shutil.copytree(_PAGE, folder, dirs_exist_ok=True)
+        if library_files:
+            (folder / LIBRARY_FOLDER).mkdir()
+        for path in library_files:
+            shutil.copyfile(path, folder / LIBRARY_FOLDER / path.name)
+
+    obstacles_of = functools.partial(_find_web_obstacles, source)
+    return export_folder(source, output, overwrite, write, obstacles_of, {"to": "web"}, **LOAD_OPTIONS)
+
+
+def _find_web_obstacles(source: str | os.PathLike, config: MetaphraseConfig) -> list[str]:
+    """Return the options of a model and its tokenizers that ONNX or transformers.js cannot express."""
+    obstacles, tokenizers = find_obstacles(config), TokenizerPair.from_pretrained(source)
+    for tokenizer in dict.fromkeys((tokenizers.source, tokenizers.target)):
+        name = type(tokenizer).__name__
+        if not tokenizer.is_fast:
+            obstacles.append(f"a {name}, which has no tokenizer.json")
+        elif has_languages(tokenizer):
+            obstacles.append(f"the languages of a {name}")
+        elif any(ids[-1:] != [tokenizer.eos_token_id] for ids in tokenizer(["", "a"])["input_ids"]):
+            obstacles.append(f"a {name} whose tokenizer.json does not end a text with {tokenizer.eos_token}")
+    # Not every model has the file.
+    with contextlib.suppress(OSError):
+        changed = GenerationConfig.from_pretrained(source).to_diff_dict()
+        obstacles += [f"the generation option `{name}`" for name in changed if name not in _SEARCH_OPTIONS]
+    if config.decoder_start_from_labels or config.decoder_start_token_id is None:
+        obstacles.append("a `decoder_start_token_id` that depends on the target language")
+    return obstacles
+
+
+def quantize_graph(path: Path) -> None:
+    """Write a copy of a graph beside it, whose matrices are 8-bit integers with a scale for each output or token.
+
+    onnxruntime computes the float32 values once, when it loads the graph. Its own `quantize_dynamic` makes integers of the
+    inputs of each matrix, too: the logits then differ three times as much, at the same speed for small models.
+    """
+    model = onnx.load(path)
+    graph, kinds = model.graph, collections.defaultdict(set)
+    for node in graph.node:
+        for name in node.input:
+            kinds[name].add(node.op_type)
+    nodes, weights, parts = [], [], {}
+    for weight in graph.initializer:
+        users = kinds[weight.name]
+        is_matrix = weight.data_type == onnx.TensorProto.FLOAT and len(weight.dims) == 2
+        if not is_matrix or math.prod(weight.dims) < _SMALLEST_MATRIX or not users <= {"MatMul", "Gather", "Transpose"}:
+            weights.append(weight)
+            continue
+        values = numpy_helper.to_array(weight)
+        # A table has a row for each token, another matrix a column for each output.
+        largest = np.abs(values).max(axis=0 if users == {"MatMul"} else 1, keepdims=True)
+        scale = np.maximum(largest, np.finfo(np.float32).tiny) / np.float32(127)
+        integers = np.round(values / scale).astype(np.int8)
+        parts[weight.name] = names = [f"{weight.name}_{part}" for part in ("integers", "scale")]
+        weights += map(numpy_helper.from_array, (integers, scale), names)
+        if users != {"Gather"}:
+            nodes += _scaled(*names, weight.name)
+    for node in graph.node:
+        if node.op_type == "Gather" and node.input[0] in parts:
+            rows = [f"{node.output[0]}_{part}" for part in ("integers", "scale")]
+            for name, row in zip(parts[node.input[0]], rows, strict=True):
+                nodes.append(helper.make_node("Gather", [name, node.input[1]], [row]))
+            nodes += _scaled(*rows, node.output[0])
+        else:
+            nodes.append(node)
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(weights)
+    onnx.save(model, path.with_stem(f"{path.stem}_quantized"))
+
+
+def _scaled(integers: str, scale: str, output: str) -> list[onnx.NodeProto]:
+    """Return the nodes that multiply integers by their scale."""
+    value = f"{integers}_value"
+    cast = helper.make_node("Cast", [integers], [value], to=onnx.TensorProto.FLOAT)
+    return [cast, helper.make_node("Mul", [value, scale], [output])]
+
+
+def rewrite_tokenizer(path: Path) -> None:
+    """Write a file of a tokenizer such that transformers.js splits texts as Python does, without white space.
+
+    The library keeps what a pattern of plain text should remove. A regular expression is read alike by both.
+    """
+
+    def use_regex(fields: dict[str, Any]) -> dict[str, Any]:
+        return {"Regex": re.escape(fields["String"])} if fields.keys() == {"String"} else fields
+
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    steps = json.dumps(fields["pre_tokenizer"])
+    fields["pre_tokenizer"] = json.loads(steps, object_hook=use_regex)
+    path.write_text(json.dumps(fields, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")

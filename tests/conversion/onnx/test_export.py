@@ -1,7 +1,5 @@
 """Tests of the ONNX export: graphs compute what the model computes, also at lengths that were not traced."""
 
-import shutil
-
 import onnxruntime
 import pytest
 import torch
@@ -46,9 +44,6 @@ def exported(tmp_path_factory):
     return generator.model, source, folder / "exported"
 
 
-# the whole export
-
-
 @pytest.mark.slow
 def test_files_and_tensors_have_the_names_of_optimum(exported):
     model, _, folder = exported
@@ -90,25 +85,6 @@ def test_what_differs_is_found(exported):
             bias.copy_(old)
 
 
-@pytest.mark.slow
-def test_an_export_that_fails_its_check_leaves_nothing(exported, tmp_path, monkeypatch):
-    """The graphs have other weights than the model."""
-    _, _, folder = exported
-
-    def write_others(model, partial):
-        for name in GRAPHS:
-            shutil.copy(folder / name, partial / name)
-
-    monkeypatch.setattr(onnx_export, "write_graphs", write_others)
-    source = save_generator(make_generator(seed=1), tmp_path / "model")
-    with pytest.raises(RuntimeError, match="must compute what the model computes"):
-        export_onnx(source, tmp_path / "exported")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-# positions
-
-
 @pytest.mark.parametrize("name", ["sinusoidal", "half_split", "learned", "relative", "relative_per_layer"])
 def test_tables_change_nothing(name):
     """The lengths reach beyond the last bucket and beyond the first table of sinusoids."""
@@ -141,8 +117,6 @@ def test_every_design(name, tmp_path, monkeypatch):
     check_graphs(model, tmp_path)
     assert (tmp_path / f"{DECODER_NAME}_data").exists() == (name == "none")
 
-
-# refusals
 
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
 REFUSED = {"dynamic": {"factor": 2.0}, "longrope": {"factor": 2.0, **LONGROPE}}

@@ -10,22 +10,15 @@ from source_files import ROOT
 from tiny_generator import PIECES, SOURCES, TARGETS, save_generator, tiny_generator
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.conversion.onnx import web
-from metaphrase.conversion.onnx.web import export_web
+from metaphrase.conversion.onnx import export
+from metaphrase.conversion.onnx.export import export_web
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
-HOSTILE = [
-    "</s> a cat <pad>",
-    "<img src=x onerror=alert(1)>",
-    "\u202e cat",
-    "a" * 200,
-    "\x00 a",
-    "\u20dd😀👨‍👩‍👧",
-    "中文 字",
-]
+HOSTILE = ["</s> a cat <pad>", "<img src=x onerror=alert(1)>", "\u202e cat", "a" * 200]
+HOSTILE += ["\x00 a", "\u20dd😀👨‍👩‍👧", "中文 字"]
 HOSTILE += ["", " ", "  a  cat ", "a\tcat\n", "é e\u0301 ß ﬁ Ⅳ", "x<unk>y", "‏עברית", "A CAT, the-dog's 12.5!"]
 TEXTS = [*SOURCES, *TARGETS, *HOSTILE]
 
@@ -119,8 +112,8 @@ def test_tokenizers_of_each_kind_read_and_write_alike(kind, normalization, tmp_p
     options = {"vocab_size": sizes.get(kind), "normalization": normalization, "lowercase": normalization == "nfkc"}
     tokenizer = train_tokenizer(texts, kind=kind, show_progress=False, **options)
     TokenizerPair(tokenizer, tokenizer).save_pretrained(tmp_path / "tokenizer")
-    web.rewrite_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
-    (tmp_path / "metaphrase.mjs").write_bytes((web._PAGE / "metaphrase.mjs").read_bytes())
+    export.rewrite_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    (tmp_path / "metaphrase.mjs").write_bytes((export._PAGE / "metaphrase.mjs").read_bytes())
     # transformers.js joins neighbouring unknown characters across a split inside of a control token.
     texts = [text for text in TEXTS if "<" not in text or kind not in ("bpe", "unigram")]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -147,12 +140,6 @@ def test_pipeline_of_transformers_js_writes_greedy_texts(task, tmp_path):
     write(generator, tmp_path)
     expected = generator.generate(SOURCES, num_beams=1)
     assert json.loads(run_node(tmp_path, PIPELINE, {"task": task, "texts": SOURCES})) == expected
-
-
-def test_integers_write_a_text(exported):
-    _, folder = exported
-    exact, rounded = (translate(folder, SOURCES, dtype=dtype, num_beams=4) for dtype in ("fp32", "q8"))
-    assert sum(one["text"] == other["text"] for one, other in zip(exact, rounded, strict=True)) >= len(SOURCES) // 2
 
 
 def test_words_have_weights_of_the_attention(exported):

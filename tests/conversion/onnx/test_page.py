@@ -13,8 +13,7 @@ from node_packages import node_modules
 from source_files import ROOT
 from tiny_generator import save_generator, tiny_generator
 
-from metaphrase.conversion.onnx.export import GRAPH_NAMES
-from metaphrase.conversion.onnx.web import export_web
+from metaphrase.conversion.onnx.export import GRAPH_NAMES, export_web
 
 pytestmark = pytest.mark.slow
 
@@ -142,15 +141,8 @@ def test_hostile_texts_are_inert(site, browser):
     assert warnings_of(browser) == []
 
 
-def test_themes_and_narrow_windows(site, browser):
+def test_narrow_windows(site, browser):
     open_page(browser, site)
-    enter(browser, "the cat sleeps")
-    ground = "return getComputedStyle(document.body).backgroundColor"
-    light = browser.execute_script(ground)
-    one(browser, "#theme").click()
-    assert browser.execute_script(ground) != light
-    open_page(browser, site)
-    assert browser.execute_script(ground) != light
     browser.set_window_size(390, 844)
     enter(browser, "the " * 40 + "w" * 200)
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")

@@ -8,23 +8,15 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from subcommands import execute
 from tiny_generator import SOURCES, save_generator, tiny_generator
 from tiny_languages import nllb_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from metaphrase.conversion.onnx.export import GRAPH_NAMES, empty_cache, run_step
-from metaphrase.conversion.onnx.web import LIBRARY_FILES, export_web, quantize_graph
+from metaphrase.conversion.onnx.export import GRAPH_NAMES, LIBRARY_FILES, empty_cache, export_web, run_step
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
-
-
-def make_library(folder):
-    for name in LIBRARY_FILES:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +25,10 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("web")
     generator = tiny_generator(joint=False, layers=1)
     source = save_generator(generator, folder / "model")
-    library = make_library(folder / "node_modules")
+    library = folder / "node_modules"
+    for name in LIBRARY_FILES:
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(name)
     execute("export", [str(source), str(folder / "exported"), "--format", "web", "--library", str(library)])
     return generator, folder / "exported"
 
@@ -88,8 +83,7 @@ def test_integers_compute_nearly_what_the_model_computes(exported):
 def test_folder_has_the_files_of_transformers_js(exported):
     _, folder = exported
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    graphs = {f"onnx/{name}_model{kind}.onnx" for name in ("encoder",) for kind in ("", "_quantized")}
-    graphs |= {f"onnx/decoder_model_merged{kind}.onnx" for kind in ("", "_quantized")}
+    graphs = {f"onnx/{name.removesuffix('.onnx')}{kind}.onnx" for name in GRAPH_NAMES for kind in ("", "_quantized")}
     page = {"index.html", "page.css", "page.mjs", "metaphrase.mjs", "README.md"}
     library = {f"library/{Path(name).name}" for name in LIBRARY_FILES}
     tokenizers = {
@@ -98,14 +92,6 @@ def test_folder_has_the_files_of_transformers_js(exported):
     assert names == graphs | page | library | tokenizers | {"config.json", "generation_config.json", "export.json"}
     provenance = json.loads((folder / "export.json").read_text())
     assert provenance["to"] == "web" and {*provenance["files"]} == names - {"export.json"}
-
-
-def test_length_limit_is_written_out(exported):
-    """transformers.js has another default, and its pipeline replaces `max_length`."""
-    _, folder = exported
-    settings = GenerationConfig.from_pretrained(folder)
-    # `max_new_tokens` is 8, and the start token counts.
-    assert (settings.max_length, settings.max_new_tokens) == (9, None)
 
 
 def test_each_weight_is_stored_once(exported):
@@ -123,44 +109,6 @@ def test_each_weight_is_stored_once(exported):
                 if any(form.shape == weight.shape and np.array_equal(form, weight) for form in (other, other.T))
             ]
             assert not copies, path.name
-
-
-def test_a_table_that_projects_too_stays_one_tensor(tmp_path):
-    """The values of each row are within half a step of its scale."""
-    draw = np.random.default_rng(0)
-    table, matrix = (draw.normal(size=size).astype(np.float32) for size in ((100, 64), (64, 64)))
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["rows"]),
-        helper.make_node("MatMul", ["rows", "matrix"], ["states"]),
-        helper.make_node("Transpose", ["table"], ["projection"]),
-        helper.make_node("MatMul", ["states", "projection"], ["logits"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["length"])],
-        [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["length", width])
-            for name, width in (("rows", 64), ("states", 64), ("logits", 100))
-        ],
-        [numpy_helper.from_array(table, "table"), numpy_helper.from_array(matrix, "matrix")],
-    )
-    path = tmp_path / "graph.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
-    quantize_graph(path)
-    quantized = tmp_path / "graph_quantized.onnx"
-    onnx.checker.check_model(str(quantized), full_check=True)
-    tensors = {item.name: item for item in onnx.load(quantized).graph.initializer}
-    assert sorted(tensors) == ["matrix_integers", "matrix_scale", "table_integers", "table_scale"]
-    assert [tensors[name].data_type for name in ("matrix_integers", "table_integers")] == [TensorProto.INT8] * 2
-    ids = np.arange(100)
-    exact, rounded = (onnxruntime.InferenceSession(str(file)).run(None, {"ids": ids}) for file in (path, quantized))
-    assert np.all(np.abs(exact[0] - rounded[0]) <= np.abs(table).max(axis=1, keepdims=True) / 254 * 1.001)
-    for before, after in zip(exact, rounded, strict=True):
-        assert 0 < np.abs(before - after).max() < 0.03 * np.abs(before).max()
-
-
-# refusals
 
 
 def refuse(generator, folder, message, **options):
