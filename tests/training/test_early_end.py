@@ -12,6 +12,7 @@ from small_runs import make_trainer, names
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
 from metaphrase.inference import Generator
+from metaphrase.training import experiment
 from metaphrase.training.callbacks import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.checkpoints import checkpoints_in
 from metaphrase.training.experiment import Experiment
@@ -83,14 +84,14 @@ def press_ctrl_c_at(step, monkeypatch):
             if state.global_step == step:
                 signal.raise_signal(signal.SIGINT)
 
-    make_trainer = Experiment.make_trainer
+    make_trainer = experiment.make_trainer
 
     def with_keyboard(*args):
         trainer = make_trainer(*args)
         trainer.add_callback(Keyboard())
         return trainer
 
-    monkeypatch.setattr(Experiment, "make_trainer", with_keyboard)
+    monkeypatch.setattr(experiment, "make_trainer", with_keyboard)
 
 
 def test_ctrl_c_leaves_a_finished_model(data, tmp_path, monkeypatch, caplog):
