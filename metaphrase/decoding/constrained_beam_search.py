@@ -18,14 +18,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
-from metaphrase.decoding.beam_search import (
-    WORST,
-    Beams,
-    BeamState,
-    Candidates,
-    Selection,
-    beam_search,
-)
+from metaphrase.decoding.beam_search import WORST, Beams, BeamState, Selection, beam_search
 from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, prepared_projections
 from metaphrase.decoding.options import are_ends
 from metaphrase.errors import MetaphraseError
@@ -228,7 +221,7 @@ class ConstrainedSelection(Selection):
     def select_sources(self, sources: torch.Tensor) -> None:
         self._states, self._is_met = self._states[sources], self._is_met[sources]
 
-    def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:
+    def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> tuple[torch.Tensor, ...]:
         num_beams, vocab_size = log_probs.shape[1:]
         log_probs = self._mask_dead_ends(log_probs, max(num_left - self._num_reserved, 0))
         scores, candidates = self._pool(log_probs + beams.scores[:, :, None])
@@ -248,7 +241,7 @@ class ConstrainedSelection(Selection):
         chosen = chosen.take_along_dim(best, dim=1)
         self._states = states.take_along_dim(chosen, dim=1)
         self._is_met = is_met.take_along_dim(chosen[..., None], dim=1)
-        return Candidates(scores, parents, tokens, is_end & in_beam & is_possible, chosen, chosen_scores)
+        return scores, parents, tokens, is_end & in_beam & is_possible, chosen, chosen_scores
 
     def _mask_dead_ends(self, log_probs: torch.Tensor, num_left: int) -> torch.Tensor:
         """Mask ends that come too early, and tokens behind which the phrases no longer fit."""

@@ -41,6 +41,11 @@ _SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_t
 # Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+# Methods of the network, which a subclass may override.
+_METHODS = {
+    name: getattr(MetaphraseForConditionalGeneration, name)
+    for name in ("forward", "prepare_inputs_for_generation", "project")
+}
 
 
 def is_metaphrase(model: object) -> bool:
@@ -156,7 +161,7 @@ def prepared_projections(
     head, shortlist = model.get_output_embeddings(), None
     if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
-    is_plain = _is_of_package(model, "project") and model.config.final_logit_softcapping is None
+    is_plain = type(model).project is _METHODS["project"] and model.config.final_logit_softcapping is None
 
     def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
         return shortlist(model.transform(hidden_states), *arguments)
@@ -229,18 +234,14 @@ def find_obstacle_of_model(
         "hook or own forward": "prepare_inputs_for_generation" in attributes
         # accelerate casts around the original `forward`, which it stores.
         or ("forward" in attributes and "_original_forward" not in attributes)
-        or not all(_is_of_package(model, name) for name in ("forward", "prepare_inputs_for_generation"))
+        or any(
+            getattr(type(model), name) is not _METHODS[name] for name in ("forward", "prepare_inputs_for_generation")
+        )
         or any(module._forward_pre_hooks or "_hf_hook" in vars(module) for module in modules)
         # transformers leaves hooks behind that recorded hidden states or attention weights.
         or any(getattr(hook, "__module__", None) != capture_outputs.__module__ for hook in hooks),
     }
     return next((name for name, is_met in conditions.items() if is_met), None)
-
-
-def _is_of_package(model: PreTrainedModel, method: str) -> bool:
-    """Return True if a method is defined by the network itself, not by a subclass elsewhere."""
-    modules = getattr(type(model), method).__module__, MetaphraseForConditionalGeneration.__module__
-    return len({module.rpartition(".")[0] for module in modules}) == 1
 
 
 def sample(

@@ -13,7 +13,8 @@ from tiny_models import run_model, tiny_model
 from torch import nn
 
 from metaphrase.decoding import quantization
-from metaphrase.decoding.quantization import PackedLinear, has_kernels, quantization_of
+from metaphrase.decoding.quantization import PackedLinear, has_kernels
+from metaphrase.engines.engine_choice import load_engine
 from metaphrase.inference import Generator, quantize
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
@@ -118,7 +119,7 @@ def test_a_quantized_model_is_neither_trained_nor_saved(tmp_path, all_sizes):
     with pytest.raises(ValueError, match="must not be saved"):
         model.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="`dtype` int8 needs the device cpu, got cuda:1"):
-        quantization_of("int8", "cuda:1")
+        load_engine("folder", None, None, engine="auto", device="cuda:1", dtype="int8")
     model.eval()
     copied = copy.deepcopy(model)
     assert torch.equal(run_model(copied).logits, run_model(model).logits)
