@@ -276,9 +276,7 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def grid_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: Sequence[torch.Tensor],
     mask: torch.Tensor | None,
     packing: Packing,
     scaling: float,
@@ -287,22 +285,22 @@ def grid_attention(
 ) -> torch.Tensor:
     """Attend within each sequence of packed rows, `(1, heads, tokens, head_dim) -> (1, query tokens, heads, head_dim)`.
 
-    The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
-    sequence see each other. `cap` is the softcap.
+    `states` are queries, keys and values. The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1,
+    key width). None lets all tokens of a sequence see each other. `cap` is the softcap.
     """
-    heads, head_dim = query.shape[1], query.shape[3]
-    rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
-    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+    _, heads, _, head_dim = states[0].shape
+    rows = [part.transpose(1, 2).reshape(-1, heads * head_dim) for part in states]
+    if rows[0].device.type == "cpu" and not torch.compiler.is_compiling():
         return _joined_grid_attention(rows, heads, mask, packing, scaling, dropout, cap)
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
-    sides = packing.queries, packing.keys, packing.keys
+    count, sides = len(packing.queries.lengths), (packing.queries, packing.keys, packing.keys)
     cells = [
-        states.new_zeros(len(side.lengths) * side.width, states.shape[1]).index_copy(0, side.cells, states)
-        for side, states in zip(sides, rows, strict=True)
+        part.new_zeros(count * side.width, part.shape[1]).index_copy(0, side.cells, part)
+        for side, part in zip(sides, rows, strict=True)
     ]
-    cells = [states.view(len(packing.queries.lengths), -1, heads, head_dim).transpose(1, 2) for states in cells]
+    cells = [part.view(count, -1, heads, head_dim).transpose(1, 2) for part in cells]
     mask = packing.is_seen_in_grid() if mask is None else mask
-    output = attend_in_blocks(*cells, mask, scaling, dropout, cap)
+    output = attend_in_blocks(cells, mask, scaling, dropout, cap)
     return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
 
 

@@ -13,6 +13,7 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 
 import functools
 import inspect
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -211,54 +212,45 @@ def varlen_causal() -> dict[str, bool | tuple[int, int]]:
     return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
 
 
-def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scaling: float
-) -> torch.Tensor:
+def varlen_attention(states: Sequence[torch.Tensor], packing: Packing, scaling: float) -> torch.Tensor:
     """Attend within each sequence by torch's flash attention: `(1, heads, tokens, dim) -> (1, query tokens, heads, dim)`."""
     queries, keys = packing.queries, packing.keys
+    query, key, value = (part[0].transpose(0, 1) for part in states)  # (tokens, heads, head_dim)
     # Before torch 2.13, the kernel has a fixed scale.
-    query = query * (scaling * query.shape[-1] ** 0.5)
-    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
+    rows = query * (scaling * query.shape[-1] ** 0.5), key, value
     causal = varlen_causal() if packing.is_causal else {}
     return varlen_attn(*rows, queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest, **causal)[None]
 
 
 def window_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: Sequence[torch.Tensor],
     mask: torch.Tensor,
     packing: Packing,
     scaling: float,
     dropout: float,
-    softcap: float | None,
+    cap: float | None,
 ) -> torch.Tensor:
     """Attend within windows of packed rows, or of a padded batch: `(batch, heads, length, dim) -> (1, tokens, heads, dim)`."""
     (left, right), size = packing.window, block_size(packing.window)
-    query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
-    blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
-    output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
+    query, *others = (part.transpose(0, 1).flatten(1, 2)[None] for part in states)
+    blocks = split_blocks(query, size, 0, 0), *(split_blocks(part, size, left, right) for part in others)
+    output = attend_in_blocks(blocks, mask, scaling, dropout, cap)
     return output.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
 
 
 def attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-    dropout: float,
-    softcap: float | None,
+    blocks: Sequence[torch.Tensor], mask: torch.Tensor, scaling: float, dropout: float, cap: float | None
 ) -> torch.Tensor:
-    """Attend from the queries of each block to its keys: `(blocks, heads, query or key, head_dim)`.
+    """Attend from the queries of each block to its keys and values: `(blocks, heads, query or key, head_dim)`.
 
     The mask is added to the scores, or True where a key is visible.
     """
+    query, key, value = blocks
     if mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
-    if softcap is None:
+    if cap is None:
         return nn.functional.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
-    scores = soft_cap(query @ key.mT * scaling, softcap)
+    scores = soft_cap(query @ key.mT * scaling, cap)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     return nn.functional.dropout(weights, dropout, training=True) @ value

@@ -40,6 +40,8 @@ from metaphrase.ops.packed_rows import (
 
 # Older GPUs have no flash attention.
 _LEAST_CAPABILITY = (8, 0)
+# Arguments of packed rows.
+_LENGTHS = ("source_lengths", "longest_source", "target_lengths", "longest_target")
 _plain_encode, _plain_decode = MetaphraseEncoder.encode, MetaphraseDecoder.decode
 
 
@@ -58,10 +60,6 @@ def encode(
     embeddings: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
-    source_lengths: torch.Tensor | None = None,
-    longest_source: int | None = None,
-    target_lengths: torch.Tensor | None = None,
-    longest_target: int | None = None,
     **kwargs,
 ) -> BaseModelOutput:
     """Encode sources as `MetaphraseEncoder.encode` does, and packed rows.
@@ -69,9 +67,10 @@ def encode(
     `source_lengths` `(pairs)` are the tokens of each source in a packed row. Without the largest of them, `longest_source`, the
     code waits for an accelerator.
     """
-    if source_lengths is not None:
+    lengths, longest, *_ = (kwargs.pop(name, None) for name in _LENGTHS)
+    if lengths is not None:
         excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
-        sequences = _packed_sequences(source_lengths, longest_source, embeddings, **excluded)
+        sequences = _packed_sequences(lengths, longest, embeddings, **excluded)
         return encode_packed(encoder, embeddings, sequences, **kwargs)
     # A graph is for all lengths.
     is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -131,13 +130,10 @@ def decode(
     attention_mask: torch.Tensor | None,
     encoder_attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
-    source_lengths: torch.Tensor | None = None,
-    longest_source: int | None = None,
-    target_lengths: torch.Tensor | None = None,
-    longest_target: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """Decode targets as `MetaphraseDecoder.decode` does, and packed rows. For the lengths see `encode`."""
+    source_lengths, longest_source, target_lengths, longest_target = (kwargs.pop(name, None) for name in _LENGTHS)
     if (target_lengths is None) != (source_lengths is None):
         raise MetaphraseError("`source_lengths` and `target_lengths` must be given together, got one of them.")
     if target_lengths is None:
@@ -234,20 +230,17 @@ def packed_attention(
         output = fused_grid_attention(attention, hidden_states, encoder_hidden_states, mask, packing, dropout)
         if output is not None:
             return output, None
-    query = attention.project_queries(hidden_states, position_embeddings)
-    if attention.is_cross:
-        key, value = attention.project_keys_and_values(encoder_hidden_states)
-    else:
-        key, value = attention.project_keys_and_values(hidden_states, position_embeddings)
+    query, cap = attention.project_queries(hidden_states, position_embeddings), attention.options.get("softcap")
+    inputs = (encoder_hidden_states,) if attention.is_cross else (hidden_states, position_embeddings)
+    states = attention.project_keys_and_values(*inputs)
     if attention.is_merged:
-        source_key, source_value = attention.project_keys_and_values(encoder_hidden_states)
-        key = torch.cat((key, source_key), dim=2).index_select(2, packing.order)
-        value = torch.cat((value, source_value), dim=2).index_select(2, packing.order)
-    softcap = attention.options.get("softcap")
+        sources = attention.project_keys_and_values(encoder_hidden_states)
+        pairs = zip(states, sources, strict=True)
+        states = [torch.cat(pair, dim=2).index_select(2, packing.order) for pair in pairs]
     if packing.kernel == "reference":
-        return eager_attention_forward(attention, query, key, value, mask, attention.scaling, dropout, softcap)
-    key, value = (repeat_key_value(states, attention.num_key_value_groups) for states in (key, value))
+        return eager_attention_forward(attention, query, *states, mask, attention.scaling, dropout, cap)
+    states = [query, *(repeat_key_value(part, attention.num_key_value_groups) for part in states)]
     if packing.kernel == "varlen":
-        return varlen_attention(query, key, value, packing, attention.scaling), None
+        return varlen_attention(states, packing, attention.scaling), None
     kernel = window_attention if packing.kernel == "window" else grid_attention
-    return kernel(query, key, value, mask, packing, attention.scaling, dropout, softcap), None
+    return kernel(states, mask, packing, attention.scaling, dropout, cap), None
