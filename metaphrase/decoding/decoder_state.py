@@ -21,13 +21,7 @@ from metaphrase.decoding.prepacked_weights import (
     prepared_copies,
 )
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
-from metaphrase.modeling.layers import (
-    MetaphraseAttention,
-    MetaphraseDecoderLayer,
-    MetaphraseSSRU,
-    fold_copies,
-    unfold_copies,
-)
+from metaphrase.modeling import layers as network
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
@@ -55,8 +49,8 @@ class PreparedLinear:
     def __init__(self, layers: Sequence[nn.Module], largest: int = LARGEST_SIZE, largest_transposed: int = 2**20):
         """Choose which copies to make of layers, all with a bias or none. A copy is made when it is first needed.
 
-        Weights of more entries than `largest` are not copied, single ones of more than `largest_transposed` not transposed:
-        the transposed copy of a large weight gains too little for the memory, once for each layer.
+        Weights of more entries than `largest` are not copied. A single one of more than `largest_transposed` is not transposed,
+        which gains too little for the memory.
         """
         self.copied: list[torch.Tensor] = []
         self._calls, self._max_transposed_rows, kind = list(layers), 0, type(layers[0])
@@ -74,6 +68,8 @@ class PreparedLinear:
         self._bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
         if self._is_transposed:
             self._max_transposed_rows = 1 if self._is_packed else _FEW_TRANSPOSED_ROWS
+        else:
+            self._weight = _join(self._weights)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features of all layers)"""
@@ -85,12 +81,8 @@ class PreparedLinear:
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         if self._is_packed and states.numel() > states.shape[-1]:
             return self._packed(states)
-        return nn.functional.linear(states, self._weight, self._bias)
-
-    @functools.cached_property
-    def _weight(self) -> torch.Tensor:
-        """All weights side by side, (out_features, in_features). A view, if there is a transposed copy."""
-        return self._transposed.t() if self._is_transposed else _join(self._weights)
+        weight = self._transposed.t() if self._is_transposed else self._weight
+        return nn.functional.linear(states, weight, self._bias)
 
     @functools.cached_property
     def _transposed(self) -> torch.Tensor:
@@ -106,14 +98,11 @@ def _join(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 
 class PreparedLayer:
-    """The projections, norms and activation of one decoder layer, in evaluation mode.
+    """The projections, norms and activation of one decoder layer. Projections with the same input stand side by side."""
 
-    Projections with the same input stand side by side: `self_qkv`, `cross_key_value`, and `mlp_input` (gate and up projection).
-    """
-
-    def __init__(self, layer: MetaphraseDecoderLayer):
+    def __init__(self, layer: network.MetaphraseDecoderLayer):
         attention, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
-        self.is_recurrent = isinstance(attention, MetaphraseSSRU)
+        self.is_recurrent = isinstance(attention, network.MetaphraseSSRU)
         if self.is_recurrent:
             self.ssru_input = PreparedLinear([attention.input_proj])
             self.ssru_forget = PreparedLinear([attention.forget_proj])
@@ -245,7 +234,11 @@ class _AbsorbedAttention:
     """
 
     def __init__(
-        self, attention: MetaphraseAttention, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
+        self,
+        attention: network.MetaphraseAttention,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
     ):
         """Read keys (key_value_heads, head_dim, S), values (key_value_heads, S, head_dim) and a bias of the scores, (S,)."""
         query, output, groups = attention.q_proj, attention.o_proj, attention.num_key_value_groups
@@ -276,22 +269,14 @@ class _AbsorbedAttention:
 class DecoderState:
     """The kv cache of all layers, for sources and for targets that do not depend on each other.
 
-    A source has one target at first; `expand_beams` makes several, which stay side by side. A row is a target. `BeamState`
-    holds targets that continue one another.
-
-    Attributes:
-        length: Tokens of each target so far.
-        copies: Targets of each source.
+    A source has one target at first, and later `copies` of them, which stay side by side. A row is a target, of `length` tokens
+    so far. A step reads `width` tokens of it. `BeamState` holds targets that continue one another.
     """
 
-    # Tokens that a step reads of a target.
     width = 1
 
     def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
-        """Project the encoder output (sources, S, D) to keys and values, for a decoder in evaluation mode.
-
-        The mask (sources, S) is 0 for padding.
-        """
+        """Project the encoder output (sources, S, D) to keys and values. The mask (sources, S) is 0 for padding."""
         self.decoder, self.layers = decoder, prepared_copies(decoder, decoder.layers, _prepare_layers)
         self._embedding_norm, self._norm = prepared_norm(decoder.embedding_norm), prepared_norm(decoder.norm)
         self.length, self.copies = 0, 1
@@ -438,10 +423,9 @@ class DecoderState:
         }
 
     def _masked_biases(self, mask: torch.Tensor, distances: torch.Tensor) -> dict[nn.Module | None, torch.Tensor]:
-        """Return the biases of the scores, (sources, 1 or key_value_heads, copies * groups, tokens).
+        """Return position biases plus a mask (sources, copies, tokens): (sources, 1 or key_value_heads, copies * groups, tokens).
 
-        The mask is added, (sources, copies, tokens). `distances` lead from the last token of a target back to each token, which
-        may differ between the targets, (sources, 1 or copies, tokens).
+        `distances` lead from the last token of a target back to each token, (sources, 1 or copies, tokens).
         """
         biases = {}
         for module, bias in self._biases.items():
@@ -516,7 +500,7 @@ class DecoderState:
         batch = rows // copies
         if copies > 1:
             # (rows, H, head_dim) -> (batch, key_value_heads, copies * groups, head_dim)
-            query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
+            query = network.fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
         # (batch * key_value_heads, copies * groups, head_dim)
         query = query.reshape(batch * self.key_value_heads, -1, self.head_dim)
         if query.dtype != torch.float32 and self.soft_cap is None:
@@ -533,5 +517,5 @@ class DecoderState:
                 scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
             output = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
         if copies > 1:
-            output = unfold_copies(output.unflatten(0, (batch, -1)), copies)
+            output = network.unfold_copies(output.unflatten(0, (batch, -1)), copies)
         return output.reshape(rows, -1)

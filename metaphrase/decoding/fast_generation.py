@@ -57,12 +57,9 @@ def is_metaphrase(model: object) -> bool:
 def generate(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
     return_scores: bool | None = None,
     permitted: torch.Tensor | None = None,
-    **model_kwargs,
+    **kwargs,
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
 
@@ -77,18 +74,16 @@ def generate(
         permitted: Tokens to select from, (count,), beside those of the prompt and the configuration. Transformers' loops, and
             heads whose rows cannot be selected, select from all tokens.
     """
-    config = generation_config
-    reason = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
+    config, processors = kwargs["generation_config"], kwargs["logits_processor"]
+    reason = find_obstacle(model, input_ids, **kwargs)
     if return_scores is None and config.return_dict_in_generate and not reason:
         reason = "return_dict_in_generate"
     model.search_obstacle = reason
     logger.debug("decoding by the %s", f"transformers loop: {reason}" if reason else "fast loop")
     if reason:
-        return _generate_by_transformers(
-            model, input_ids, logits_processor, stopping_criteria, config, return_scores, **model_kwargs
-        )
+        return _generate_by_transformers(model, input_ids, return_scores, **kwargs)
     copies, head = max(config.num_beams, config.num_return_sequences), None
-    sources, prompt = encoded_sources(model_kwargs, copies), input_ids[::copies]
+    sources, prompt = encoded_sources(kwargs, copies), input_ids[::copies]
     project, best_tokens = prepared_projections(model)
     if permitted is not None:
         # Ascending, with the tokens of the prompt, the ends and the forced tokens.
@@ -102,14 +97,14 @@ def generate(
         permitted = None
     else:
         project, best_tokens = functools.partial(model.project, head=head), None
-        if logits_processor:
-            logits_processor = [process_permitted(logits_processor, permitted, model.config.decoder_vocab_size)]
+        if processors:
+            processors = [process_permitted(processors, permitted, model.config.decoder_vocab_size)]
     if config.num_beams > 1:
         state, selection = BeamState(model.get_decoder(), *sources), Selection(config, permitted)
-        ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
+        ids, scores = beam_search(project, state, prompt, processors, config, selection)
     else:
         state, rest = DecoderState(model.get_decoder(), *sources), (config, bool(return_scores), best_tokens, permitted)
-        ids, scores = sample(project, state, prompt, copies, logits_processor, *rest)
+        ids, scores = sample(project, state, prompt, copies, processors, *rest)
     if return_scores is None:
         return ids
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
@@ -125,14 +120,14 @@ def encoded_sources(model_kwargs: dict, copies: int) -> tuple[torch.Tensor, torc
 def _generate_by_transformers(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
+    return_scores: bool | None,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    return_scores: bool | None,
+    generation_config: GenerationConfig,
     **model_kwargs,
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
+    config, step_scores = generation_config, SequenceScores()
     loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
-    step_scores = SequenceScores()
     if return_scores is not None:
         config.return_dict_in_generate, config.output_scores = True, return_scores
     if return_scores:
@@ -260,8 +255,6 @@ def sample(
     Args:
         project: Returns logits from the decoder's output.
         state: State of the sources, before the prompt (sources, length).
-        copies: Targets of each source.
-        config: As `generate()` prepares it, with all special ids and limits.
         with_scores: True returns log-probabilities: of samples under the model itself, of greedy search after the processors.
         best_tokens: The second function of `prepared_projections`. Only greedy search of one target without scores calls it.
         permitted: The token of each logit, (V,). None means all tokens of the vocabulary.
@@ -341,17 +334,14 @@ def _draw(scores: torch.Tensor) -> torch.Tensor:
 class SequenceScores(StoppingCriteria):
     """A criterion that never stops. It reads the scores of each step when the tokens are selected, and then empties them.
 
-    transformers' loops return the scores of beams only if they also store the scores of all tokens and steps.
+    transformers' loops return the scores of beams only if they also store the scores of all tokens and steps. `log_probs` has one
+    tensor (rows,) per step. Samples are scored by the logits, which the first of the logits processors reads.
     """
 
     def __init__(self):
-        # One tensor (rows,) per step.
-        self.log_probs: list[torch.Tensor] = []
-        # Logits of this step, which samples are scored by.
-        self._logits: torch.Tensor | None = None
+        self.log_probs, self._logits = [], None
 
     def read_logits(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
-        """Store the logits of a step, as the first of the logits processors."""
         # A caller's own processor may change them in place.
         self._logits = logits.clone()
         return logits
