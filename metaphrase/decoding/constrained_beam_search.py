@@ -9,13 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.beam_search import WORST, Beams, BeamState, Selection, beam_search
@@ -33,15 +27,12 @@ Phrase = tuple[int | None, ...]
 
 def constrained_beam_search(
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    input_ids: torch.Tensor,
     force_words_ids: list | None = None,
     first_words_ids: list | None = None,
     special_ids: Sequence[int] = (),
-    **model_kwargs,
-) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
+    **kwargs,
+) -> torch.Tensor | GenerateBeamEncoderDecoderOutput:
     """Search for targets with given phrases, as `custom_generate` of `generate(num_beams=..., force_words_ids=...)`.
 
     Phrases may overlap, and a phrase in the prompt counts. Use `bad_words_ids` for tokens that must not occur. The logits
@@ -57,8 +48,8 @@ def constrained_beam_search(
         MetaphraseError: If constraints are malformed or do not fit, other options leave a source without such a target, or the
             fast decoder does not support the model or an option.
     """
-    config = generation_config
-    if reason := find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs):
+    config = kwargs["generation_config"]
+    if reason := find_obstacle(model, input_ids, **kwargs):
         raise MetaphraseError(f"Required phrases need the fast decoder, which does not support {reason}.")
     vocab_size = model.config.decoder_vocab_size
     if config.num_beams < 2:
@@ -73,10 +64,10 @@ def constrained_beam_search(
     special_ids = {*special_ids, *set().union(*special.values()), config.forced_bos_token_id} - {None}
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
     prompt = input_ids[:: config.num_beams]
-    state = BeamState(model.get_decoder(), *encoded_sources(model_kwargs, config.num_beams))
+    state = BeamState(model.get_decoder(), *encoded_sources(kwargs, config.num_beams))
     project, _ = prepared_projections(model)
     selection = ConstrainedSelection(config, automaton, prompt)
-    ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
+    ids, scores = beam_search(project, state, prompt, kwargs["logits_processor"], config, selection)
     is_lacking = (scores <= WORST / 2).view(len(prompt), -1).any(dim=1)
     if bool(is_lacking.any()):
         raise MetaphraseError(

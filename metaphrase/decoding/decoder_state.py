@@ -11,15 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from metaphrase.decoding import quantization
-from metaphrase.decoding.prepacked_weights import (
-    LARGEST_SIZE,
-    PrepackedWeight,
-    can_prepack,
-    can_record,
-    is_plain,
-    prepared_copies,
-)
+from metaphrase.decoding import prepacked_weights, quantization
+from metaphrase.decoding.prepacked_weights import LARGEST_SIZE, PrepackedWeight, is_plain
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
 from metaphrase.modeling import layers as network
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
@@ -57,13 +50,17 @@ class PreparedLinear:
         if issubclass(kind, PackedLinear) and all(type(layer) is kind for layer in layers):
             # The call of a module takes a tenth of the time of its product.
             self._calls = [(layers[0] if len(layers) == 1 else kind(*layers)).forward]
-        self._reads_weights = all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
+        self._reads_weights = all(
+            prepacked_weights.can_record(layer) and layer.weight.numel() <= largest for layer in layers
+        )
         if not self._reads_weights:
             return
         self.copied = [parameter for layer in layers for parameter in layer.parameters()]
         self._weights = [layer.weight for layer in layers]
         are_plain = all(map(is_plain, layers))
-        self._is_packed = are_plain and can_prepack(sum(map(len, self._weights)), self._weights[0].shape[1])
+        self._is_packed = are_plain and prepacked_weights.can_prepack(
+            sum(map(len, self._weights)), self._weights[0].shape[1]
+        )
         self._is_transposed = are_plain and (len(layers) > 1 or layers[0].weight.numel() <= largest_transposed)
         self._bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
         if self._is_transposed:
@@ -277,7 +274,7 @@ class DecoderState:
 
     def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
         """Project the encoder output (sources, S, D) to keys and values. The mask (sources, S) is 0 for padding."""
-        self.decoder, self.layers = decoder, prepared_copies(decoder, decoder.layers, _prepare_layers)
+        self.decoder, self.layers = decoder, prepacked_weights.prepared_copies(decoder, decoder.layers, _prepare_layers)
         self._embedding_norm, self._norm = prepared_norm(decoder.embedding_norm), prepared_norm(decoder.norm)
         self.length, self.copies = 0, 1
         # Rows that share one row of the target cache.

@@ -19,13 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState, Selection, beam_search
 from metaphrase.decoding.decoder_state import DecoderState, prepare_head, prepared_rows
-from metaphrase.decoding.options import (
-    ROW_PROCESSORS,
-    are_ends,
-    only_lower,
-    process,
-    process_permitted,
-)
+from metaphrase.decoding.options import ROW_PROCESSORS, are_ends, only_lower, process, process_permitted
 from metaphrase.decoding.prepacked_weights import can_record, prepared_copies, walk
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES

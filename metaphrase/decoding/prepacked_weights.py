@@ -58,11 +58,6 @@ def prepared_copies(
     return copies
 
 
-def free_copies(owner: nn.Module) -> None:
-    """Free all copies of an owner's weights: training needs the memory and will change the weights."""
-    _copies.pop(owner, None)
-
-
 class WeightRecord:
     """The submodules and parameters of a module, and the addresses, versions and a sample of the entries of some weights.
 
@@ -225,7 +220,8 @@ def plug_in() -> None:
 
     def train(stack, mode=True):
         if mode:
-            free_copies(stack)
+            # Free the copies: training needs the memory and changes the weights.
+            _copies.pop(stack, None)
         return plain_train(stack, mode)
 
     MetaphraseEncoder.encode, Stack.train = encode, train

@@ -7,36 +7,15 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from metaphrase.errors import MetaphraseError
+from metaphrase.modeling import layers as network
+from metaphrase.modeling import stacks
 from metaphrase.modeling.compat import CACHE_NAME
 from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
-from metaphrase.modeling.layers import (
-    MetaphraseAttention,
-    PositionEmbeddings,
-    combine_bias,
-    eager_attention_forward,
-    repeat_key_value,
-)
 from metaphrase.modeling.operators import acceleration
-from metaphrase.modeling.stacks import (
-    MetaphraseDecoder,
-    MetaphraseEncoder,
-    MetaphrasePreTrainedModel,
-    Stack,
-    indices,
-    is_padding_mask,
-    make_position_ids,
-)
-from metaphrase.ops import linear_and_dropout
+from metaphrase.modeling.stacks import MetaphraseDecoder, MetaphraseEncoder, Stack
+from metaphrase.ops import linear_and_dropout, packed_rows
 from metaphrase.ops.grid_attention import fused_grid_attention, grid_attention
-from metaphrase.ops.packed_rows import (
-    MergedPacking,
-    PackedSequences,
-    Packing,
-    packed_mask,
-    product_dtype,
-    varlen_attention,
-    window_attention,
-)
+from metaphrase.ops.packed_rows import MergedPacking, PackedSequences, Packing, packed_mask, product_dtype
 
 # Older GPUs have no flash attention.
 _LEAST_CAPABILITY = (8, 0)
@@ -52,7 +31,7 @@ def plug_in() -> None:
     acceleration.add_dropout = linear_and_dropout.add_dropout
     acceleration.packed_attention = packed_attention
     MetaphraseEncoder.encode, MetaphraseDecoder.decode = encode, decode
-    MetaphrasePreTrainedModel.supports_packing = True
+    stacks.MetaphrasePreTrainedModel.supports_packing = True
 
 
 def encode(
@@ -74,7 +53,8 @@ def encode(
         return encode_packed(encoder, embeddings, sequences, **kwargs)
     # A graph is for all lengths.
     is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    is_plain = position_ids is None and (attention_mask is None or is_padding_mask(attention_mask)) and not is_graph
+    has_plain_mask = attention_mask is None or stacks.is_padding_mask(attention_mask)
+    is_plain = position_ids is None and has_plain_mask and not is_graph
     if is_plain and SLIDING in encoder.sizes.layer_types and not asks_for_reference(encoder):
         return _encode_in_blocks(encoder, embeddings, attention_mask, **kwargs)
     return _plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
@@ -100,8 +80,9 @@ def _encode_in_blocks(
     if attention_mask is not None:
         # Padding belongs to no sequence.
         sequences.ids = sequences.ids.masked_fill(attention_mask.flatten() == 0, -1)
-    positions = indices(length, embeddings)
-    hidden_states, rotations = encoder.enter(embeddings, *make_position_ids(None, attention_mask, positions, length))
+    positions = stacks.indices(length, embeddings)
+    position_ids = stacks.make_position_ids(None, attention_mask, positions, length)
+    hidden_states, rotations = encoder.enter(embeddings, *position_ids)
     windows, made, full_mask = encoder.windows(length), {}, None
     if None in windows:
         full_mask = create_bidirectional_mask(
@@ -116,7 +97,7 @@ def _encode_in_blocks(
             made[bias, window] = None, full_mask
         else:
             scores = bias(positions, positions).to(hidden_states.dtype)
-            made[bias, window] = None, combine_bias(scores, full_mask, False, 0)
+            made[bias, window] = None, network.combine_bias(scores, full_mask, False, 0)
     for layer, rotation, key in zip(encoder.layers, rotations, layers, strict=True):
         packing, mask = made[key]
         hidden_states = layer(hidden_states, rotation, mask, packing=packing, **kwargs)
@@ -215,11 +196,11 @@ def choose_kernel(stack: Stack, states: torch.Tensor, is_plain: bool) -> str:
 
 
 def packed_attention(
-    attention: MetaphraseAttention,
+    attention: network.MetaphraseAttention,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None,
     mask: torch.Tensor | None,
-    position_embeddings: PositionEmbeddings,
+    position_embeddings: network.PositionEmbeddings,
     packing: Packing,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -238,9 +219,9 @@ def packed_attention(
         pairs = zip(states, sources, strict=True)
         states = [torch.cat(pair, dim=2).index_select(2, packing.order) for pair in pairs]
     if packing.kernel == "reference":
-        return eager_attention_forward(attention, query, *states, mask, attention.scaling, dropout, cap)
-    states = [query, *(repeat_key_value(part, attention.num_key_value_groups) for part in states)]
+        return network.eager_attention_forward(attention, query, *states, mask, attention.scaling, dropout, cap)
+    states = [query, *(network.repeat_key_value(part, attention.num_key_value_groups) for part in states)]
     if packing.kernel == "varlen":
-        return varlen_attention(states, packing, attention.scaling), None
-    kernel = window_attention if packing.kernel == "window" else grid_attention
+        return packed_rows.varlen_attention(states, packing, attention.scaling), None
+    kernel = packed_rows.window_attention if packing.kernel == "window" else grid_attention
     return kernel(states, mask, packing, attention.scaling, dropout, cap), None

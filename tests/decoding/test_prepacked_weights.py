@@ -5,7 +5,7 @@ import torch
 from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.decoding import decoder_state, prepacked_weights
+from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack
 from metaphrase.ops import packed_stacks
 
@@ -33,8 +33,7 @@ def products(monkeypatch):
         return call(packed, states)
 
     monkeypatch.setattr(PrepackedWeight, "__call__", recorded)
-    for module in (prepacked_weights, decoder_state):
-        monkeypatch.setattr(module, "can_prepack", lambda *shape: True)
+    monkeypatch.setattr(prepacked_weights, "can_prepack", lambda *shape: True)
     return made
 
 
