@@ -42,6 +42,12 @@ class PackedSequences:
     """Sequences of `lengths` `(sequences)` in a packed row, with the tensors that attention kernels need.
 
     If `longest` is known, no value is read from an accelerator, which would wait.
+
+    Attributes:
+        width: Columns of the grid.
+        starts: Index of the first token of each sequence, `(sequences)`.
+        ids: Index of each token's sequence, `(tokens)`.
+        positions: Position of each token in its sequence, from 0, `(1, tokens)`.
     """
 
     def __init__(self, lengths: torch.Tensor, num_tokens: int, longest: int | None = None):
@@ -52,31 +58,16 @@ class PackedSequences:
                     f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, got {values}."
                 )
             longest = max(values)
-        self.lengths, self.num_tokens, self.longest = lengths.long(), num_tokens, longest
-        # Columns of the grid.
-        self.width = grid_width(longest)
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """Index of the first token of each sequence, `(sequences)`."""
-        return self.lengths.cumsum(0) - self.lengths
+        self.lengths, self.longest, self.width = lengths.long(), longest, grid_width(longest)
+        self.num_tokens, self.starts = num_tokens, self.lengths.cumsum(0) - self.lengths
+        numbers = torch.arange(num_tokens, device=lengths.device)
+        self.ids = numbers[: len(lengths)].repeat_interleave(self.lengths, output_size=num_tokens)
+        self.positions = (numbers - self.starts[self.ids])[None, :]
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """Cumulative lengths from 0 on, in int32, `(sequences + 1)`, for attention kernels."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()
-
-    @cached_property
-    def ids(self) -> torch.Tensor:
-        """Index of each token's sequence, `(tokens)`."""
-        numbers = torch.arange(len(self.lengths), device=self.lengths.device)
-        return numbers.repeat_interleave(self.lengths, output_size=self.num_tokens)
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """Position of each token in its sequence, from 0, `(1, tokens)`."""
-        indices = torch.arange(self.num_tokens, device=self.lengths.device)
-        return (indices - self.starts[self.ids])[None, :]
+        return nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()
 
     @cached_property
     def cells(self) -> torch.Tensor:
