@@ -56,11 +56,19 @@ def constrained_beam_search(
         raise MetaphraseError(f"`num_beams` must be at least 2 with required phrases, got {config.num_beams}.")
     special = {name: getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")}
     special = {name: set() if ids is None else set(ids.flatten().tolist()) for name, ids in special.items()}
-    constraints = _read_constraints(
-        config.force_words_ids if force_words_ids is None else force_words_ids,
-        first_words_ids,
-        set(range(vocab_size)) - special["eos"] - special["pad"],
-    )
+    forced = config.force_words_ids if force_words_ids is None else force_words_ids
+    firsts = [[]] * len(forced) if first_words_ids is None else first_words_ids
+    usable = set(range(vocab_size)) - special["eos"] - special["pad"]
+    constraints: list[list[Phrase]] = []
+    for words, first in zip(forced, firsts, strict=True):
+        phrases = words if words and isinstance(words[0], list | tuple) else [words]
+        for ids in (*phrases, *first):
+            # Padding or an end would mean that the target has ended.
+            if not ids or not usable.issuperset(ids):
+                raise MetaphraseError(
+                    f"Phrases of `force_words_ids` must hold ids below {max(usable) + 1}, and no end or padding, got {ids}."
+                )
+        constraints.append(list(dict.fromkeys([*map(tuple, phrases), *((START, *ids) for ids in first)])))
     special_ids = {*special_ids, *set().union(*special.values()), config.forced_bos_token_id} - {None}
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
     prompt = input_ids[:: config.num_beams]
@@ -80,37 +88,14 @@ def constrained_beam_search(
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
 
-def _read_constraints(
-    force_words_ids: Sequence, first_words_ids: Sequence | None, usable: set[int]
-) -> list[list[Phrase]]:
-    """Return the phrases of each constraint."""
-    firsts = [[]] * len(force_words_ids) if first_words_ids is None else first_words_ids
-    constraints: list[list[Phrase]] = []
-    for words, first in zip(force_words_ids, firsts, strict=True):
-        phrases = words if words and isinstance(words[0], list | tuple) else [words]
-        for ids in (*phrases, *first):
-            # Padding or an end would mean that the target has ended.
-            if not ids or not usable.issuperset(ids):
-                raise MetaphraseError(
-                    f"Phrases of `force_words_ids` must hold ids below {max(usable) + 1}, and no end or padding, got {ids}."
-                )
-        constraints.append(list(dict.fromkeys([*map(tuple, phrases), *((START, *ids) for ids in first)])))
-    return constraints
-
-
 class PhraseAutomaton:
     """Aho-Corasick automaton of forced phrases: which phrases a target contains, and how far it is in the next one.
 
     A constraint is a set of phrases, one of which must occur. A state, an integer, is the longest prefix of a phrase that the
-    text ends with. Phrases may overlap, and a phrase counts wherever it occurs.
+    text ends with. Phrases may overlap, and a phrase counts wherever it occurs. `alphabet` are all tokens of the phrases,
+    (alphabet,). `num_tokens` tokens meet all constraints from any state.
 
     Source: Aho and Corasick 1975, Efficient String Matching (doi 10.1145/360825.360855).
-
-    Attributes:
-        start: State of an empty target.
-        alphabet: All tokens of the phrases, (alphabet,).
-        num_tokens: Number of tokens that meet all constraints from any state.
-        most_progress: Progress of a target that meets all constraints.
     """
 
     def __init__(
@@ -163,8 +148,7 @@ class PhraseAutomaton:
         self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
         self.alphabet = torch.tensor(alphabet, dtype=torch.long, device=device)
         self._symbols, self._follow, self._meets = symbols.to(device), follow.to(device), meets.to(device)
-        self._shortest = torch.tensor(shortest, dtype=torch.long, device=device)
-        self._longest = torch.tensor(longest, dtype=torch.long, device=device)
+        self._shortest, self._longest = (torch.tensor(lengths, device=device) for lengths in (shortest, longest))
         self._savings, self._parts = savings.to(device), parts.to(device)
 
     def read(
@@ -272,7 +256,7 @@ class ConstrainedSelection(Selection):
         return totals.flatten(1).masked_fill(~is_candidate, -torch.inf).topk(count)
 
     def _behind_alphabet(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return states and met constraints behind each token of the phrases, shape (sources, beams, alphabet)."""
+        # The states and met constraints behind each token of the phrases, (sources, beams, alphabet).
         return self._automaton.read(self._states[..., None], self._is_met[:, :, None], self._automaton.alphabet)
 
     def _allocate(self, progress: torch.Tensor, is_eligible: torch.Tensor) -> torch.Tensor:

@@ -152,17 +152,14 @@ def prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjec
 
 def prepared_rows(head: nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return a head's projection to the logits of some tokens, (count,), or None if its rows cannot be selected."""
-    if is_hooked(head):
-        return None
-    if isinstance(head, PackedLinear):
+    if isinstance(head, PackedLinear) and not is_hooked(head):
         return head.select_outputs(tokens).forward
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear or is_hooked(head):
         return None
     # Indexing takes several times as long. A transposed or prepacked copy would not pay for one batch.
-    weight, bias = (
-        None if part is None else part.detach().index_select(0, tokens) for part in (head.weight, head.bias)
-    )
-    return functools.partial(nn.functional.linear, weight=weight, bias=bias)
+    parts = {"weight": head.weight, "bias": head.bias}
+    parts = {name: None if part is None else part.detach().index_select(0, tokens) for name, part in parts.items()}
+    return functools.partial(nn.functional.linear, **parts)
 
 
 class KeyValueCache:

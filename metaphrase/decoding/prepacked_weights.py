@@ -47,15 +47,13 @@ def prepared_copies(
 
     `prepare` makes the copies, and returns them with the weights on which they depend; see `WeightRecord`.
     """
-    copies_of_owner = _copies.setdefault(owner, {})
-    copies, record = copies_of_owner.get(prepare, (None, None))
-    if record is None or not record.is_current(module):
+    of_owner = _copies.setdefault(owner, {})
+    if prepare not in of_owner or not of_owner[prepare][1].is_current(module):
         # The memory of the old copies is free before new copies are made.
-        copies = record = None
-        copies_of_owner.pop(prepare, None)
+        of_owner.pop(prepare, None)
         copies, weights = prepare(module)
-        copies_of_owner[prepare] = copies, WeightRecord(module, weights)
-    return copies
+        of_owner[prepare] = copies, WeightRecord(module, weights)
+    return of_owner[prepare][0]
 
 
 class WeightRecord:
@@ -71,7 +69,7 @@ class WeightRecord:
         # Views show the current entries as long as the addresses are the same.
         self._views = []
         for weight in weights:
-            # A stride without a common divisor with the row length meets different columns in each row.
+            # Without a common divisor with the row length, it meets different columns in each row.
             longest = max(1, weight.numel() // _SAMPLED_ENTRIES)
             stride = next(step for step in range(longest, 0, -1) if math.gcd(step, weight.shape[-1]) == 1)
             self._views.append(weight.detach().flatten()[::stride])
@@ -89,7 +87,6 @@ class WeightRecord:
         )
 
     def _read(self) -> tuple[list[Any], list[tuple[int, int]], torch.Tensor]:
-        """Return the objects in the module, and the addresses, versions and sampled entries of the weights."""
         objects: list[Any] = []
         for module in self._modules:
             # A parametrization changes the class. Reading the dictionaries is many times faster than looking up each name.
@@ -120,7 +117,6 @@ def can_record(layer: nn.Module) -> bool:
 
 
 def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"]], list[torch.Tensor]]:
-    """Return the linear layers that gain by prepacked weights with these weights, and the weights that were packed."""
     linears = [layer for layer in layers.modules() if is_plain(layer) and can_record(layer)]
     linears = [layer for layer in linears if layer.weight.numel() <= LARGEST_SIZE and can_prepack(*layer.weight.shape)]
     packed = [(layer, PrepackedWeight(layer.weight, layer.bias)) for layer in linears]
@@ -159,22 +155,16 @@ def prefers_onednn() -> bool:
 
 def is_plain(layer: nn.Module) -> bool:
     """Return True if a layer is an `nn.Linear` with a weight in float32 on a CPU."""
-    weight = getattr(layer, "weight", None)
-    return (
-        type(layer) is nn.Linear
-        # torchao puts tensors of other classes into an `nn.Linear`.
-        and type(weight.data) is torch.Tensor
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-    )
+    if type(layer) is not nn.Linear:
+        return False
+    weight = layer.weight
+    # torchao puts tensors of other classes into an `nn.Linear`.
+    return type(weight.data) is torch.Tensor and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 @functools.cache
 def can_prepack(out_features: int, in_features: int) -> bool:
-    """Return True if a weight of this shape gains by it, and the operators compute the right products here.
-
-    The operators are private to torch, and may refuse other numbers of rows than the weight was packed for.
-    """
+    """Return True if a weight of this shape gains by it, and torch's private operators compute the right products here."""
     if out_features * in_features < _LEAST_SIZE or in_features < _LEAST_WIDTH:
         return False
     # A long weight has many equal blocks. One of them and the remainder are checked.

@@ -162,7 +162,7 @@ def scale_rows(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _multiply_operator() -> Callable[..., torch.Tensor]:
-    """Return the operator without the Python dispatch of its packet."""
+    # Without the Python dispatch of its packet.
     packet = getattr(torch.ops.quantized, _PRODUCT)
     return getattr(packet, "_op", packet)
 
