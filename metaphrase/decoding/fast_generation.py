@@ -150,12 +150,17 @@ def prepared_projections(
     head, shortlist = model.get_output_embeddings(), None
     if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
-    is_plain = type(model).project is _METHODS["project"] and model.config.final_logit_softcapping is None
+    project, best_tokens = functools.partial(model.project, head=head), None
+    if (
+        shortlist is not None
+        and type(model).project is _METHODS["project"]
+        and not model.config.final_logit_softcapping
+    ):
 
-    def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
-        return shortlist(model.transform(hidden_states), *arguments)
+        def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
+            return shortlist(model.transform(hidden_states), *arguments)
 
-    return functools.partial(model.project, head=head), best_tokens if is_plain and shortlist is not None else None
+    return project, best_tokens
 
 
 def find_obstacle(

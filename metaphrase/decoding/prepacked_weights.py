@@ -224,13 +224,13 @@ def encode_without_padding(
 
     None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or packed_stacks.asks_for_reference(encoder):
-        return None
-    if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
+    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if is_graph or encoder.training or torch.is_grad_enabled() or packed_stacks.asks_for_reference(encoder):
         return None
     # In float16, only the padded kernels keep large scores finite.
     is_supported = embeddings.device.type == "cpu" and embeddings.dtype in (torch.float32, torch.bfloat16)
-    if encoder.training or torch.is_grad_enabled() or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+    has_mask = is_padding_mask(attention_mask) and attention_mask.shape == embeddings.shape[:2]
+    if not is_supported or not has_mask or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
         return None
     is_token = attention_mask != 0
     if bool(is_token.sum() > (1 - LEAST_PADDING) * is_token.numel()):
