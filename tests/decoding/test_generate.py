@@ -10,6 +10,7 @@ from transformers.generation import BaseStreamer
 
 from metaphrase.decoding import prepacked_weights, quantization
 from metaphrase.decoding.beam_search import top_of_rows
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.fast_generation import generate as fast_generate
 
 ENDS = [5, 11, 17, 23]
@@ -34,6 +35,14 @@ def check(model, inputs, **options):
     assert found.tolist() == expected.tolist(), options
     assert model.search_obstacle is None
     return found
+
+
+@pytest.fixture
+def step_rows(monkeypatch):
+    """The number of rows of each decoding step."""
+    rows, step = [], DecoderState.step
+    monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
+    return rows
 
 
 # Designs, options, caches
