@@ -309,13 +309,10 @@ class DecoderState:
         self.num_positions = 0
         self._bias_of_layer = decoder.position_biases()
         self._biases: dict[nn.Module | None, torch.Tensor | None] = {}
-        self._positions: torch.Tensor | None = None
-        self._rotations: Rotation = None
+        self._positions = self._rotations = None
         # For the current step: by layer, where new keys and values are written and the cache to attend to; by position bias, the
         # bias of the scores.
-        self._new_entries: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._target_views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._target_biases: dict[nn.Module | None, torch.Tensor | None] = {}
+        self._new_entries, self._target_views, self._target_biases = [], [], {}
         # A first operand that `baddbmm` does not read. Making one takes as long as a small product.
         self._unread = torch.empty(1, dtype=torch.float32, device=self.device)
 

@@ -112,23 +112,18 @@ def encoded_sources(model_kwargs: dict, copies: int) -> tuple[torch.Tensor, torc
 
 
 def _generate_by_transformers(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    return_scores: bool | None,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    **model_kwargs,
+    model: PreTrainedModel, input_ids: torch.LongTensor, return_scores: bool | None, **kwargs
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
-    config, step_scores = generation_config, SequenceScores()
+    config, step_scores = kwargs["generation_config"], SequenceScores()
     loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
     if return_scores is not None:
         config.return_dict_in_generate, config.output_scores = True, return_scores
     if return_scores:
-        stopping_criteria = StoppingCriteriaList([*stopping_criteria, step_scores])
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*kwargs["stopping_criteria"], step_scores])
         if config.do_sample and config.num_beams == 1:
-            logits_processor = LogitsProcessorList([step_scores.read_logits, *logits_processor])
-    output = loop(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
+            processors = [step_scores.read_logits, *kwargs["logits_processor"]]
+            kwargs["logits_processor"] = LogitsProcessorList(processors)
+    output = loop(model, input_ids, **kwargs)
     if return_scores is None:
         return output
     scores = getattr(output, "sequences_scores", None)

@@ -6,7 +6,6 @@ weight has changed.
 """
 
 import functools
-import math
 import operator
 import platform
 import weakref
@@ -66,13 +65,9 @@ class WeightRecord:
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]):
         self._module, self._modules, self._weights = module, walk(module), weights
-        # Views show the current entries as long as the addresses are the same.
-        self._views = []
-        for weight in weights:
-            # Without a common divisor with the row length, it meets different columns in each row.
-            longest = max(1, weight.numel() // _SAMPLED_ENTRIES)
-            stride = next(step for step in range(longest, 0, -1) if math.gcd(step, weight.shape[-1]) == 1)
-            self._views.append(weight.detach().flatten()[::stride])
+        # Views show the current entries as long as the addresses are the same. An odd step meets many columns.
+        steps = [max(1, weight.numel() // _SAMPLED_ENTRIES) | 1 for weight in weights]
+        self._views = [weight.detach().flatten()[::step] for weight, step in zip(weights, steps, strict=True)]
         self._objects, self._versions, self._entries = self._read()
 
     def is_current(self, module: nn.Module) -> bool:

@@ -34,13 +34,7 @@ def plug_in() -> None:
     stacks.MetaphrasePreTrainedModel.supports_packing = True
 
 
-def encode(
-    encoder: MetaphraseEncoder,
-    embeddings: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    **kwargs,
-) -> BaseModelOutput:
+def encode(encoder, embeddings, attention_mask, position_ids, **kwargs) -> BaseModelOutput:
     """Encode sources as `MetaphraseEncoder.encode` does, and packed rows.
 
     `source_lengths` `(pairs)` are the tokens of each source in a packed row. Without the largest of them, `longest_source`, the
@@ -105,13 +99,7 @@ def _encode_in_blocks(
 
 
 def decode(
-    decoder: MetaphraseDecoder,
-    embeddings: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    encoder_attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    **kwargs,
+    decoder, embeddings, encoder_hidden_states, attention_mask, encoder_attention_mask, position_ids, **kwargs
 ) -> torch.Tensor:
     """Decode targets as `MetaphraseDecoder.decode` does, and packed rows. For the lengths see `encode`."""
     source_lengths, longest_source, target_lengths, longest_target = (kwargs.pop(name, None) for name in _LENGTHS)
