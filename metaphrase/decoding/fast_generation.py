@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState, Selection, beam_search
 from metaphrase.decoding.decoder_state import DecoderState, prepare_head, prepared_rows
-from metaphrase.decoding.options import ROW_PROCESSORS, are_ends, only_lower, process, process_permitted
+from metaphrase.decoding.options import ROW_PROCESSORS, are_ends, only_lower, process
 from metaphrase.decoding.prepacked_weights import can_record, prepared_copies, walk
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
@@ -92,7 +92,15 @@ def generate(
     else:
         project, best_tokens = functools.partial(model.project, head=head), None
         if processors:
-            processors = [process_permitted(processors, permitted, model.config.decoder_vocab_size)]
+            all_processors = processors
+
+            def process_rows(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                """Let the processors see the scores of all tokens."""
+                whole = scores.new_full((len(scores), model.config.decoder_vocab_size), -torch.inf)
+                whole[:, permitted] = scores
+                return process(all_processors, ids, whole)[:, permitted]
+
+            processors = [process_rows]
     if config.num_beams > 1:
         state, selection = BeamState(model.get_decoder(), *sources), Selection(config, permitted)
         ids, scores = beam_search(project, state, prompt, processors, config, selection)

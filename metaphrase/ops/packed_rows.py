@@ -29,6 +29,9 @@ _MIN_GRID_WIDTH, _GRID_WIDTH_MULTIPLE = 16, 8
 _LEAST_BLOCK = 64
 
 
+Window = tuple[int, int] | None
+
+
 def grid_width(longest: int) -> int:
     return max(_MIN_GRID_WIDTH, -(-longest // _GRID_WIDTH_MULTIPLE) * _GRID_WIDTH_MULTIPLE)
 
@@ -79,12 +82,7 @@ class Packing:
     """The sequences between which a packed attention runs, the name of a kernel, and the window of a token."""
 
     def __init__(
-        self,
-        queries: PackedSequences,
-        keys: PackedSequences,
-        is_causal: bool,
-        kernel: str,
-        window: tuple[int, int] | None = None,
+        self, queries: PackedSequences, keys: PackedSequences, is_causal: bool, kernel: str, window: Window = None
     ):
         if len(queries.lengths) != len(keys.lengths):
             raise MetaphraseError(
@@ -134,7 +132,7 @@ class Packing:
 class MergedPacking(Packing):
     """The sequences of an attention of targets to their own tokens, and to their sources: both are the keys of one softmax."""
 
-    def __init__(self, targets: PackedSequences, sources: PackedSequences, kernel: str, window: tuple[int, int] | None):
+    def __init__(self, targets: PackedSequences, sources: PackedSequences, kernel: str, window: Window):
         longest = targets.longest + sources.longest
         keys = PackedSequences(targets.lengths + sources.lengths, targets.num_tokens + sources.num_tokens, longest)
         super().__init__(targets, keys, True, kernel, window)

@@ -99,13 +99,7 @@ def test_a_model_with_itself_is_that_model(models, options):
     alone = decode(one, ROWS, **options)
     torch.manual_seed(0)
     search = EnsembleSearch()
-    together = decode(
-        one,
-        ROWS,
-        partners=[Partner(one, ROWS), Partner(one, ROWS)],
-        search=search,
-        **options,
-    )
+    together = decode(one, ROWS, partners=[Partner(one, ROWS), Partner(one, ROWS)], search=search, **options)
     for row, expected in zip(together, alone, strict=True):
         assert [h.ids for h in row] == [h.ids for h in expected]
         assert [h.score for h in row] == pytest.approx([h.score for h in expected], abs=1e-4)
