@@ -36,7 +36,6 @@ def meets(ids, constraints):
 
 
 def until_end(row, ends=ENDS):
-    """Return the ids behind the start, up to the first end."""
     row = row[1:]
     end = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
     return row[: end + 1]
@@ -99,7 +98,6 @@ def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
 
 
 def test_a_source_is_searched_as_if_it_were_alone():
-    """Sources leave the batch at different steps."""
     model = search_model("sinusoidal")
     inputs, options = search_sources(model, batch=8), {"num_beams": 3, "max_new_tokens": 20, "early_stopping": True}
     found = constrained(model, inputs, [[7, 8], [20]], **options)

@@ -89,7 +89,6 @@ def test_targets_are_as_if_alone(design, groups):
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_unused_tokens_are_dropped(design):
-    """More steps than there is room for at first, and than tokens are left alone."""
     state, kept = walk(setting("right", **DESIGNS[design])[:3], turns=30)
     # Each step adds a token for each target. A token that few targets hold is soon held by none.
     assert max(kept) < 2 * state.length and state._target_cache.keys.shape[4] < 4 * state.length
@@ -125,7 +124,6 @@ def train(model):
 
 
 def in_layers(change):
-    """Return a change of the whole model from a change of one decoder layer."""
     return lambda model: [change(layer) for layer in model.get_decoder().layers]
 
 

@@ -33,7 +33,6 @@ class Twice(LogitsProcessor):
 
 @pytest.fixture
 def fast_loops(monkeypatch):
-    """The names of the fast loops that were called."""
     called = []
     for name in ("sample", "beam_search"):
         loop = getattr(fast_generation, name)
@@ -205,7 +204,6 @@ LIMITS = {"max_new_tokens": 8, "eos_token_id": 22}
 
 
 def kept_scores(model, sources, options):
-    """What transformers says itself: of beams, or the sum of the transitions that were chosen."""
     output = model.generate(
         **pad_sources(sources, model),
         **options,

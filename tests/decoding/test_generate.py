@@ -39,7 +39,6 @@ def check(model, inputs, **options):
 
 @pytest.fixture
 def step_rows(monkeypatch):
-    """The number of rows of each decoding step."""
     rows, step = [], DecoderState.step
     monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
     return rows

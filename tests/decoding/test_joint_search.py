@@ -162,7 +162,6 @@ TEXTS = [[12, 2], [30, 4, 4, 4, 9, 2], [21, 6, 2], [3, 14, 15, 9, 2]]
 
 
 def noisy(model, noise=0.1, seed=0):
-    """A draft model that often agrees with the model, but not always."""
     draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():

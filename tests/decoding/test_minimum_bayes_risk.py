@@ -19,7 +19,6 @@ def generator():
 
 @pytest.fixture
 def drawn(monkeypatch, generator):
-    """What each draw returned, with the options that it was asked with."""
     seen = []
     whole = generator.generate_n_best
 
@@ -32,7 +31,6 @@ def drawn(monkeypatch, generator):
 
 
 def assert_best(chosen, candidates_of_sources, references_of_sources, weigh=lambda reference: 1, utility="chrf"):
-    """That each text has the highest utility, computed one by one."""
     sentence = getattr(sacrebleu, f"sentence_{utility}")
     for best, candidates, references in zip(chosen, candidates_of_sources, references_of_sources, strict=True):
         weights = [weigh(reference) for reference in references]

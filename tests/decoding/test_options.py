@@ -15,7 +15,6 @@ from metaphrase.inference.batches import decode
 
 @pytest.fixture
 def warned():
-    """The messages that transformers logs."""
     records, handler, logger = [], logging.Handler(), transformers_logging.get_logger("transformers")
     handler.emit = lambda record: records.append(record.getMessage())
     logger.addHandler(handler)

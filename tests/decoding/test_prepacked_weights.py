@@ -14,7 +14,6 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="t
 
 @pytest.fixture(params=["mkl", "onednn"])
 def library(request, monkeypatch):
-    """Choose the library, on any processor."""
     if request.param == "onednn" and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(prepacked_weights, "prefers_onednn", lambda: request.param == "onednn")

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch h
 
 @pytest.fixture
 def all_sizes(monkeypatch):
-    """Small layers are packed too."""
     monkeypatch.setattr(quantization, "_LEAST_SIZE", 1)
 
 
@@ -43,7 +42,6 @@ def some_states(*shape):
 
 
 def rounded(states, levels):
-    """Rounded to so many levels of the largest of each row."""
     step = states.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30) / levels
     return (states / step).round() * step
 
@@ -160,7 +158,6 @@ def plain_head(bias=False):
 
 
 def states_towards(head, rows, strength):
-    """States as of a decoder that is more or less sure of some token."""
     return torch.randn(rows, HIDDEN) + strength * head.weight[torch.randint(VOCAB, (rows,))]
 
 
@@ -201,7 +198,6 @@ def greedy(model, **options):
 
 
 def check_greedy_search(model, lists, **options):
-    """Check that greedy search uses lists, and writes the tokens of transformers' loop."""
     expected = greedy(model, **options, custom_generate=GenerationMixin._sample)
     lists.clear()
     assert greedy(model, **options) == expected
