@@ -125,8 +125,8 @@ class PreparedLayer:
             [prepared_norm(getattr(layer, name + kind, no_norm)) for name in names]
             for kind in ("_norm", "_output_norm")
         )
-        others = [prepared_norm(no_norm)] * 3
-        self.input_norms, self.sum_norms = (norms, others) if layer.is_pre_norm else (others, norms)
+        no_norms = [prepared_norm(no_norm)] * 3
+        self.input_norms, self.sum_norms = (norms, no_norms) if layer.is_pre_norm else (no_norms, norms)
 
 
 def prepared_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -221,8 +221,8 @@ def window_attention(
 ) -> torch.Tensor:
     """Attend within windows of packed rows, or of a padded batch: `(batch, heads, length, dim) -> (1, tokens, heads, dim)`."""
     (left, right), size = packing.window, block_size(packing.window)
-    query, *others = (part.transpose(0, 1).flatten(1, 2)[None] for part in states)
-    blocks = split_blocks(query, size, 0, 0), *(split_blocks(part, size, left, right) for part in others)
+    query, *key_value = (part.transpose(0, 1).flatten(1, 2)[None] for part in states)
+    blocks = split_blocks(query, size, 0, 0), *(split_blocks(part, size, left, right) for part in key_value)
     output = attend_in_blocks(blocks, mask, scaling, dropout, cap)
     return output.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
 
