@@ -36,10 +36,10 @@ _SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_t
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 # Methods of the network, which a subclass may override.
-_METHODS = {
-    name: getattr(MetaphraseForConditionalGeneration, name)
+_FORWARD, _PREPARE_INPUTS, _PROJECT = (
+    getattr(MetaphraseForConditionalGeneration, name)
     for name in ("forward", "prepare_inputs_for_generation", "project")
-}
+)
 
 
 def is_metaphrase(model: object) -> bool:
@@ -154,11 +154,7 @@ def prepared_projections(
     if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
     project, best_tokens = functools.partial(model.project, head=head), None
-    if (
-        shortlist is not None
-        and type(model).project is _METHODS["project"]
-        and not model.config.final_logit_softcapping
-    ):
+    if shortlist is not None and type(model).project is _PROJECT and not model.config.final_logit_softcapping:
 
         def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
             return shortlist(model.transform(hidden_states), *arguments)
@@ -231,9 +227,8 @@ def find_obstacle_of_model(
         "hook or own forward": "prepare_inputs_for_generation" in attributes
         # accelerate casts around the original `forward`, which it stores.
         or ("forward" in attributes and "_original_forward" not in attributes)
-        or any(
-            getattr(type(model), name) is not _METHODS[name] for name in ("forward", "prepare_inputs_for_generation")
-        )
+        or type(model).forward is not _FORWARD
+        or type(model).prepare_inputs_for_generation is not _PREPARE_INPUTS
         or any(module._forward_pre_hooks or "_hf_hook" in vars(module) for module in modules)
         # transformers leaves hooks behind that recorded hidden states or attention weights.
         or any(getattr(hook, "__module__", None) != capture_outputs.__module__ for hook in hooks),

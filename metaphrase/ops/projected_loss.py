@@ -43,8 +43,7 @@ class _ProjectedLoss(torch.autograd.Function):
     def forward(
         ctx, hidden_states, weight, bias, labels, is_label, divisor, smoothing: float, alpha: float, dtype: torch.dtype
     ):
-        needs_gradient = ctx.needs_input_grad
-        vocab = weight.shape[0]
+        needs_gradient, vocab = ctx.needs_input_grad, weight.shape[0]
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
         # Smoothing gives all tokens the same share. Its part of loss and gradients needs the sum of the weight's rows only.
         share = smoothing / vocab

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from decoder_states import assert_near, fill_new_tensors_with_nan, make_state, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS, random_batch, random_sources, tiny_model
 from torch import nn
 from torch.nn.utils import parametrize
@@ -15,6 +14,41 @@ from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.fast_generation import prepared_projections
+
+LENGTH = 19  # more than the state has room for at first
+
+
+def setting(padding="left", **fields):
+    """Return a model, its encoder output of three sources, their mask and targets."""
+    model = tiny_model(**fields)
+    batch = random_batch(model.config, target=LENGTH, padding=padding)
+    with torch.inference_mode():
+        encoder_output = model.get_encoder()(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+    return model, encoder_output, batch["attention_mask"], batch["decoder_input_ids"]
+
+
+def make_state(state_class, model, encoder_output, mask):
+    with torch.inference_mode():
+        return state_class(model.get_decoder(), encoder_output, mask)
+
+
+def whole(model, encoder_output, mask, targets):
+    """Return the output of a forward pass over all tokens."""
+    with torch.inference_mode():
+        return model.get_decoder()(
+            targets, encoder_hidden_states=encoder_output, encoder_attention_mask=mask, use_cache=False
+        ).last_hidden_state
+
+
+def assert_near(outputs, expected):
+    """Within 1e-4 of the largest value: without a norm at its end a stack's output is large."""
+    assert outputs.shape == expected.shape
+    assert (outputs - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def step_through(state, targets):
+    with torch.inference_mode():
+        return torch.stack([state.step(tokens) for tokens in targets.unbind(1)], dim=1)
 
 
 @pytest.mark.parametrize("kind", [DecoderState, BeamState])
@@ -97,7 +131,7 @@ def test_unused_tokens_are_dropped(design):
 
 def test_unwritten_entries_may_be_nan(monkeypatch):
     setup = setting(**DESIGNS["relative"])[:3]
-    fill_new_tensors_with_nan(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, torch.nan))
     state, _ = walk(setup, turns=20, leaving=9)
     assert state._target_cache.keys[..., state._token_positions.shape[1] :].isnan().any()
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from small_searches import search_model
-from tiny_generator import SOURCES, save_generator, tiny_generator
 from tiny_models import DESIGNS, random_sources, run_model, tiny_model
 from torch import nn
 from transformers import GenerationMixin
@@ -16,7 +15,7 @@ from transformers import GenerationMixin
 from metaphrase.decoding import quantization
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection, has_kernels
 from metaphrase.engines.engine_choice import load_engine
-from metaphrase.inference import Generator, quantize
+from metaphrase.inference import quantize
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
@@ -132,14 +131,6 @@ def test_without_kernels_weights_stay_as_they_are(all_sizes, monkeypatch, caplog
     assert quantize(model) == 0
     assert torch.equal(run_model(model).logits, expected)
     assert "int8 weights need a torch with FBGEMM" in caplog.text
-
-
-def test_generator(tmp_path, all_sizes):
-    folder = save_generator(tiny_generator(), tmp_path / "model")
-    generator = Generator.from_pretrained(folder, device="cpu", dtype="int8")
-    assert any(isinstance(module, PackedLinear) for module in generator.model.modules())
-    texts = generator.generate(SOURCES, num_beams=2)
-    assert texts == [generator.generate([source], num_beams=2)[0] for source in SOURCES]
 
 
 # Shortlists
