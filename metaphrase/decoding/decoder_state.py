@@ -210,10 +210,8 @@ class KeyValueCache:
         self.values[..., start:count, :] = values.view(*flat.shape, head_dim)
 
     def views(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys (rows * heads, head_dim, length) and values (rows * heads, length, head_dim) of each layer.
-
-        A view costs as much as a small product. One call makes the views of all layers.
-        """
+        """Return keys (rows * heads, head_dim, length) and values (rows * heads, length, head_dim) of each layer."""
+        # A view costs as much as a small product. One call makes the views of all layers.
         keys, values = self.keys[..., :length], self.values[..., :length, :]
         return list(zip(keys.flatten(1, 2).unbind(0), values.flatten(1, 2).unbind(0), strict=True))
 
@@ -414,10 +412,8 @@ class DecoderState:
         }
 
     def _masked_biases(self, mask: torch.Tensor, distances: torch.Tensor) -> dict[nn.Module | None, torch.Tensor]:
-        """Return position biases plus a mask (sources, copies, tokens): (sources, 1 or key_value_heads, copies * groups, tokens).
-
-        `distances` lead from the last token of a target back to each token, (sources, 1 or copies, tokens).
-        """
+        """Return position biases plus a mask (sources, copies, tokens): (sources, 1 or key_value_heads, copies * groups, tokens)."""
+        # The distances lead from the last token of a target back to each token, (sources, 1 or copies, tokens).
         biases = {}
         for module, bias in self._biases.items():
             # (sources, 1, copies, 1, tokens)

@@ -154,7 +154,8 @@ def prepared_projections(
     if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
     project, best_tokens = functools.partial(model.project, head=head), None
-    if shortlist is not None and type(model).project is _PROJECT and not model.config.final_logit_softcapping:
+    is_plain = type(model).project is _PROJECT and model.config.final_logit_softcapping is None
+    if is_plain and shortlist is not None:
 
         def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
             return shortlist(model.transform(hidden_states), *arguments)

@@ -82,9 +82,8 @@ class _ProjectedLoss(torch.autograd.Function):
                 continue
             # The probabilities become the gradient of the logits, without the part of smoothing.
             logits_gradient = probabilities
-            share_of_label = 1 - smoothing
-            label_gradient = torch.where(is_likely, 1 - share_of_label - rest, values - share_of_label)
-            logits_gradient[index] = label_gradient.to(dtype)
+            label_share = 1 - smoothing
+            logits_gradient[index] = torch.where(is_likely, 1 - label_share - rest, values - label_share).to(dtype)
             if alpha:
                 logits_gradient += divergence_gradient
                 del divergence_gradient
