@@ -412,7 +412,7 @@ class DecoderState:
         }
 
     def _masked_biases(self, mask: torch.Tensor, distances: torch.Tensor) -> dict[nn.Module | None, torch.Tensor]:
-        """Return position biases plus a mask (sources, copies, tokens): (sources, 1 or key_value_heads, copies * groups, tokens)."""
+        """Add a mask (sources, copies, tokens) to biases: (sources, 1 or key_value_heads, copies * groups, tokens)."""
         # The distances lead from the last token of a target back to each token, (sources, 1 or copies, tokens).
         biases = {}
         for module, bias in self._biases.items():
